@@ -321,16 +321,12 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 2 and chosen is kind.LOCAL_STATE_DICT:
             raise ValueError("fsdp_version=2 has no state_dict_type=LOCAL_STATE_DICT; use SHARDED_STATE_DICT.")
         self.state_dict_type = chosen
-        expected = {
-            kind.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
-            kind.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
-            kind.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
-        }[chosen]
-        options: dict[str, bool] = {"offload_to_cpu": True}
+        options = {"offload_to_cpu": True}
         if chosen is kind.FULL_STATE_DICT:
             options["rank0_only"] = True
-        for name, config in zip(("state_dict_config", "optim_state_dict_config"), expected, strict=True):
-            present = getattr(self, name)
+        word = chosen.name.partition("_")[0].capitalize()
+        for name, part in (("state_dict_config", ""), ("optim_state_dict_config", "Optim")):
+            present, config = getattr(self, name), getattr(fsdp, f"{word}{part}StateDictConfig")
             if isinstance(present, config):
                 continue
             if present is not None and state_dict_type is None:  # given next to a type that it does not fit

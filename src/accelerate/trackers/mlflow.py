@@ -6,8 +6,7 @@ import os
 from itertools import islice
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in
-from accelerate.trackers.scalars import numbers_of
+from accelerate.trackers.base import LibraryTracker, built_in, numbers_of
 from accelerate.utils.environment import parse_flag_from_env
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 import base64
 import json
-import math
 import os
 import sys
 import types
@@ -45,25 +44,6 @@ def transformers(monkeypatch):
 def no_transformers(monkeypatch):
     monkeypatch.setattr(home, "is_transformers_available", lambda: False)
     monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
-
-
-def test_defaults():
-    plugin = Plugin()
-    assert plugin.deepspeed_config == {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "none", "nvme_path": None},
-            "offload_param": {"device": "none", "nvme_path": None},
-            "stage3_gather_16bit_weights_on_model_save": False,
-        },
-        "steps_per_print": math.inf,
-    }
-    assert plugin.hf_ds_config.config is plugin.deepspeed_config
-    assert not plugin.zero3_init_flag and not plugin.selected
 
 
 def test_offloading_to_a_disk_and_no_clipping():

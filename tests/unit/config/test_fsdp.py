@@ -33,26 +33,6 @@ def _clean(monkeypatch):
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin may set it; monkeypatch restores it
 
 
-def test_defaults_of_version_1():
-    plugin = Plugin()
-    assert (plugin.fsdp_version, plugin.sharding_strategy) == (1, fsdp.ShardingStrategy.FULL_SHARD)
-    assert plugin.cpu_offload == fsdp.CPUOffload(offload_params=False)
-    assert plugin.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT
-    assert plugin.state_dict_config == fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    assert plugin.optim_state_dict_config == fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    assert (plugin.use_orig_params, plugin.sync_module_states, plugin.forward_prefetch) == (False, False, False)
-    assert plugin.auto_wrap_policy is plugin.backward_prefetch is plugin.reshard_after_forward is None
-
-
-def test_defaults_of_version_2():
-    plugin = Plugin(fsdp_version=2)
-    assert plugin.reshard_after_forward is True
-    assert plugin.sharding_strategy is None
-    assert type(plugin.cpu_offload) is fsdp.OffloadPolicy
-    assert plugin.state_dict_type is fsdp.StateDictType.SHARDED_STATE_DICT
-    assert plugin.use_orig_params is plugin.sync_module_states is plugin.forward_prefetch is None
-
-
 STRATEGY, PREFETCH, KIND = fsdp.ShardingStrategy, fsdp.BackwardPrefetch, fsdp.StateDictType
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accelerate.config import env
-from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend
+from accelerate.config.enums import DDPCommunicationHookType
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -186,12 +186,3 @@ def test_profile_activities():
 def no_variables(monkeypatch):
     for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION"):
         monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}", raising=False)
-
-
-def test_compilation_defaults():
-    plugin = TorchDynamoPlugin()
-    assert plugin.backend is DynamoBackend.NO
-    assert (plugin.mode, plugin.fullgraph, plugin.dynamic) == ("default", False, None)
-    assert (plugin.options, plugin.disable, plugin.use_regional_compilation) == (None, False, False)
-    assert plugin.to_kwargs() == {}
-    assert plugin.to_dict()["backend"] == "no"

@@ -127,6 +127,18 @@ def test_t5_has_two_lengths(options, batch, lengths):
     assert (plugin.encoder_seq_length, plugin.decoder_seq_length) == lengths
 
 
+def test_bert_pretrains_with_masked_words_and_a_mixture_has_its_experts():
+    plugin = Plugin()
+    for name, pretrains in (("BertForMaskedLM", True), ("BertForSequenceClassification", False)):
+        plugin.set_network_size_args(model(BERT, name))
+        assert plugin.megatron_lm_default_args["pretraining_flag"] is pretrains
+    plugin.set_network_size_args(model(GLM))
+    arguments = plugin.megatron_lm_default_args
+    assert arguments["moe_layer_freq"] == [0, 1, 1] and arguments["moe_shared_expert_intermediate_size"] == 24
+    assert (arguments["num_experts"], arguments["moe_router_topk"], arguments["kv_channels"]) == (6, 2, 2)
+    assert arguments["eos_token_id"] == 7 and "fp8" not in arguments
+
+
 def test_own_parser(monkeypatch):
     monkeypatch.setattr("accelerate.config.megatron.MODEL_CONFIGS_TO_MEGATRON_PARSERS", {})
     with pytest.raises(ValueError, match="model_type is 'tiny'"):

@@ -3,7 +3,6 @@
 import types
 
 import pytest
-import torch
 
 from accelerate.trackers.aim import AimTracker
 from accelerate.trackers.clearml import ClearMLTracker
@@ -78,19 +77,6 @@ def test_a_clearml_task_of_ones_own_is_closed_and_a_running_one_joined(library):
     assert given == config and given is not config
 
 
-def test_clearml_series_by_prefix(library, caplog):
-    tracker = start_clearml(library, running=True)
-    tracker.log({"eval_loss": 1.0, "loss": 2, "note": "x"}, step=3)
-    points = [kwargs for name, _, kwargs in library.taken() if name.endswith("report_scalar")]
-    assert points == [
-        {"title": "loss", "series": "eval", "value": 1.0, "iteration": 3},
-        {"title": "loss", "series": "train", "value": 2, "iteration": 3},
-    ]
-    assert "'note'" in caplog.text
-    tracker.log({"loss": 2})
-    assert library.taken()[-1][2] == {"name": "loss", "value": 2}
-
-
 def test_clearml_images_and_tables(library):
     tracker = start_clearml(library, running=True)
     tracker.log_images({"test_x": "image"}, step=2)
@@ -108,27 +94,14 @@ def test_comet_is_started_as_the_version_wants(library, version, begin):
     library.install("comet_ml", __version__=version)
     tracker = CometMLTracker("project", workspace="w")
     tracker.start()
-    assert library.taken() == [(f"comet_ml.{begin}", (), {"project_name": "project", "workspace": "w"})]
-
-
-def test_comet_takes_values_by_their_kind(library, caplog):
-    library.install("comet_ml", __version__="3.50")
-    tracker = CometMLTracker("project")
-    tracker.start()
-    library.taken()
-    tracker.store_init_configuration({"lr": 0.1})
-    tracker.log({"loss": torch.tensor(0.5), "note": "x", "both": {"a": 1}, "many": torch.ones(2)}, step=3)
+    tracker.log({"note": "x", "many": [1]}, step=3)
     tracker.finish()
-    name = "comet_ml.start()"
     assert library.taken() == [
-        (f"{name}.log_parameters", ({"lr": 0.1},), {}),
-        (f"{name}.set_step", (3,), {}),
-        (f"{name}.log_metric", ("loss", 0.5), {"step": 3}),
-        (f"{name}.log_other", ("note", "x"), {}),
-        (f"{name}.log_metrics", ({"a": 1},), {"step": 3}),
-        (f"{name}.end", (), {}),
+        (f"comet_ml.{begin}", (), {"project_name": "project", "workspace": "w"}),
+        (f"comet_ml.{begin}().set_step", (3,), {}),
+        (f"comet_ml.{begin}().log_other", ("note", "x"), {}),
+        (f"comet_ml.{begin}().end", (), {}),
     ]
-    assert "'many' is a Tensor" in caplog.text
 
 
 def fake_dvclive(library):

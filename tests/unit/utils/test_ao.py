@@ -13,13 +13,6 @@ def net():
     )
 
 
-@pytest.mark.parametrize("call", [ao.has_ao_layers, ao.convert_model_to_fp8_ao])
-def test_without_torchao(call, monkeypatch):
-    monkeypatch.setattr(imports, "is_torchao_available", lambda: False)
-    with pytest.raises(ImportError, match="torchao"):
-        call(net())
-
-
 @pytest.fixture
 def torchao(monkeypatch):
     """A torchao that converts by replacing the class of layers."""

@@ -361,19 +361,3 @@ def test_quantised_layers_are_not_quantised_again(checkpoint, caplog):
     assert "no linear layer" in caplog.text and torch.equal(again.twice.weight.data, weight)
     with torch.no_grad():
         assert torch.equal(again(IDS), expected)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@torch.no_grad()
-def test_an_encoder_of_torch_keeps_working(bits):
-    pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    encoder = nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).eval()
-    x = torch.randn(2, 3, 64)
-    expected = encoder(x)
-    config = BnbQuantizationConfig(
-        **{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype="fp32", torch_dtype="fp32", skip_modules=[]
-    )
-    found = bnb.load_and_quantize_model(encoder, config)(x)
-    assert bnb.has_4bit_bnb_layers(encoder) is (bits == 4)
-    assert 0 < (found - expected).abs().max() < 0.5

@@ -97,19 +97,6 @@ def test_deepspeed_standard_is_torchrun():
         launch.prepare_deepspeed_cmd_env(parse(f"{line} pdhs"))
 
 
-def test_parts_of_an_environment():
-    current = {"A": "b"}
-    assert launch.prepare_extend_env_parallelism_config(parse("--parallelism_config_tp_size 2"), current) is current
-    assert (current["PARALLELISM_CONFIG_TP_SIZE"], current["A"]) == ("2", "b")
-    current = launch.setup_fp8_env(parse("--fp8_backend te --fp8_override_linear_precision true,false,true"), {})
-    assert current["ACCELERATE_FP8_BACKEND"] == "te"
-    assert current["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "1"
-    assert launch.prepare_tpu(parse("--mixed_precision bf16 --downcast_bf16"), {})[1] == {"XLA_DOWNCAST_BF16": "1"}
-    assert launch.prepare_tpu(parse("--mixed_precision bf16"), {})[1] == {"XLA_USE_BF16": "1"}
-    with pytest.raises(LaunchError, match="gcloud"):
-        launch.prepare_tpu(parse("--tpu"), {}, pod=True)
-
-
 def test_sagemaker(monkeypatch):
     from accelerate.commands.config.config_args import SageMakerConfig
 

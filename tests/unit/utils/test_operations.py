@@ -62,31 +62,6 @@ def two(monkeypatch):
 # Alone
 
 
-def test_alone_arguments_come_back():
-    data = {"a": torch.ones(2), "b": "text"}
-    assert ops.gather(data) is data and ops.broadcast(data) is data and ops.gather_object(5) == 5
-    objects = [1]
-    assert ops.broadcast_object_list(objects) is objects
-    assert torch.equal(ops.pad_across_processes(torch.ones(2)), torch.ones(2))
-    assert torch.equal(ops.copy_tensor_to_devices(torch.ones(2)), torch.ones(2))
-    shape, code = ops.gather_tensor_shape(torch.ones(2, 3, dtype=torch.float64))
-    assert shape.tolist() == [[2], [3]] and ops.TENSOR_INT_TO_DTYPE[code] is torch.float64
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_alone_reduce_gives_tensors_of_its_own(reduction, dtype):
-    data = {"a": torch.ones(2, dtype=dtype), "b": Pair(torch.ones(1), [torch.ones(1)])}
-    result = ops.reduce(data, reduction)
-    assert isinstance(result["b"], Pair) and torch.equal(result["a"], data["a"]) and result["a"].dtype is dtype
-    for tensor in (result["a"], result["b"].x, result["b"].y[0]):
-        tensor.zero_()
-    assert data["a"].all() and data["b"].x.all() and data["b"].y[0].all()
-    weight = nn.Parameter(torch.ones(2))
-    ops.reduce(weight, reduction).sum().backward()
-    assert weight.grad.tolist() == [1, 1]
-
-
 def test_what_cannot_be_combined():
     for operation in (ops.reduce, ops.pad_across_processes):
         with pytest.raises(TypeError, match="int"):
@@ -112,15 +87,6 @@ def test_gather(two):
         ops.gather([torch.ones(1), None])
     assert ops.gather_object(["a", 1]) == ["a", 1, "a", 1]
     assert ops.gather_object({"k": 1}) == ["k", "k"]
-
-
-def test_reduce_and_broadcast(two):
-    assert ops.reduce({"a": torch.tensor([1.0])}, "sum")["a"].tolist() == [3.0]
-    ops.reduce(torch.ones(1)), ops.reduce(torch.ones(1), "none"), ops.reduce(torch.ones(1), "max")
-    assert [call[0] for call in two.calls] == ["sum", "mean", "sum", "max"]
-    assert ops.broadcast([torch.tensor([1])], from_process=1)[0].tolist() == [2]
-    assert ops.broadcast_object_list(["a"], from_process=1) == [1]
-    assert ops.broadcast_object_list([]) == []
 
 
 def test_broadcast_fills_what_it_is_given(two):
@@ -178,12 +144,6 @@ def test_nested_tensors_are_not_padded(two):
         assert ops.pad_across_processes(rows) is rows
 
 
-def test_copy_to_ranks_without_the_tensor(two):
-    assert ops.copy_tensor_to_devices(torch.ones(2)).tolist() == [1, 1]
-    with pytest.raises(ValueError, match="One tensor is expected"):
-        ops.copy_tensor_to_devices(None)
-
-
 def test_debug_mode_compares_first(two, monkeypatch):
     storage.process.current["debug"] = True
     seen = []
@@ -195,16 +155,6 @@ def test_debug_mode_compares_first(two, monkeypatch):
     assert names == ["gather", "reduce", "broadcast", "pad_across_processes", "<lambda>"]
     with pytest.raises(TypeError, match="tensor"):
         ops.verify_operation(lambda tensor: tensor)()
-
-
-def test_chained_operation_names_itself():
-    @ops.chained_operation
-    def several(tensor):
-        raise ops.DistributedOperationException("inner")
-
-    with pytest.raises(ops.DistributedOperationException, match="several") as caught:
-        several(1)
-    assert str(caught.value.__cause__) == "inner"
 
 
 # Without other processes
