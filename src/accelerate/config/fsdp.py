@@ -283,7 +283,12 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 1:
             for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
                 setattr(self, name, self._said(name, False))
-            self._resolve_loading()
+            if self.cpu_ram_efficient_loading and not self.sync_module_states:
+                why = "cpu_ram_efficient_loading leaves the weights on rank 0 only"
+                warnings.warn(f"{why}, so sync_module_states is set to True.", stacklevel=4)
+                self.sync_module_states = True
+            if self.sync_module_states and self.param_init_fn is None:
+                self.param_init_fn = _materialize
             return
         if self.forward_prefetch is not None:
             raise ValueError(f"forward_prefetch is {self.forward_prefetch}; fsdp_version=2 has none: leave it out.")
@@ -291,14 +296,6 @@ class FullyShardedDataParallelPlugin:
             if getattr(self, name) is not None:
                 logger.warning("%s=%s is ignored: FSDP version 2 needs none.", name, getattr(self, name))
                 setattr(self, name, None)
-
-    def _resolve_loading(self) -> None:
-        if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            why = "cpu_ram_efficient_loading leaves the weights on rank 0 only"
-            warnings.warn(f"{why}, so sync_module_states is set to True.", stacklevel=5)
-            self.sync_module_states = True
-        if self.sync_module_states and self.param_init_fn is None:
-            self.param_init_fn = _materialize
 
     # -- public --------------------------------------------------------------------------------------------------
 

@@ -73,8 +73,6 @@ class MLflowTracker(LibraryTracker):
         quoted = self.experiment_name.replace("'", "\\'")
         found = mlflow.search_experiments(filter_string=f"name = '{quoted}'")
         if len(found) > 0:
-            if len(found) > 1:
-                logger.info("Several experiments are called %r; the first one is used.", self.experiment_name)
             return found[0].experiment_id
         return mlflow.create_experiment(
             name=self.experiment_name,

@@ -17,15 +17,6 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16), (torch.float64, torch.float64)],
-)
-def test_dtypes_by_name_or_object(given, expected):
-    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype=given, torch_dtype=given)
-    assert config.bnb_4bit_compute_dtype == config.torch_dtype == expected
-
-
-@pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({}, "both False"),

@@ -39,14 +39,9 @@ STRATEGY, PREFETCH, KIND = fsdp.ShardingStrategy, fsdp.BackwardPrefetch, fsdp.St
 @pytest.mark.parametrize(
     ("options", "field", "expected"),
     [
-        *(
-            ({"sharding_strategy": value}, "sharding_strategy", STRATEGY.HYBRID_SHARD)
-            for value in ("hybrid_shard", "4", STRATEGY.HYBRID_SHARD)
-        ),
+        ({"sharding_strategy": "4"}, "sharding_strategy", STRATEGY.HYBRID_SHARD),
         # In version 1 the two names mean the same.
         ({"reshard_after_forward": "SHARD_GRAD_OP"}, "sharding_strategy", STRATEGY.SHARD_GRAD_OP),
-        ({"reshard_after_forward": "SHARD_GRAD_OP"}, "reshard_after_forward", STRATEGY.SHARD_GRAD_OP),
-        ({"fsdp_version": 2, "reshard_after_forward": True}, "reshard_after_forward", True),
         ({"fsdp_version": 2, "reshard_after_forward": "false"}, "reshard_after_forward", False),
         ({"backward_prefetch": "backward_post"}, "backward_prefetch", PREFETCH.BACKWARD_POST),
         ({"backward_prefetch": "no_prefetch"}, "backward_prefetch", None),

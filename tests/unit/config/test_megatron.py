@@ -47,8 +47,7 @@ def _clean(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}),
-        ({}, {"num_micro_batches": 1, "DDP_impl": "torch", "clip_grad": 1.0, "sequence_parallel": False}),
+        ({}, {"tensor_model_parallel_size": 1, "DDP_impl": "torch", "clip_grad": 1.0}),
         ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "consumed_samples": None}),
         ({"recompute_activations": True}, {"recompute_granularity": "selective", "recompute_method": None}),
         ({"pp_degree": 2}, {"DDP_impl": "local"}),
