@@ -1,34 +1,16 @@
 """Experiment trackers, under their public names."""
 
-from accelerate.trackers.aim import AimTracker
-from accelerate.trackers.base import GeneralTracker, on_main_process
-from accelerate.trackers.clearml import ClearMLTracker
-from accelerate.trackers.comet import CometMLTracker
-from accelerate.trackers.dvclive import DVCLiveTracker
-from accelerate.trackers.mlflow import MLflowTracker
-from accelerate.trackers.registry import (
-    LOGGER_TYPE_TO_CLASS,
-    filter_trackers,
-    get_available_trackers,
-    register_tracker_class,
-)
-from accelerate.trackers.runs import SwanLabTracker, TrackioTracker, WandBTracker
-from accelerate.trackers.tensorboard import TensorBoardTracker
+from accelerate._lazy import front
 
-__all__ = [
-    "LOGGER_TYPE_TO_CLASS",
-    "AimTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
-    "GeneralTracker",
-    "MLflowTracker",
-    "SwanLabTracker",
-    "TensorBoardTracker",
-    "TrackioTracker",
-    "WandBTracker",
-    "filter_trackers",
-    "get_available_trackers",
-    "on_main_process",
-    "register_tracker_class",
-]
+_HOMES = {
+    "accelerate.trackers.aim": "AimTracker",
+    "accelerate.trackers.base": "GeneralTracker on_main_process",
+    "accelerate.trackers.clearml": "ClearMLTracker",
+    "accelerate.trackers.comet": "CometMLTracker",
+    "accelerate.trackers.dvclive": "DVCLiveTracker",
+    "accelerate.trackers.mlflow": "MLflowTracker",
+    "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers register_tracker_class",
+    "accelerate.trackers.runs": "SwanLabTracker TrackioTracker WandBTracker",
+    "accelerate.trackers.tensorboard": "TensorBoardTracker",
+}
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, [])

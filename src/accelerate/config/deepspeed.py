@@ -215,7 +215,10 @@ class DeepSpeedPlugin:
         else:
             self._read_config(source, steps_given)
         self.deepspeed_config.setdefault("steps_per_print", math.inf)  # trackers print; DeepSpeed need not
-        self._resolve_zero3_init()
+        self.zero3_init_flag = env.setting(self.zero3_init_flag, "zero3_init_flag", self.zero_stage == 3)
+        if self.zero3_init_flag and self.zero_stage != 3:
+            warnings.warn(f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}.", stacklevel=3)
+            self.zero3_init_flag = False
         self._resolve_msamp()
 
     # -- one step of construction each ---------------------------------------------------------------------------
@@ -260,12 +263,6 @@ class DeepSpeedPlugin:
             elif value is not None:
                 setattr(self, name, value)
         self.hf_ds_config.set_stage_and_offload()
-
-    def _resolve_zero3_init(self) -> None:
-        self.zero3_init_flag = env.setting(self.zero3_init_flag, "zero3_init_flag", self.zero_stage == 3)
-        if self.zero3_init_flag and self.zero_stage != 3:
-            warnings.warn(f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}.", stacklevel=4)
-            self.zero3_init_flag = False
 
     def _resolve_msamp(self) -> None:
         env.fill(self, {"msamp_opt_level": ("fp8_opt_level", "O1")})
@@ -391,9 +388,6 @@ class DeepSpeedPlugin:
             ...     pass  # models built in here are whole
         """
         before = self.zero3_init_flag
-        if bool(before) == bool(enable):
-            yield
-            return
         self.zero3_init_flag = enable
         self._tell_transformers()
         try:

@@ -283,7 +283,12 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 1:
             for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
                 setattr(self, name, self._said(name, False))
-            self._resolve_loading()
+            if self.cpu_ram_efficient_loading and not self.sync_module_states:
+                why = "cpu_ram_efficient_loading leaves the weights on rank 0 only"
+                warnings.warn(f"{why}, so sync_module_states is set to True.", stacklevel=4)
+                self.sync_module_states = True
+            if self.sync_module_states and self.param_init_fn is None:
+                self.param_init_fn = _materialize
             return
         if self.forward_prefetch is not None:
             raise ValueError(f"forward_prefetch is {self.forward_prefetch}; fsdp_version=2 has none: leave it out.")
@@ -291,14 +296,6 @@ class FullyShardedDataParallelPlugin:
             if getattr(self, name) is not None:
                 logger.warning("%s=%s is ignored: FSDP version 2 needs none.", name, getattr(self, name))
                 setattr(self, name, None)
-
-    def _resolve_loading(self) -> None:
-        if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            why = "cpu_ram_efficient_loading leaves the weights on rank 0 only"
-            warnings.warn(f"{why}, so sync_module_states is set to True.", stacklevel=5)
-            self.sync_module_states = True
-        if self.sync_module_states and self.param_init_fn is None:
-            self.param_init_fn = _materialize
 
     # -- public --------------------------------------------------------------------------------------------------
 
@@ -321,16 +318,12 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 2 and chosen is kind.LOCAL_STATE_DICT:
             raise ValueError("fsdp_version=2 has no state_dict_type=LOCAL_STATE_DICT; use SHARDED_STATE_DICT.")
         self.state_dict_type = chosen
-        expected = {
-            kind.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
-            kind.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
-            kind.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
-        }[chosen]
-        options: dict[str, bool] = {"offload_to_cpu": True}
+        options = {"offload_to_cpu": True}
         if chosen is kind.FULL_STATE_DICT:
             options["rank0_only"] = True
-        for name, config in zip(("state_dict_config", "optim_state_dict_config"), expected, strict=True):
-            present = getattr(self, name)
+        word = chosen.name.partition("_")[0].capitalize()
+        for name, part in (("state_dict_config", ""), ("optim_state_dict_config", "Optim")):
+            present, config = getattr(self, name), getattr(fsdp, f"{word}{part}StateDictConfig")
             if isinstance(present, config):
                 continue
             if present is not None and state_dict_type is None:  # given next to a type that it does not fit

@@ -89,22 +89,17 @@ def _columns(batch_data: Mapping[str, Any] | None, key: str = "input_ids") -> in
     return None if batch_data is None else batch_data[key].shape[1]
 
 
-def _first(*lengths: int | None) -> int | None:
-    return next((length for length in lengths if length is not None), None)
-
-
-def _one_length(plugin: "MegatronLMPlugin", preferred: str, batch_data: Mapping[str, Any] | None, limit: int) -> int:
-    """Resolve `plugin.seq_length` where a more specific length, which wins, may be set too."""
-    plugin.seq_length = _first(getattr(plugin, preferred), plugin.seq_length, _columns(batch_data), limit)
+def _set_length(plugin: "MegatronLMPlugin", *lengths: int | None) -> int:
+    """Resolve `plugin.seq_length`: the first of some lengths that is known."""
+    plugin.seq_length = next(length for length in lengths if length is not None)
     return plugin.seq_length
 
 
 def _long_context(plugin: "MegatronLMPlugin", config: Any, batch_data: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Resolve `plugin.seq_length` for decoders whose position limit is far above what they train on."""
-    if plugin.seq_length is None:
-        given = _first(plugin.decoder_seq_length, getattr(config, "max_sequence_length", None))
-        plugin.seq_length = _first(given, _columns(batch_data), config.max_position_embeddings)
-    return {"seq_length": plugin.seq_length, "return_logits": plugin.return_logits}
+    """Return what decoders need whose position limit is far above what they train on."""
+    given = (plugin.seq_length, plugin.decoder_seq_length, getattr(config, "max_sequence_length", None))
+    length = _set_length(plugin, *given, _columns(batch_data), config.max_position_embeddings)
+    return {"seq_length": length, "return_logits": plugin.return_logits}
 
 
 @add_model_config_to_megatron_parser("megatron-bert")
@@ -119,11 +114,12 @@ def parse_bert_config(
         batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
     """
     plugin, config = megatron_lm_plugin, model.config
+    given = (plugin.encoder_seq_length, plugin.seq_length)
     _set(
         plugin,
         config,
         "bert",
-        seq_length=_one_length(plugin, "encoder_seq_length", batch_data, config.max_position_embeddings),
+        seq_length=_set_length(plugin, *given, _columns(batch_data), config.max_position_embeddings),
         pretraining_flag="maskedlm" in type(model).__name__.lower(),
         num_labels=config.num_labels,
     )
@@ -141,13 +137,13 @@ def parse_gpt2_config(
         batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
     """
     plugin, config = megatron_lm_plugin, model.config
-    length = _one_length(plugin, "decoder_seq_length", batch_data, config.n_positions)
+    given = (plugin.decoder_seq_length, plugin.seq_length)
     _set(
         plugin,
         config,
         "gpt",
         _NAMES_OF_GPT2,
-        seq_length=length,
+        seq_length=_set_length(plugin, *given, _columns(batch_data), config.n_positions),
         return_logits=plugin.return_logits,
         tokenizer_type="GPT2BPETokenizer",
     )
@@ -165,7 +161,7 @@ def parse_t5_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_da
     plugin, config = megatron_lm_plugin, model.config
     for name, key in (("encoder_seq_length", "input_ids"), ("decoder_seq_length", "labels")):
         if getattr(plugin, name) is None:
-            setattr(plugin, name, _first(_columns(batch_data, key), config.n_positions))
+            setattr(plugin, name, config.n_positions if batch_data is None else _columns(batch_data, key))
     lengths = {"encoder_seq_length": plugin.encoder_seq_length, "decoder_seq_length": plugin.decoder_seq_length}
     _set(plugin, config, "t5", _NAMES_OF_T5, **lengths)
 
@@ -402,7 +398,7 @@ class MegatronLMPlugin:
             setattr(self, field, env.setting(getattr(self, field), option.name, default, field))
         self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
-        if self.consumed_samples:  # those that are left out begin
+        if self.consumed_samples and len(self.consumed_samples) < 3:  # those that are left out begin
             self.consumed_samples = [*self.consumed_samples, 0, 0][:3]
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"

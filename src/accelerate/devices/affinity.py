@@ -7,10 +7,15 @@ Source:
     https://docs.kernel.org/admin-guide/cputopology.html
 """
 
+import functools
 import logging
 import os
 import pathlib
+import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate.utils.environment import ask_nvidia_smi
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +248,37 @@ def _devices(count: int) -> list[str]:
 
     if torch.cuda.device_count() < count:
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    if not all(hasattr(gpu, "pci_bus_id") for gpu in found):  # older torch
+    try:
+        return [_address(torch.cuda.get_device_properties(index)) for index in range(count)]
+    except (OSError, ValueError, subprocess.SubprocessError):
         return []
-    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
+
+
+def _address(gpu: Any) -> str:
+    # Asked through torch, whose numbering follows CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER while nvidia-smi's does not.
+    if hasattr(gpu, "pci_bus_id"):
+        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    (address,) = ask_nvidia_smi("--query-gpu=pci.bus_id", "--format=csv,noheader", f"--id=GPU-{gpu.uuid}")
+    return address.lower()[-12:]  # nvidia-smi writes the domain with eight digits, the kernel with four
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the processors of the memory node of its GPU, even if it was bound before.
+
+    Does nothing without a CUDA GPU. Where this process may not be bound, it warns and leaves the binding as it is.
+
+    Args:
+        local_process_index: the index of this process on its machine, and of its GPU.
+        verbose: not used: the outcome is logged at the level INFO.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        count = max(_local_size(os.environ), local_process_index + 1)
+        bind(NODE, local_process_index, count, _devices(count))
+
+
+@functools.cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the processors of the memory node of its GPU, once; see `override_numa_affinity`."""
+    override_numa_affinity(local_process_index, verbose)

@@ -29,12 +29,12 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
-from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch.errors import LaunchError, Reporter, follows
 from accelerate.launch.guard import Guard, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
 from accelerate.runtime import failure
+from accelerate.utils.constants import PREEMPTED
 
 HOST = "127.0.0.1"
 # Signals that are forwarded to the processes, which may need time to save their run. Schedulers send these.

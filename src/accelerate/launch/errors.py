@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.config.exit_status import PREEMPTED
+from accelerate.utils.constants import PREEMPTED
 
 PREFIX = "accelerate launch: "
 _SAVED = f"the run ended with exit status {PREEMPTED}: a signal came, and it has saved itself. Start it again."

@@ -33,10 +33,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Machines, Rendezvous
+from accelerate.utils.constants import PREEMPTED
 
 # How often a launcher looks for the others, and how often it reports that it waits.
 _LOOK_S = 0.1

@@ -31,12 +31,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from accelerate.config.exit_status import PREEMPTED
 from accelerate.config.options import BY_NAME
 from accelerate.launch import elastic, machine_rendezvous
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime import failure
+from accelerate.utils.constants import PREEMPTED
 
 # Torch's default, for a port that the user has not chosen.
 DEFAULT_PORT = 29500

@@ -3,8 +3,7 @@
 import os
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in
-from accelerate.trackers.scalars import mention
+from accelerate.trackers.base import LibraryTracker, built_in, mention
 
 
 @built_in

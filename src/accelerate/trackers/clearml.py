@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in
-from accelerate.trackers.scalars import as_number, mention
+from accelerate.trackers.base import LibraryTracker, as_number, built_in, mention
 
 # A metric's prefix chooses the series of its chart, so that training and evaluation are drawn together.
 _SERIES = ("eval", "test", "train")

@@ -5,8 +5,7 @@ from typing import Any
 
 from packaging.version import parse
 
-from accelerate.trackers.base import LibraryTracker, built_in
-from accelerate.trackers.scalars import as_number, mention
+from accelerate.trackers.base import LibraryTracker, as_number, built_in, mention
 
 # The version from which an experiment is started by a function that also finds one that is running.
 _HAS_START = parse("3.41.0")

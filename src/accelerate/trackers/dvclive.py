@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in
-from accelerate.trackers.scalars import mention
+from accelerate.trackers.base import LibraryTracker, built_in, mention
 
 
 @built_in

@@ -6,8 +6,7 @@ import os
 from itertools import islice
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in
-from accelerate.trackers.scalars import numbers_of
+from accelerate.trackers.base import LibraryTracker, built_in, numbers_of
 from accelerate.utils.environment import parse_flag_from_env
 
 logger = logging.getLogger(__name__)
@@ -74,8 +73,6 @@ class MLflowTracker(LibraryTracker):
         quoted = self.experiment_name.replace("'", "\\'")
         found = mlflow.search_experiments(filter_string=f"name = '{quoted}'")
         if len(found) > 0:
-            if len(found) > 1:
-                logger.info("Several experiments are called %r; the first one is used.", self.experiment_name)
             return found[0].experiment_id
         return mlflow.create_experiment(
             name=self.experiment_name,

@@ -43,11 +43,6 @@ class RunTracker(LibraryTracker):
         """
         self.run.log(values, step=step, **kwargs)
 
-    def _log_images(self, values: dict, step: int | None, **kwargs: Any) -> None:
-        image = self._library().Image
-        for name, images in values.items():
-            self.log({name: [image(one) for one in images]}, step=step, **kwargs)
-
     def finish(self) -> None:
         """End the run."""
         self.run.finish()
@@ -69,7 +64,24 @@ class TrackioTracker(RunTracker):
 
 
 @built_in
-class SwanLabTracker(RunTracker):
+class _ImageTracker(RunTracker):
+    """The base of those whose library has images."""
+
+    def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log images.
+
+        Args:
+            values: Names, and for each a list of images: arrays, PIL images or paths.
+            step: The step they belong to.
+            **kwargs: Passed to the run's ``log``.
+        """
+        image = self._library().Image
+        for name, images in values.items():
+            self.log({name: [image(one) for one in images]}, step=step, **kwargs)
+
+
+@built_in
+class SwanLabTracker(_ImageTracker):
     """Logs to SwanLab.
 
     Args:
@@ -87,19 +99,9 @@ class SwanLabTracker(RunTracker):
         super().start()
         self._library().config["FRAMEWORK"] = "Accelerate"
 
-    def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
-
-        Args:
-            values: Names, and for each a list of images: arrays, PIL images or paths.
-            step: The step they belong to.
-            **kwargs: Passed to the run's ``log``.
-        """
-        self._log_images(values, step, **kwargs)
-
 
 @built_in
-class WandBTracker(RunTracker):
+class WandBTracker(_ImageTracker):
     """Logs to Weights & Biases.
 
     Args:
@@ -111,16 +113,6 @@ class WandBTracker(RunTracker):
     """
 
     name = "wandb"
-
-    def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
-
-        Args:
-            values: Names, and for each a list of images: arrays, PIL images or paths.
-            step: The step they belong to.
-            **kwargs: Passed to the run's ``log``.
-        """
-        self._log_images(values, step, **kwargs)
 
     def log_table(
         self,

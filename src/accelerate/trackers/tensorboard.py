@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate.trackers.base import LibraryTracker, built_in
-from accelerate.trackers.scalars import as_number, mention, numbers_of
+from accelerate.trackers.base import LibraryTracker, as_number, built_in, mention, numbers_of
 
 _HPARAM_TYPES = (int, float, str, bool, torch.Tensor)
 

@@ -26,11 +26,11 @@ from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.base import Communicator
-from accelerate.config.exit_status import PREEMPTED
 from accelerate.data import workers
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.training import tracking
 from accelerate.training.prepared import Facade
+from accelerate.utils.constants import PREEMPTED
 
 logger = logging.getLogger(__name__)
 

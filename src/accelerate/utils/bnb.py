@@ -32,8 +32,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-# A message names this many modules, and counts the rest.
-_SHOWN = 5
 _PACKED_ROWS, _PACKED_COLUMNS = 32, 64
 
 
@@ -87,7 +85,13 @@ def load_and_quantize_model(
             f"bnb_quantization_config={bnb_quantization_config!r} is no BnbQuantizationConfig. Give one, such as "
             "BnbQuantizationConfig(load_in_8bit=True)."
         )
-    _check_library(bnb_quantization_config)
+    bits, available = (
+        (8, is_8bit_bnb_available) if bnb_quantization_config.load_in_8bit else (4, is_4bit_bnb_available)
+    )
+    if not available():
+        raise ImportError(
+            f"load_in_{bits}bit=True needs bitsandbytes, which is missing or too old; install it with `pip install -U bitsandbytes`."
+        )
     config = _settled(model, bnb_quantization_config, device_map)
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty and weights_location is None:
@@ -113,14 +117,6 @@ def load_and_quantize_model(
     return dispatch_model(model, device_map=placed, offload_dir=offload_folder)
 
 
-def _check_library(config: BnbQuantizationConfig) -> None:
-    bits, available = (8, is_8bit_bnb_available) if config.load_in_8bit else (4, is_4bit_bnb_available)
-    if not available():
-        raise ImportError(
-            f"load_in_{bits}bit=True needs bitsandbytes, which is missing or too old; install it with `pip install -U bitsandbytes`."
-        )
-
-
 def _settled(
     model: nn.Module, given: BnbQuantizationConfig, device_map: str | dict[str, Device] | None
 ) -> BnbQuantizationConfig:
@@ -128,17 +124,10 @@ def _settled(
     config = copy.copy(given)
     names = [f".{name}." for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
     for field, mark in (("skip_modules", "."), ("keep_in_fp32_modules", "")):
-        unknown = [
-            part for part in getattr(given, field) or [] if not any(mark + part + mark in name for name in names)
-        ]
+        parts = getattr(given, field) or []
+        unknown = [part for part in parts if not any(mark + part + mark in name for name in names)]
         if unknown:
-            logger.warning(
-                "%s names %s, but %s has no such module, so this has no effect. The names are those of `model.named_modules()`, "
-                "or whole parts of them.",
-                field,
-                unknown,
-                type(model).__name__,
-            )
+            logger.warning("%s names %s: no effect, the model has no such module.", field, unknown)
     if config.skip_modules is None:
         # Output layers decide between tokens by small differences.
         config.skip_modules = get_keys_to_not_convert(model)
@@ -155,8 +144,8 @@ def _offloaded(device_map: Mapping[str, Device]) -> list[str]:
 
 
 def _listed(device_map: Mapping[str, Device]) -> str:
-    names = [f"{name!r} to {device}" for name, device in device_map.items()]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    shown = [f"{name!r} to {device}" for name, device in list(device_map.items())[:5]]
+    return ", ".join(shown) + (" and others" if len(device_map) > len(shown) else "")
 
 
 def _compute_device(device_map: Mapping[str, Device]) -> Device:
@@ -238,7 +227,6 @@ def get_quantized_model_device_map(
     config = bnb_quantization_config
     if device_map is None:
         device = default_device()
-        logger.info("No device_map was given: the model goes to %s.", device)
         return {"": device.type if device.index is None else device.index}
     if not isinstance(device_map, Mapping):
         device_map = _computed_map(model, config, device_map, max_memory, no_split_module_classes)
@@ -250,8 +238,6 @@ def get_quantized_model_device_map(
             "more `max_memory`, quantise to 8 bits, give a device_map of your own, whose offloaded modules then stay unquantised, "
             "or load everything to one device and offload it with `dispatch_model`."
         )
-    if elsewhere:
-        logger.info("Modules that are offloaded are stored as 8 bit: %s", _listed(elsewhere))
     return device_map
 
 

@@ -1,5 +1,6 @@
 """What stands for DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils.imports import is_deepspeed_available
+
+# DeepSpeed's optimizers for states in host memory, by a part of the names of torch's: their class, and the options that they take.
+_ON_THE_HOST = {
+    "adam": ("DeepSpeedCPUAdam", ("lr", "betas", "eps", "weight_decay", "amsgrad")),
+    "adagrad": ("DeepSpeedCPUAdagrad", ("lr", "eps", "weight_decay")),
+    "lion": ("DeepSpeedCPULion", ("lr", "betas", "weight_decay")),
+}
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
@@ -49,25 +57,15 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
     if not is_deepspeed_available():
         raise ImportError("Offloaded optimizer states are updated by DeepSpeed's own optimizers; install `deepspeed`.")
     kind = type(optimizer).__name__.lower()
-    usable = {"lr", "betas", "eps", "weight_decay", "amsgrad"}
-    if "adam" in kind:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam as Replacement
-
-        extra: dict[str, Any] = {
-            "adamw_mode": "adamw" in kind or optimizer.defaults.get("decoupled_weight_decay", False)
-        }
-    elif "adagrad" in kind:
-        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad as Replacement
-
-        usable, extra = {"lr", "eps", "weight_decay"}, {}
-    elif "lion" in kind:
-        from deepspeed.ops.lion import DeepSpeedCPULion as Replacement
-
-        usable, extra = {"lr", "betas", "weight_decay"}, {}
-    else:
+    part = next((part for part in _ON_THE_HOST if part in kind), None)
+    if part is None:
         return optimizer
+    name, usable = _ON_THE_HOST[part]
     options = {name: value for name, value in optimizer.defaults.items() if name in usable}
-    return Replacement(optimizer.param_groups, **options, **extra)
+    if part == "adam":
+        options["adamw_mode"] = "adamw" in kind or optimizer.defaults.get("decoupled_weight_decay", False)
+    replacement = getattr(importlib.import_module(f"deepspeed.ops.{part}"), name)
+    return replacement(optimizer.param_groups, **options)
 
 
 class DeepSpeedEngineWrapper:

@@ -14,10 +14,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from packaging.version import parse
+
+from accelerate._lazy import front
+
+# What this module gives and does not hold itself.
+__getattr__, __dir__, _ = front(
+    __name__, {"accelerate.devices.affinity": "override_numa_affinity set_numa_affinity"}, []
+)
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +279,8 @@ def is_colab() -> bool:
 # GPUs
 
 
-def _ask_nvidia_smi(*arguments: str) -> list[str]:
+def ask_nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that `nvidia-smi` prints, without empty ones."""
     command = shutil.which("nvidia-smi")
     if command is None:
         raise FileNotFoundError("nvidia-smi is not on PATH; install the NVIDIA driver or add its folder to PATH.")
@@ -288,7 +295,7 @@ def get_gpu_info() -> tuple[list[str], int]:
         FileNotFoundError: there is no `nvidia-smi`.
         subprocess.CalledProcessError: it failed.
     """
-    names = _ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+    names = ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader")
     return names, len(names)
 
 
@@ -299,7 +306,7 @@ def get_driver_version() -> str:
         FileNotFoundError: there is no `nvidia-smi`.
         subprocess.CalledProcessError: it failed.
     """
-    versions = _ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    versions = ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     if not versions:
         raise ValueError("nvidia-smi reports no driver version; check that it lists a GPU.")
     return versions[0]
@@ -375,61 +382,3 @@ def get_cpu_distributed_information() -> CPUInformation:
             ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
         ),
     )
-
-
-def _gpu_address(index: int) -> str:
-    # Asked through torch, whose numbering follows CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER while nvidia-smi's does not.
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    if hasattr(properties, "pci_bus_id"):
-        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    (address,) = _ask_nvidia_smi("--query-gpu=pci.bus_id", "--format=csv,noheader", f"--id=GPU-{properties.uuid}")
-    return address.lower()[-12:]  # nvidia-smi writes the domain with eight digits, the kernel with four
-
-
-def _processors_in(text: str) -> set[int]:
-    """Read the kernel's list format: "0-3,8" is {0, 1, 2, 3, 8}."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the processors that are closest to its GPU, even if it was bound before.
-
-    Does nothing without a CUDA GPU. Where the machine does not say which processors are close (no Linux `sysfs`), or
-    this process may not use them, it warns and leaves the binding as it is.
-
-    Args:
-        local_process_index: the index of this process on its machine, and of its GPU.
-        verbose: log the outcome; None does so if ACCELERATE_DEBUG_MODE is on.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return
-    if verbose is None:
-        verbose = parse_flag_from_env("ACCELERATE_DEBUG_MODE", False)
-    try:
-        address = _gpu_address(local_process_index)
-        close = _processors_in(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text())
-        usable = close & os.sched_getaffinity(0)  # a container may have been given other processors
-        if not usable:
-            raise OSError(f"none of the processors close to GPU {address} may be used by this process")
-        os.sched_setaffinity(0, usable)
-    except (AttributeError, OSError, ValueError, subprocess.SubprocessError) as error:
-        logger.warning(
-            "Process %d keeps its processors, they cannot be matched with its GPU: %s", local_process_index, error
-        )
-        return
-    if verbose:
-        logger.info("Process %d runs on the processors %s, close to its GPU.", local_process_index, sorted(usable))
-
-
-@functools.cache
-def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the processors that are closest to its GPU, once; see `override_numa_affinity`."""
-    override_numa_affinity(local_process_index=local_process_index, verbose=verbose)

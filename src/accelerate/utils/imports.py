@@ -53,12 +53,15 @@ def _has_metadata(distribution: str) -> bool:
     return True
 
 
-def _library(name: str, *distributions: str, package: str | None = None) -> Callable[[], bool]:
+def _library(
+    name: str, *distributions: str, package: str | None = None, at_least: str | None = None
+) -> Callable[[], bool]:
     """Return `is_<name>_available` for a library; the other arguments are those of `_is_installed`, by default the name."""
     package = package or name
 
     def available() -> bool:
-        return _is_installed(package, *distributions)
+        found = _is_installed(package, *distributions)
+        return found and (at_least is None or compare_versions(package, ">=", at_least))
 
     available.__name__ = available.__qualname__ = f"is_{name}_available"
     available.__doc__ = f"Tell whether the library {package} is installed."
@@ -80,6 +83,12 @@ is_peft_available = _library("peft")
 is_timm_available = _library("timm")
 is_torchvision_available = _library("torchvision")
 is_torchdata_available = _library("torchdata")
+is_torchdata_stateful_dataloader_available = _library(
+    "torchdata_stateful_dataloader", package="torchdata", at_least="0.8.0"
+)
+is_torchao_available = _library("torchao", at_least="0.6.1")
+is_8bit_bnb_available = _library("8bit_bnb", package="bitsandbytes", at_least="0.37.2")
+is_4bit_bnb_available = _library("4bit_bnb", package="bitsandbytes", at_least="0.39.0")
 is_pandas_available = _library("pandas")
 is_matplotlib_available = _library("matplotlib")
 is_pytest_available = _library("pytest")
@@ -273,11 +282,6 @@ def is_transformer_engine_mxfp8_available() -> bool:
     return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
 
-def is_torchao_available() -> bool:
-    """Tell whether torchao 0.6.1 or later is installed."""
-    return _is_installed("torchao") and compare_versions("torchao", ">=", "0.6.1")
-
-
 # Quantisation
 
 
@@ -286,16 +290,6 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     if not _is_installed("bitsandbytes"):
         return False
     return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
-
-
-def is_8bit_bnb_available() -> bool:
-    """Tell whether the installed bitsandbytes can quantise to 8 bits."""
-    return is_bnb_available(min_version="0.37.2")
-
-
-def is_4bit_bnb_available() -> bool:
-    """Tell whether the installed bitsandbytes can quantise to 4 bits."""
-    return is_bnb_available(min_version="0.39.0")
 
 
 @functools.cache
@@ -324,11 +318,6 @@ def is_megatron_lm_available() -> bool:
 
 
 # Libraries with a condition
-
-
-def is_torchdata_stateful_dataloader_available() -> bool:
-    """Tell whether the installed torchdata has `StatefulDataLoader` (0.8.0 and later)."""
-    return is_torchdata_available() and compare_versions("torchdata", ">=", "0.8.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:

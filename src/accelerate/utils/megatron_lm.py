@@ -117,6 +117,15 @@ class _MissingStep(AbstractTrainStep):
     def __init__(self, accelerator: Any, args: Any) -> None:
         raise _later(type(self).__name__)
 
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
+        """Return a function from a data iterator to a micro-batch."""
+
+    def get_loss_func(self, accelerator: Any) -> Callable:
+        """Return the loss of the next token."""
+
+    def get_forward_step_func(self) -> Callable:
+        """Return the forward step."""
+
 
 class BertTrainStep(_MissingStep):
     """The step of a BERT model. Not available yet.
@@ -124,9 +133,6 @@ class BertTrainStep(_MissingStep):
     Raises:
         NotImplementedError: always.
     """
-
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """Return a function from a data iterator to a micro-batch."""
 
     def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable:
         """Return the loss of masked words and sentence order, or of a classification."""
@@ -141,15 +147,6 @@ class GPTTrainStep(_MissingStep):
     Raises:
         NotImplementedError: always.
     """
-
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """Return a function from a data iterator to a micro-batch."""
-
-    def get_loss_func(self, accelerator: Any) -> Callable:
-        """Return the loss of the next token."""
-
-    def get_forward_step_func(self) -> Callable:
-        """Return the forward step."""
 
 
 class T5TrainStep(_MissingStep):
@@ -199,15 +196,6 @@ class T5TrainStep(_MissingStep):
         """
         padding = ~attention_mask.to(device).bool()
         return padding.unsqueeze(1).expand(-1, dec_seq_length, -1)
-
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """Return a function from a data iterator to a micro-batch."""
-
-    def get_loss_func(self, accelerator: Any) -> Callable:
-        """Return the loss of the next token."""
-
-    def get_forward_step_func(self) -> Callable:
-        """Return the forward step."""
 
 
 def avg_losses_across_data_parallel_group(losses: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -1,21 +1,9 @@
 """Weights kept in files. The public path of `accelerate.offload.store`."""
 
-from accelerate.offload.store import (
-    OffloadedWeightsLoader,
-    PrefixedDataset,
-    extract_submodules_state_dict,
-    load_offloaded_weight,
-    offload_state_dict,
-    offload_weight,
-    save_offload_index,
-)
+from accelerate._lazy import front
 
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offloaded_weight",
-    "offload_state_dict",
-    "offload_weight",
-    "save_offload_index",
-]
+_NAMES = (
+    "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight offload_state_dict "
+    "offload_weight save_offload_index"
+)
+__getattr__, __dir__, __all__ = front(__name__, {"accelerate.offload.store": _NAMES}, [])

@@ -116,18 +116,6 @@ def gather_object(object: Any) -> Any:
     return gather_object_with(comm.current(), object)
 
 
-def broadcast_with(communicator: Communicator, tensor: Any, from_process: int = 0) -> Any:
-    """Do what `broadcast` does, with a given communicator."""
-    if communicator.world_size == 1:
-        return tensor
-    _prepare(communicator, "broadcast", tensor)
-    tensors, structure = flatten(tensor, "broadcast")
-    values = communicator.broadcast_many(tensors, from_process, structure)
-    if communicator.rank != from_process:
-        tensors = [_filled(own, value) for own, value in zip(tensors, values, strict=True)]
-    return rebuild(tensor, tensors)
-
-
 def _filled(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Write a value into a rank's own tensor, unseen by autograd, and return the tensor that has it."""
     if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
@@ -153,15 +141,15 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
         TypeError: a leaf is no tensor.
     """
-    return broadcast_with(comm.current(), tensor, from_process)
-
-
-def broadcast_object_list_with(communicator: Communicator, object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Do what `broadcast_object_list` does, with a given communicator."""
-    # Given an empty list, torch fails on one rank, and the others wait.
-    if communicator.world_size == 1 or not object_list:
-        return object_list
-    return communicator.broadcast_object_list(object_list, from_process)
+    communicator = comm.current()
+    if communicator.world_size == 1:
+        return tensor
+    _prepare(communicator, "broadcast", tensor)
+    tensors, structure = flatten(tensor, "broadcast")
+    values = communicator.broadcast_many(tensors, from_process, structure)
+    if communicator.rank != from_process:
+        tensors = [_filled(own, value) for own, value in zip(tensors, values, strict=True)]
+    return rebuild(tensor, tensors)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -174,7 +162,11 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Returns:
         The same list.
     """
-    return broadcast_object_list_with(comm.current(), object_list, from_process)
+    communicator = comm.current()
+    # Given an empty list, torch fails on one rank, and the others wait.
+    if communicator.world_size == 1 or not object_list:
+        return object_list
+    return communicator.broadcast_object_list(object_list, from_process)
 
 
 _REDUCTIONS = {"mean": "mean", "sum": "sum", "none": "sum", "max": "max"}

@@ -12,11 +12,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from packaging.version import parse
 
 from accelerate._lazy import front
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.process import PartialState
 from accelerate.runtime.durable import written_whole
+from accelerate.runtime.ranks import DEFAULT_PORT
 
 # What this module gives and does not hold itself.
 _HOMES = {
@@ -47,9 +49,6 @@ TORCH_SAFE_GLOBALS = [
     *(type(np.dtype(kind)) for kind in ("?", "e", "f", "d", "F", "D", "b", "B", "h", "H", "i", "l", "L", "q", "Q")),
 ]
 torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)
-
-DEFAULT_PORT = 29500
-OLDEST_GOOD_KERNEL = (5, 5, 0)
 
 
 def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -186,13 +185,9 @@ def get_free_port() -> int:
 
 def check_os_kernel() -> None:
     """Warn when the Linux kernel is older than 5.5, on which runs with several processes are known to hang."""
-    if platform.system() != "Linux":
-        return
-    release = platform.release()
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
-    if numbers and tuple(int(part or 0) for part in numbers.groups()) < OLDEST_GOOD_KERNEL:
+    number = re.match(r"\d+\.\d+", platform.release())
+    if platform.system() == "Linux" and number and parse(number[0]) < parse("5.5"):
         logger.warning(
-            "The Linux kernel %s is older than %s; on such kernels processes can hang. Use a newer kernel if they do.",
-            release,
-            ".".join(map(str, OLDEST_GOOD_KERNEL)),
+            "The Linux kernel %s is older than 5.5; on such kernels processes can hang. Use a newer kernel if they do.",
+            platform.release(),
         )

@@ -4,7 +4,6 @@ import os
 import random
 from collections.abc import Iterable
 from operator import index
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,10 +63,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def _as_tensor(state: Any) -> torch.Tensor:
-    return state if isinstance(state, torch.Tensor) else torch.tensor([state], dtype=torch.int64)
-
-
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
     """Give all processes the state that a random generator has on the main process. Every rank must call it.
 
@@ -101,8 +96,10 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     if alone:
         return
     state = get()
-    told = communicator.broadcast(_as_tensor(state), 0)
-    put(told.cpu() if isinstance(state, torch.Tensor) else int(told))
+    if isinstance(state, torch.Tensor):
+        put(communicator.broadcast(state, 0).cpu())
+    else:
+        put(int(communicator.broadcast(torch.tensor([state], dtype=torch.int64), 0)))
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:

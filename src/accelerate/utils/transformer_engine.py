@@ -35,14 +35,14 @@ def _transformer_engine() -> Any:
     return engine
 
 
-def _multiple_of_16(module: nn.Linear) -> bool:
-    return module.in_features % 16 == 0 and module.out_features % 16 == 0
-
-
 def _convert_layer(module: nn.Module, to_engine: bool, linear: bool, norm: bool, engine: Any) -> nn.Module | None:
     """Return the other library's layer for a linear or layer-norm layer; None where a module stays as it is."""
     source, target, dtype = (nn, engine, "params_dtype") if to_engine else (engine, nn, "dtype")
-    if linear and isinstance(module, source.Linear) and (not to_engine or _multiple_of_16(module)):
+    if (
+        linear
+        and isinstance(module, source.Linear)
+        and (not to_engine or not (module.in_features % 16 or module.out_features % 16))
+    ):
         bias = module.bias is not None if to_engine else module.use_bias
         made = partial(target.Linear, module.in_features, module.out_features, bias=bias)
     elif norm and isinstance(module, source.LayerNorm) and (not to_engine or module.bias is not None):

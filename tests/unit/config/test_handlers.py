@@ -1,8 +1,6 @@
 """Keyword handlers: what reaches torch, and what is refused."""
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -11,7 +9,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accelerate.config import env
-from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend
+from accelerate.config.enums import DDPCommunicationHookType
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -57,9 +55,10 @@ def test_to_kwargs_holds_what_differs_from_a_handler_built_without_arguments_and
         (GradScalerKwargs(init_scale=8.0, growth_interval=3), {"init_scale": 8.0, "growth_interval": 3}),
         (InitProcessGroupKwargs(), {}),
         (InitProcessGroupKwargs("gloo"), {"backend": "gloo", "timeout": timedelta(minutes=30)}),
-        (InitProcessGroupKwargs(timeout=timedelta(seconds=5)), {"timeout": timedelta(seconds=5)}),
+        (InitProcessGroupKwargs(None), {"backend": None, "timeout": timedelta(minutes=30)}),
         (InitProcessGroupKwargs(timeout=90), {"timeout": timedelta(seconds=90)}),
         (ProfileKwargs(), {}),
+        (TorchDynamoPlugin(backend="Inductor", disable=True), {"backend": "inductor", "disable": True}),
         (GradientAccumulationPlugin(), {}),
         (GradientAccumulationPlugin(num_steps=4, exact=True), {"num_steps": 4, "exact": True}),
         (
@@ -79,11 +78,6 @@ def test_torch_takes_them():
     assert torch.amp.GradScaler("cpu", **GradScalerKwargs(init_scale=8.0).to_dict()).get_scale() == 8.0
 
 
-@pytest.mark.parametrize(("backend", "minutes"), [("nccl", 10), ("gloo", 30), ("xccl", 30), ("hccl", 30), (None, 30)])
-def test_process_group_timeout_defaults(backend, minutes):
-    assert InitProcessGroupKwargs(backend=backend).timeout == timedelta(minutes=minutes)
-
-
 class WrappedModel:
     """Stands in for DistributedDataParallel: keeps what is registered on it."""
 
@@ -95,12 +89,6 @@ def registered(**kwargs):
     model = WrappedModel()
     DistributedDataParallelKwargs(**kwargs).register_comm_hook(model)
     return model
-
-
-def test_ddp_arguments_leave_communication_out():
-    handler = DistributedDataParallelKwargs(dim=1, comm_hook=Hook.POWER_SGD, comm_state_option={"random_seed": 3})
-    assert not {"comm_hook", "comm_wrapper", "comm_state_option"} & set(handler.to_dict())
-    assert handler.to_dict(ignore_keys=())["comm_state_option"] == {"random_seed": 3}
 
 
 @pytest.mark.parametrize(
@@ -167,28 +155,6 @@ def test_settings_without_effect_warn():
         DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"random_seed": 1})
 
 
-HOOKED = """
-import os, sys, torch
-from accelerate import DistributedDataParallelKwargs
-torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-handler = DistributedDataParallelKwargs(static_graph=True, comm_hook="fp16")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False), **handler.to_kwargs())
-handler.register_comm_hook(model)
-model(torch.tensor([[1.0, 1.0 + 2**-12, 3.0]])).sum().backward()
-print(model.module.weight.grad.tolist(), flush=True)
-# Not by way of destructors: that of the group joins a thread which may wait for the interpreter lock that it holds (torch 2.13).
-os._exit(0)
-"""
-
-
-def test_a_hook_works_on_a_real_model(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", HOOKED, tmp_path / "store"], capture_output=True, text=True, timeout=120
-    )
-    # 1 + 2**-12 needs more than float16's 10 bits: seeing it rounded shows that the hook was at work.
-    assert done.stdout.strip() == "[[1.0, 1.0, 3.0]]", done.stderr
-
-
 def test_profile_builds_torchs_profiler():
     traces = []
     handler = ProfileKwargs(
@@ -199,7 +165,6 @@ def test_profile_builds_torchs_profiler():
         with_flops=True,
     )
     profiler = handler.build()
-    assert isinstance(profiler, torch.profiler.profile)
     assert list(profiler.activities) == [torch.profiler.ProfilerActivity.CPU]
     assert (profiler.record_shapes, profiler.with_flops, profiler.with_stack) == (True, True, False)
     assert profiler.on_trace_ready == traces.append
@@ -221,39 +186,3 @@ def test_profile_activities():
 def no_variables(monkeypatch):
     for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION"):
         monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}", raising=False)
-
-
-def test_compilation_defaults():
-    plugin = TorchDynamoPlugin()
-    assert plugin.backend is DynamoBackend.NO
-    assert (plugin.mode, plugin.fullgraph, plugin.dynamic) == ("default", False, None)
-    assert (plugin.options, plugin.disable, plugin.use_regional_compilation) == (None, False, False)
-    assert plugin.to_kwargs() == {}
-    assert plugin.to_dict()["backend"] == "no"
-
-
-def test_variables_fill_what_was_not_given(monkeypatch):
-    variables = {"BACKEND": "eager", "MODE": "max-autotune", "USE_FULLGRAPH": "true", "USE_DYNAMIC": "0"}
-    for name, value in {**variables, "USE_REGIONAL_COMPILATION": "yes"}.items():
-        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
-    plugin = TorchDynamoPlugin()
-    assert plugin.use_regional_compilation is True
-    assert plugin.to_kwargs() == {"backend": "eager", "mode": "max-autotune", "fullgraph": True, "dynamic": False}
-
-
-@pytest.mark.parametrize("backend", ["inductor", "INDUCTOR", DynamoBackend.INDUCTOR])
-def test_a_backend_may_be_written_in_any_case(backend):
-    assert TorchDynamoPlugin(backend=backend).backend is DynamoBackend.INDUCTOR
-
-
-def test_a_bad_variable_is_named(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "perhaps")
-    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_USE_DYNAMIC is 'perhaps'"):
-        TorchDynamoPlugin()
-
-
-def test_disable_and_options_reach_torch():
-    options = {"a": [1]}
-    kwargs = TorchDynamoPlugin(backend="inductor", options=options, disable=True).to_kwargs()
-    assert kwargs == {"backend": "inductor", "options": {"a": [1]}, "disable": True}
-    assert kwargs["options"] is not options

@@ -7,7 +7,6 @@ import pytest
 from accelerate.config import parallel
 from accelerate.config.parallel import (
     DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
@@ -18,15 +17,6 @@ def no_variables(monkeypatch):
     names = ("CP_COMM_STRATEGY", "SP_SEQ_LENGTH", "SP_SEQ_LENGTH_IS_VARIABLE", "SP_ATTN_IMPLEMENTATION")
     for name in names:
         monkeypatch.delenv(f"PARALLELISM_CONFIG_{name}", raising=False)
-
-
-def test_context_parallel(monkeypatch):
-    assert TorchContextParallelConfig().cp_comm_strategy == "allgather"
-    assert TorchContextParallelConfig("alltoall").cp_comm_strategy == "alltoall"
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
-    assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
-    with pytest.raises(ValueError, match="cp_comm_strategy: 'ring'.*'allgather' or 'alltoall'"):
-        TorchContextParallelConfig("ring")
 
 
 def test_tensor_parallel_needs_no_transformers_or_a_recent_one(monkeypatch):
@@ -61,13 +51,6 @@ def test_sequence_parallel_needs_the_common_length(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "long")
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH is 'long'"):
         DeepSpeedSequenceParallelConfig()
-
-
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "sdpa", "kernels-community/flash-attn3"])
-def test_sequence_parallel_attention(name, monkeypatch):
-    assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=name).sp_attn_implementation == name
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", name)
-    assert DeepSpeedSequenceParallelConfig().sp_attn_implementation == name
 
 
 @pytest.mark.parametrize("name", ["eager", "flex_attention", "flash_attention_9", "someone/attention", "flash-attn2"])

@@ -10,6 +10,7 @@ import torch
 
 from accelerate.devices import affinity
 from accelerate.devices.affinity import Topology, choose
+from accelerate.utils import environment
 
 
 @pytest.fixture
@@ -141,8 +142,27 @@ def test_gpus_are_named_by_torch(bound, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert affinity._devices(2) == ["0000:1b:02.0"] * 2
     assert affinity._devices(3) == []  # processes share GPUs
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    del properties.pci_bus_id  # an older torch: nvidia-smi knows it
+    properties.uuid = "abc"
+    monkeypatch.setattr(affinity, "ask_nvidia_smi", lambda *question: ["00000000:1B:02.0"])
+    assert affinity._devices(1) == ["0000:1b:02.0"]
+    monkeypatch.setattr(affinity, "ask_nvidia_smi", lambda *question: [])
     assert affinity._devices(1) == []
+
+
+def test_a_process_is_bound_to_the_node_of_its_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(affinity, "bind", lambda *args: asked.append(args))
+    monkeypatch.setattr(affinity, "_devices", lambda count: ["gpu"] * count)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)  # noqa: B023
+        environment.override_numa_affinity(1)
+    environment.set_numa_affinity.cache_clear()
+    for _ in range(2):  # once for each process
+        environment.set_numa_affinity(2)
+    environment.set_numa_affinity.cache_clear()
+    assert asked == [("node", 1, 2, ["gpu"] * 2), ("node", 2, 3, ["gpu"] * 3)]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot bind")

@@ -10,11 +10,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, endings_of
 from accelerate.launch.plan import Rendezvous
 from accelerate.runtime import failure
+from accelerate.utils.constants import PREEMPTED
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 PRELUDE = f"""

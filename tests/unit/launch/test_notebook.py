@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic, notebook
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import FailedElsewhere
 from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
 from accelerate.runtime import failure, storage
+from accelerate.utils.constants import PREEMPTED
 
 
 def train(rate, steps=1):

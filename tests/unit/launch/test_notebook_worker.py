@@ -12,10 +12,10 @@ import types
 import pytest
 import torch
 
-from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import notebook
 from accelerate.launch.notebook import Worker, write_whole_lines
 from accelerate.runtime import storage
+from accelerate.utils.constants import PREEMPTED
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

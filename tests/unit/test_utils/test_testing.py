@@ -37,14 +37,6 @@ def test_the_front_is_light():
         test_utils.nothing  # noqa: B018
 
 
-def test_every_requirement_decides():
-    for name in requirements.__all__:
-        if name.startswith("require_") and name != "require_torch_min_version":
-            decorator = getattr(testing, name)
-            assert decorator.__name__ == name and decorator.__doc__
-            assert skipped(decorator) in (True, False)
-
-
 def test_requirements_follow_the_machine(monkeypatch):
     monkeypatch.setattr(requirements, "torch_device", "cuda")
     monkeypatch.setattr(requirements, "device_count", 2)
@@ -55,33 +47,19 @@ def test_requirements_follow_the_machine(monkeypatch):
     assert all(skipped(d) for d in (testing.require_cuda, testing.require_multi_device, testing.require_single_device))
 
 
-def test_requirements_skip_classes_too():
-    @testing.skip
-    class Case(unittest.TestCase):
-        def test(self):
-            raise AssertionError
-
-    assert len(run_case(Case).skipped) == 1
-
-
 def test_flags_and_versions(monkeypatch):
     monkeypatch.delenv("RUN_SLOW", raising=False)
     assert skipped(testing.slow)
     monkeypatch.setenv("RUN_SLOW", "1")
     assert not skipped(testing.slow)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw12")
+    assert testing.get_torch_dist_unique_port() == 29512
     assert testing.parse_flag_from_env("SOME_FLAG", None) is None
     monkeypatch.setenv("SOME_FLAG", "yes")
     assert testing.parse_flag_from_env("SOME_FLAG", "x") is True
     assert skipped(testing.require_torch_min_version(version="99"))
     assert not skipped(testing.require_torch_min_version(version="2.0"))
     assert testing.require_torch_min_version(lambda: None, version="99").__unittest_skip__
-
-
-def test_launch_command():
-    command = testing.get_launch_command(num_processes=2, cpu=True, fsdp_use_orig_params=False, other=None)
-    assert command == ["accelerate", "launch", "--num_processes=2", "--cpu", "--fsdp_use_orig_params=False"]
-    assert testing.DEFAULT_LAUNCH_COMMAND[:2] == ["accelerate", "launch"]
-    assert testing.path_in_accelerate_package("test_utils", "scripts", "test_script.py").is_file()
 
 
 def test_run_command():
@@ -109,31 +87,6 @@ def test_execute_subprocess(capsys):
 def test_execute_subprocess_stops_in_time():
     with pytest.raises(RuntimeError, match="stopped after 0.1 seconds"):
         testing.execute_subprocess_async([*PYTHON, "import time; time.sleep(60)"], timeout=0.1)
-
-
-@pytest.mark.parametrize(("worker", "number"), [("", 0), ("gw12", 12)])
-def test_ports(monkeypatch, worker, number):
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
-    assert (testing.pytest_xdist_worker_id(), testing.get_torch_dist_unique_port()) == (number, 29500 + number)
-
-
-def test_assert_exception():
-    with testing.assert_exception(ValueError, "invalid"):
-        int("x")
-    for block, message in (
-        (lambda: None, "nothing was raised"),
-        (lambda: {}["x"], "Expected ValueError, got KeyError"),
-    ):
-        with pytest.raises(AssertionError, match=message), testing.assert_exception(ValueError):
-            block()
-    with pytest.raises(AssertionError, match="Expected 'other'"), testing.assert_exception(ValueError, "other"):
-        int("x")
-
-
-def test_output_and_backend():
-    assert testing.capture_call_output(print, "a", end="!") == "a!"
-    device, count, used = testing.get_backend()
-    assert torch.device(device) and count >= 1 and used() >= 0
 
 
 def test_accelerate_test_case_forgets_state():

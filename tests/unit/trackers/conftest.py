@@ -69,6 +69,6 @@ def library(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forget_what_was_mentioned():
-    from accelerate.trackers import scalars
+    from accelerate.trackers import base
 
-    scalars._mentioned.clear()
+    base._mentioned.clear()

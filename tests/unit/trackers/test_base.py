@@ -30,18 +30,6 @@ def test_missing_definitions_are_listed():
     Whole()
 
 
-def test_definitions_on_the_instance_count():
-    class Late(GeneralTracker):
-        requires_logging_directory = False
-        tracker = None
-
-        def __init__(self):
-            self.name = "late"
-            super().__init__()
-
-    assert Late().name == "late"
-
-
 def test_a_blank_tracker_does_nothing():
     assert GeneralTracker.__module__ == "accelerate.tracking"
     blank = GeneralTracker(_blank=True)

@@ -66,8 +66,3 @@ def test_configuration_is_stored_twice(tracker, tmp_path):
     with open(stored) as file:
         assert yaml.safe_load(file) == {**config, "device": "cpu"}
     assert len([name for name in files if "tfevents" in name]) == 2
-
-
-def test_the_librarys_object(tracker):
-    assert type(tracker.tracker).__name__ == "SummaryWriter"
-    assert TensorBoardTracker("run", "folder").tracker is None

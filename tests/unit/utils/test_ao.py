@@ -13,30 +13,6 @@ def net():
     )
 
 
-def test_first_and_last():
-    assert ao.find_first_last_linear_layers(net()) == ("0", "3")
-    assert ao.find_first_last_linear_layers(nn.Linear(2, 2)) == ("", "")
-    assert ao.find_first_last_linear_layers(nn.ReLU()) == (None, None)
-
-
-@pytest.mark.parametrize(("sides", "fits"), [((32, 32), True), ((16, 16), True), ((8, 32), False), ((32, 24), False)])
-def test_filters(sides, fits):
-    assert ao.filter_linear_layers(nn.Linear(*sides), "x", []) is fits
-    assert ao.filter_linear_layers(nn.Linear(32, 32), "a.b", ["a.b"]) is False
-    assert ao.filter_linear_layers(nn.Linear(32, 32), "a.b", ["b"]) is True
-    assert ao.filter_linear_layers(nn.ReLU(), "a.b", []) is True
-    assert ao.filter_first_and_last_linear_layers(net(), "0") is False
-    assert ao.filter_first_and_last_linear_layers(net(), "2.0") is True
-    assert ao.filter_first_and_last_linear_layers(nn.Linear(16, 16), "") is False
-
-
-@pytest.mark.parametrize("call", [ao.has_ao_layers, ao.convert_model_to_fp8_ao])
-def test_without_torchao(call, monkeypatch):
-    monkeypatch.setattr(imports, "is_torchao_available", lambda: False)
-    with pytest.raises(ImportError, match="torchao"):
-        call(net())
-
-
 @pytest.fixture
 def torchao(monkeypatch):
     """A torchao that converts by replacing the class of layers."""

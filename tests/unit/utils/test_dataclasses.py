@@ -14,8 +14,7 @@ from accelerate.utils import dataclasses as front
 @pytest.mark.parametrize(
     "value",
     [
-        front.DistributedType.FSDP,
-        front.PrecisionType.BF16,
+        *(next(iter(getattr(front, name))) for name in ("DistributedType", "PrecisionType", "RNGType", "CustomDtype")),
         front.GradScalerKwargs(init_scale=3.0),
         front.DistributedDataParallelKwargs(comm_hook="fp16"),
         front.GradientAccumulationPlugin(num_steps=2, exact=True),

@@ -7,7 +7,7 @@ import torch
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import deepspeed as home
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler, get_active_deepspeed_plugin
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, get_active_deepspeed_plugin
 
 
 class Engine:
@@ -54,15 +54,6 @@ def test_wrappers_leave_the_engine_alone():
     schedule = home.DeepSpeedSchedulerWrapper(torch.optim.lr_scheduler.ExponentialLR(inner, 0.5), inner)
     schedule.step()
     assert schedule.get_last_lr() == [0.1]
-
-
-def test_placeholders_keep_their_arguments():
-    optimizer = DummyOptim([1], lr=0.2, betas=(0.9, 0.99))
-    assert (optimizer.params, optimizer.lr, optimizer.weight_decay) == ([1], 0.2, 0)
-    assert optimizer.kwargs == {"betas": (0.9, 0.99)}
-    scheduler = DummyScheduler(optimizer, 10, 2, lr_scheduler_callable=len, z=1)
-    assert (scheduler.optimizer, scheduler.total_num_steps, scheduler.warmup_num_steps) == (optimizer, 10, 2)
-    assert scheduler.lr_scheduler_callable is len and scheduler.kwargs == {"z": 1}
 
 
 def test_active_plugin():

@@ -47,21 +47,6 @@ def chosen(policy, model):
     return [name for name, module in model.named_modules() if policy(module)]
 
 
-def test_ram_efficient_loading(monkeypatch):
-    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
-    utils.enable_fsdp_ram_efficient_loading()
-    assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
-    utils.disable_fsdp_ram_efficient_loading()
-    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "")  # so that monkeypatch restores it
-
-
-def test_names_without_wrappers():
-    names = {"_orig_mod.a._checkpoint_wrapped_module.b": 1, "a._orig_mod.c": 2, "module.z": 3, "__orig_mod.x": 4}
-    assert utils.fsdp2_canonicalize_names(names) == {"a.b": 1, "a.c": 2, "module.z": 3, "__orig_mod.x": 4}
-
-
 @pytest.mark.parametrize(
     ("modules", "names"),
     [

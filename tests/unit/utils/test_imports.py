@@ -104,20 +104,17 @@ def test_minimum_versions(machine):
     assert imports.is_numpy_available() and not imports.is_numpy_available(min_version="2.1")
 
 
-def test_what_is_really_installed_here():
-    assert imports.is_pytest_available() and imports.is_tqdm_available()
-    assert imports.is_torch_distributed_available() is torch.distributed.is_available()
-    assert imports.is_weights_only_available() and imports.is_pippy_available()
-
-
 def test_rich_must_also_be_wanted_and_fp8_needs_one_of_three(machine, monkeypatch):
+    convert = imports.torchao_required(lambda model: model)
+    with pytest.raises(ImportError, match="needs torchao.*pip install torchao"):
+        convert(3)
     machine.install("rich")
     for value, wanted in ((None, False), ("1", True)):
         monkeypatch.setenv("ACCELERATE_ENABLE_RICH", value or "")
         assert imports.is_rich_available() is wanted
     assert not imports.is_fp8_available()
     machine.install("torchao", version="0.7")
-    assert imports.is_fp8_available()
+    assert imports.is_fp8_available() and convert(3) == 3
 
 
 def test_megatron_must_be_wanted_whole_and_recent(machine, monkeypatch):
@@ -263,18 +260,6 @@ def test_bf16_asks_the_device_and_mps_build_device_and_version(monkeypatch):
     for cuda in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)  # noqa: B023
         assert imports.is_bf16_available() is not cuda
-
-
-def test_torchao_required(machine):
-    @imports.torchao_required
-    def convert(model):
-        return model
-
-    with pytest.raises(ImportError, match="convert needs torchao.*pip install torchao"):
-        convert(3)
-    machine.install("torchao", version="0.7")
-    assert convert(3) == 3
-    assert convert.__name__ == "convert"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Commands and environments for programs that start processes themselves."""
 
 import os
-import sys
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -23,22 +22,6 @@ def parse(line):
     return launch_command_parser().parse_args([*line.split(), "train.py", "--lr", "1"])
 
 
-def test_simple_command():
-    command, environment = launch.prepare_simple_launcher_cmd_env(parse("--cpu --mixed_precision bf16 --gpu_ids 1"))
-    assert command == [sys.executable, "train.py", "--lr", "1"]
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    assert environment["ACCELERATE_USE_CPU"] == "True"
-    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
-    assert environment["PATH"] == os.environ["PATH"]
-    assert "MASTER_ADDR" not in environment
-    _, environment = launch.prepare_simple_launcher_cmd_env(parse("--num_processes 2 --main_process_port 5"))
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "5")
-    assert launch.prepare_simple_launcher_cmd_env(parse("-m"))[0][1] == "-m"
-    assert launch.prepare_simple_launcher_cmd_env(parse("--no_python"))[0][0] == "train.py"
-    with pytest.raises(LaunchError, match="exclude each other"):
-        launch.prepare_simple_launcher_cmd_env(parse("-m --no_python"))
-
-
 def test_several_processes_in_terms_of_torchrun(monkeypatch):
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: True)
     args = parse("--num_processes 2 --rdzv_conf a=1")
@@ -57,38 +40,14 @@ def test_several_processes_in_terms_of_torchrun(monkeypatch):
         assert args.master_port == str(args.main_process_port) and not hasattr(args, "standalone")
 
 
-def test_several_machines():
-    line = "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 1.2.3.4 --main_process_port 1234"
-    args = parse(f"{line} --same_network")
-    launch.prepare_multi_gpu_env(args)
-    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("2", "2", 1)
-    assert (args.master_addr, args.master_port) == ("1.2.3.4", "1234")
-    for words in ("", "--same_network --rdzv_backend c10d"):
-        args = parse(f"{line} {words}")
-        launch.prepare_multi_gpu_env(args)
-        assert args.rdzv_endpoint == "1.2.3.4:1234"
-    with pytest.raises(LaunchError, match="--main_process_ip"):
-        launch.prepare_multi_gpu_env(parse("--num_processes 4 --num_machines 2"))
-    with pytest.raises(LaunchError, match="--num_processes is 3"):
-        launch.prepare_multi_gpu_env(parse("--num_processes 3 --num_machines 2"))
-
-
-def test_deepspeed():
-    command, environment = launch.prepare_deepspeed_cmd_env(parse("--use_deepspeed --num_processes 2 --zero_stage 3"))
-    assert command is None
-    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
-    assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
-    assert environment["PYTHONPATH"].endswith(os.getcwd())
-
-
-@pytest.mark.parametrize("launcher", ["pdsh", "slurm", "openmpi", "mpich", "mvapich", "nossh"])
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "nossh"])
 def test_deepspeed_on_several_machines(launcher):
     line = f"--use_deepspeed --num_processes 8 --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 1234 --machine_rank 0 --deepspeed_hostfile hosts --deepspeed_multinode_launcher {launcher}"
     command, environment = launch.prepare_deepspeed_cmd_env(parse(line))
     how = ["--no_local_rank", "--launcher", launcher]
     if launcher == "nossh":
         how = ["--node_rank", "0", "--no_ssh", "--no_local_rank"]
-    if launcher in ("pdsh", "slurm", "nossh"):
+    if launcher != "openmpi":
         how += ["--num_gpus", "4"]
     meeting = ["--master_addr", "10.0.0.1", "--master_port", "1234"]
     assert command == ["deepspeed", "--hostfile", "hosts", *how, *meeting, "train.py", "--lr", "1"]
@@ -103,54 +62,6 @@ def test_deepspeed_standard_is_torchrun():
     assert (args.nproc_per_node, args.nnodes) == ("4", "2")
     with pytest.raises(LaunchError, match="choose one of pdsh"):
         launch.prepare_deepspeed_cmd_env(parse(f"{line} pdhs"))
-
-
-def test_parts_of_an_environment():
-    current = {"A": "b"}
-    assert launch.prepare_extend_env_parallelism_config(parse("--parallelism_config_tp_size 2"), current) is current
-    assert (current["PARALLELISM_CONFIG_TP_SIZE"], current["A"]) == ("2", "b")
-    current = launch.setup_fp8_env(parse("--fp8_backend te --fp8_override_linear_precision true,false,true"), {})
-    assert current["ACCELERATE_FP8_BACKEND"] == "te"
-    assert current["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "1"
-    assert launch.prepare_tpu(parse("--mixed_precision bf16 --downcast_bf16"), {})[1] == {"XLA_DOWNCAST_BF16": "1"}
-    assert launch.prepare_tpu(parse("--mixed_precision bf16"), {})[1] == {"XLA_USE_BF16": "1"}
-    with pytest.raises(LaunchError, match="gcloud"):
-        launch.prepare_tpu(parse("--tpu"), {}, pod=True)
-
-
-def test_sagemaker(monkeypatch):
-    from accelerate.commands.config.config_args import SageMakerConfig
-
-    account = {"iam_role_name": "trainer", "profile": "mine", "region": "eu-west-1"}
-    kind = ("AMAZON_SAGEMAKER", "DATA_PARALLEL", "no", False, False)
-    config = SageMakerConfig(*kind, ec2_instance_type="ml.p3.16xlarge", num_machines=2, **account)
-    arguments, inputs = launch.prepare_sagemager_args_inputs(config, parse("--mixed_precision bf16"))
-    assert inputs is None and arguments["hyperparameters"] == {"lr": 1} and arguments["instance_count"] == 2
-    assert arguments["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
-    variables = (
-        "USE_SAGEMAKER=true MIXED_PRECISION=bf16 DYNAMO_BACKEND=NO DYNAMO_MODE=default DYNAMO_USE_FULLGRAPH=False "
-        "DYNAMO_USE_DYNAMIC=False DYNAMO_USE_REGIONAL_COMPILATION=False SAGEMAKER_DISTRIBUTED_TYPE=DATA_PARALLEL"
-    )
-    assert arguments["environment"] == dict(f"ACCELERATE_{pair}".split("=") for pair in variables.split())
-    assert (os.environ["AWS_PROFILE"], os.environ["AWS_DEFAULT_REGION"]) == ("mine", "eu-west-1")
-    config.profile = None
-    with pytest.raises(OSError, match="Which AWS account"):
-        launch.prepare_sagemager_args_inputs(config, parse(""))
-    launch.prepare_sagemager_args_inputs(config, parse("--aws_access_key_id a --aws_secret_access_key b"))
-    assert (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]) == ("a", "b")
-
-
-def test_hyperparameters_and_a_path_variable(monkeypatch):
-    words = ["--a", "1", "--b", "x", "--c", "1.5", "-d", "False", "--e", "-3", "--f", "true"]
-    assert launch._convert_nargs_to_dict(words) == {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3, "f": "true"}
-    for wrong in (["--a", "--b"], ["--a"], ["a", "1"]):
-        with pytest.raises(ValueError, match="give every argument"):
-            launch._convert_nargs_to_dict(wrong)
-    for value in ("/a", f"{os.pathsep}/a{os.pathsep}"):
-        monkeypatch.setenv("SOME_PATH", value)
-        assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
-        assert os.environ["SOME_PATH"] == value
-    assert launch.env_var_path_add("OTHER_PATH", "/b") == "/b"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 import pickle
 import warnings
-from collections import UserDict, namedtuple
+from collections import namedtuple
 
 import pytest
 import torch
 from torch import nn
 
 from accelerate.comm.base import Communicator
-from accelerate.comm.nested import TensorInformation
 from accelerate.process import PartialState
 from accelerate.runtime import storage
 from accelerate.utils import operations as ops
@@ -63,31 +62,6 @@ def two(monkeypatch):
 # Alone
 
 
-def test_alone_arguments_come_back():
-    data = {"a": torch.ones(2), "b": "text"}
-    assert ops.gather(data) is data and ops.broadcast(data) is data and ops.gather_object(5) == 5
-    objects = [1]
-    assert ops.broadcast_object_list(objects) is objects
-    assert torch.equal(ops.pad_across_processes(torch.ones(2)), torch.ones(2))
-    assert torch.equal(ops.copy_tensor_to_devices(torch.ones(2)), torch.ones(2))
-    shape, code = ops.gather_tensor_shape(torch.ones(2, 3, dtype=torch.float64))
-    assert shape.tolist() == [[2], [3]] and ops.TENSOR_INT_TO_DTYPE[code] is torch.float64
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_alone_reduce_gives_tensors_of_its_own(reduction, dtype):
-    data = {"a": torch.ones(2, dtype=dtype), "b": Pair(torch.ones(1), [torch.ones(1)])}
-    result = ops.reduce(data, reduction)
-    assert isinstance(result["b"], Pair) and torch.equal(result["a"], data["a"]) and result["a"].dtype is dtype
-    for tensor in (result["a"], result["b"].x, result["b"].y[0]):
-        tensor.zero_()
-    assert data["a"].all() and data["b"].x.all() and data["b"].y[0].all()
-    weight = nn.Parameter(torch.ones(2))
-    ops.reduce(weight, reduction).sum().backward()
-    assert weight.grad.tolist() == [1, 1]
-
-
 def test_what_cannot_be_combined():
     for operation in (ops.reduce, ops.pad_across_processes):
         with pytest.raises(TypeError, match="int"):
@@ -113,15 +87,6 @@ def test_gather(two):
         ops.gather([torch.ones(1), None])
     assert ops.gather_object(["a", 1]) == ["a", 1, "a", 1]
     assert ops.gather_object({"k": 1}) == ["k", "k"]
-
-
-def test_reduce_and_broadcast(two):
-    assert ops.reduce({"a": torch.tensor([1.0])}, "sum")["a"].tolist() == [3.0]
-    ops.reduce(torch.ones(1)), ops.reduce(torch.ones(1), "none"), ops.reduce(torch.ones(1), "max")
-    assert [call[0] for call in two.calls] == ["sum", "mean", "sum", "max"]
-    assert ops.broadcast([torch.tensor([1])], from_process=1)[0].tolist() == [2]
-    assert ops.broadcast_object_list(["a"], from_process=1) == [1]
-    assert ops.broadcast_object_list([]) == []
 
 
 def test_broadcast_fills_what_it_is_given(two):
@@ -179,12 +144,6 @@ def test_nested_tensors_are_not_padded(two):
         assert ops.pad_across_processes(rows) is rows
 
 
-def test_copy_to_ranks_without_the_tensor(two):
-    assert ops.copy_tensor_to_devices(torch.ones(2)).tolist() == [1, 1]
-    with pytest.raises(ValueError, match="One tensor is expected"):
-        ops.copy_tensor_to_devices(None)
-
-
 def test_debug_mode_compares_first(two, monkeypatch):
     storage.process.current["debug"] = True
     seen = []
@@ -198,79 +157,7 @@ def test_debug_mode_compares_first(two, monkeypatch):
         ops.verify_operation(lambda tensor: tensor)()
 
 
-def test_chained_operation_names_itself():
-    @ops.chained_operation
-    def several(tensor):
-        raise ops.DistributedOperationException("inner")
-
-    with pytest.raises(ops.DistributedOperationException, match="several") as caught:
-        several(1)
-    assert str(caught.value.__cause__) == "inner"
-
-
 # Without other processes
-
-
-def test_send_to_device():
-    data = {"a": torch.ones(1), "b": Pair("x", [{"a": torch.ones(1)}]), "c": UserDict(d=torch.ones(1))}
-    moved = ops.send_to_device(data, "meta")
-    assert moved["a"].is_meta and moved["b"].y[0]["a"].is_meta and moved["c"]["d"].is_meta
-    assert isinstance(moved["b"], Pair) and moved["b"].x == "x" and isinstance(moved["c"], UserDict)
-    for skip_keys in ("a", ["a", "x"]):
-        moved = ops.send_to_device(data, "meta", skip_keys=skip_keys)
-        assert not moved["a"].is_meta and not moved["b"].y[0]["a"].is_meta and moved["c"]["d"].is_meta
-    thorough = type("Movable", (), {"to": lambda self, device, non_blocking=False: (device, non_blocking)})()
-    plain = type("PlainlyMovable", (), {"to": lambda self, device: (device,)})()
-    assert ops.send_to_device([thorough, plain], "meta", non_blocking=True) == [("meta", True), ("meta",)]
-
-
-def test_structures():
-    data = {"a": torch.ones(2, 3), "b": [torch.ones(4, dtype=torch.int64), "text"]}
-    info = ops.get_data_structure(data)
-    assert ops.is_torch_tensor(data["a"]) and not ops.is_torch_tensor(data) and not ops.is_torch_xpu_tensor(data["a"])
-    assert info["a"] == TensorInformation(torch.Size([2, 3]), torch.float32)
-    assert ops.is_tensor_information(info["a"]) and not ops.is_tensor_information(data["a"])
-    made = ops.initialize_tensors(info)
-    assert made["b"][0].shape == (4,) and made["b"][0].dtype is torch.int64
-    assert ops.get_shape(data) == {"a": [2, 3], "b": [[4], "text"]}
-    assert ops.listify(data["b"]) == [[1, 1, 1, 1], "text"]
-    assert ops.find_device(data) == torch.device("cpu") and ops.find_device(["x"]) is None
-    assert ops.slice_tensors(data["a"], slice(0, 1)).shape == (1, 3)
-
-
-def test_batch_size():
-    assert ops.find_batch_size([{"x": torch.ones(4, 2)}, torch.ones(3)]) == 4
-    wrong = [([], ValueError), ({}, ValueError), ("text", TypeError), (None, TypeError), (torch.tensor(1), IndexError)]
-    for data, error in wrong:
-        with pytest.raises(error):
-            ops.find_batch_size(data)
-        assert ops.ignorant_find_batch_size(data) is None
-
-
-def test_concatenate():
-    first, second = Pair(torch.ones(1), {"a": [torch.ones(2)]}), Pair(torch.zeros(1), {"a": [torch.zeros(1)]})
-    both = ops.concatenate([first, second])
-    assert isinstance(both, Pair) and both.x.tolist() == [1, 0] and both.y["a"][0].tolist() == [1, 1, 0]
-    assert ops.concatenate([torch.ones(1, 2), torch.ones(1, 1)], dim=1).shape == (1, 3)
-    with pytest.raises(TypeError, match="int"):
-        ops.concatenate([1, 2])
-    assert ops.concatenate([{"a": "text", "b": (None, 3)}]) == {"a": "text", "b": (None, 3)}
-
-
-@pytest.mark.parametrize(("length", "pieces", "padded"), [(5, 3, 6), (6, 3, 6), (1, 3, 3), (3, 4, 4)])
-def test_pad_input_tensors(length, pieces, padded):
-    result = ops.pad_input_tensors({"a": torch.ones(length, 2)}, length, pieces)["a"]
-    assert result.shape == (padded, 2) and result.sum() == length * 2
-    assert ops.pad_input_tensors(torch.ones(2, length), length, pieces, dim=1).shape == (2, padded)
-    with pytest.raises(TypeError):
-        ops.pad_input_tensors([1], 1, 2)
-
-
-def test_convert_to_fp32():
-    kinds = {"h": torch.float16, "b": torch.bfloat16, "d": torch.float64, "i": torch.int64}
-    data = {name: torch.ones(1, dtype=dtype) for name, dtype in kinds.items()} | {"t": "text"}
-    result = ops.convert_to_fp32(data)
-    assert [result[k].dtype for k in "hbdi"] == [torch.float32, torch.float32, torch.float64, torch.int64]
 
 
 class Half(nn.Module):

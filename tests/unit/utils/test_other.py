@@ -2,13 +2,10 @@
 
 import os
 import pickle
-import socket
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 import accelerate.accelerator
 import accelerate.utils
@@ -43,28 +40,6 @@ def test_save_and_load(tmp_path):
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_save_safetensors_of_tensors_that_share_memory(tmp_path):
-    base = torch.arange(6.0).reshape(2, 3)
-    tensors = {"all": base, "tied": base, "rows": base[1:], "turned": base.t()}
-    other.save(tensors, tmp_path / "file", safe_serialization=True)
-    written = load_file(tmp_path / "file")
-    assert written.keys() == {"all", "rows", "turned"}, "what is tied is written once, all that only overlaps is kept"
-    assert all(torch.equal(written[name], tensors[name]) for name in written)
-    with safe_open(tmp_path / "file", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_other_ranks_do_not_write(tmp_path, monkeypatch):
-    class State:
-        is_main_process = False
-        is_local_main_process = True
-
-    monkeypatch.setattr(other, "PartialState", State)
-    other.save(1, tmp_path / "shared")
-    other.save(1, tmp_path / "node", save_on_each_node=True)
-    assert os.listdir(tmp_path) == ["node"]
-
-
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     other.save("old", tmp_path / "file")
     with pytest.raises((AttributeError, pickle.PicklingError)):
@@ -78,47 +53,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         other.load(tmp_path / "file")
     assert isinstance(other.load(tmp_path / "file", weights_only=False)["optimizer"], Foo)
-
-
-def test_merge_dicts_and_dotted_names():
-    destination = {"a": {"x": 1}, "b": 1}
-    source = {"a": {"y": 2}, "b": {"z": 3}, "c": 4}
-    assert other.merge_dicts(source, destination) is destination
-    assert destination == {"a": {"x": 1, "y": 2}, "b": {"z": 3}, "c": 4}
-    assert source == {"a": {"y": 2}, "b": {"z": 3}, "c": 4}
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    assert other.recursive_getattr(net, "0.weight") is net[0].weight
-    with pytest.raises(AttributeError):
-        other.recursive_getattr(net, "0.missing")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1500, "1.46 KB"), (1024**2, "1.0 MB"), (1024**7, "1048576.0 PB")],
-)
-def test_convert_bytes(size, text):
-    assert other.convert_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("obj", "name"),
-    [
-        *[(Foo, "Foo"), (Foo(), "Foo"), (Foo.Inner(), "Foo.Inner")],
-        *[(len, "len"), ("text", "str"), (torch.optim.SGD, "SGD")],
-    ],
-)
-def test_pretty_name(obj, name):
-    assert other.get_pretty_name(obj) == name
-
-
-def test_ports():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        assert other.is_port_in_use(port) and other.is_port_in_use(str(port))
-    free = other.get_free_port()
-    assert isinstance(free, int) and not other.is_port_in_use(free)
 
 
 @pytest.mark.parametrize(

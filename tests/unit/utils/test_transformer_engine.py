@@ -67,21 +67,6 @@ def net():
     )
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        te.has_transformer_engine_layers,
-        te.convert_model,
-        lambda model: te.apply_fp8_autowrap(model, None),
-        lambda model: te.contextual_fp8_autocast(model.forward, None),
-    ],
-)
-def test_without_the_library(call, monkeypatch):
-    monkeypatch.setattr(te, "is_transformer_engine_available", lambda: False)
-    with pytest.raises(ImportError, match="Transformer Engine"):
-        call(net())
-
-
 def test_there_and_back(engine):
     model = net()
     nn.init.normal_(model[1].weight)

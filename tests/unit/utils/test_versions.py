@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import pytest
-from packaging.version import Version, parse
+from packaging.version import Version
 
 from accelerate.utils import versions
 
@@ -18,22 +18,6 @@ def torch_is(monkeypatch):
 
     yield pretend
     versions.installed_version.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("operation", "expected"), [("<", True), ("<=", True), ("==", False), ("!=", True), (">=", False), (">", False)]
-)
-def test_operations(operation, expected):
-    assert versions.compare_versions(parse("1.9"), operation, "1.10") is expected
-    with pytest.raises(ValueError, match="operation is '~='.*>=, =="):
-        versions.compare_versions("packaging", "~=", "1.0")
-
-
-def test_installed_libraries():
-    assert versions.compare_versions("packaging", ">=", "1.0")
-    assert versions.compare_versions("packaging", ">=", Version("1.0"))
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        versions.compare_versions("surely-not-installed", ">=", "1.0")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """The shape of a row in the option table, how its values turn from text to Python and back, and what they must be beyond their type."""
 
 import enum
+import itertools
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from accelerate.utils.environment import str_to_bool
 
 
 class _Several:
@@ -309,9 +312,6 @@ def json_file(value: str) -> str | None:
 
 E = TypeVar("E", bound=enum.Enum)
 
-_TRUE = frozenset(("1", "true", "t", "yes", "y", "on"))
-_FALSE = frozenset(("0", "false", "f", "no", "n", "off"))
-
 
 def to_bool(value: Any, name: str) -> bool:
     """Read a truth value that may be written as a word.
@@ -323,12 +323,10 @@ def to_bool(value: Any, name: str) -> bool:
     Raises:
         ValueError: `value` is none of these.
     """
-    word = str(value).strip().lower()
-    if word in _TRUE:
-        return True
-    if word in _FALSE:
-        return False
-    raise ValueError(f"{name} is {value!r}; write true or false.")
+    try:
+        return bool(str_to_bool(str(value).strip()))
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}; write true or false.") from None
 
 
 def to_int(value: Any, name: str) -> int:
@@ -384,12 +382,8 @@ def to_names(value: Any) -> list[str]:
 
 def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
     """Return the flags with the hyphenated spelling of each long one behind it: `--a_b` is `--a-b` as well."""
-    spelled: dict[str, None] = {}
-    for flag in flags:
-        spelled[flag] = None
-        if flag.startswith("--"):
-            spelled["--" + flag[2:].replace("_", "-")] = None
-    return tuple(spelled)
+    spelled = [(flag, flag.replace("_", "-") if flag.startswith("--") else flag) for flag in flags]
+    return tuple(dict.fromkeys(itertools.chain(*spelled)))
 
 
 def agree(answers: Mapping[str, Any], wanted: Answers) -> bool:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accelerate.accelerator import Accelerator
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.config.project import DataLoaderConfiguration
-from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.test_utils.testing import are_the_same_tensors
 from accelerate.utils.operations import (
@@ -134,24 +133,6 @@ def check_pad(accelerator: Accelerator) -> None:
         assert kept.ne(-1).sum() == count * (count + 1) // 2, f"After padding, gather gave {kept.tolist()}."
 
 
-@_check("gather_object")
-def check_gather_object(accelerator: Accelerator) -> None:
-    """Objects of all ranks arrive, also where the ranks have different numbers of them."""
-    count, rank = accelerator.num_processes, accelerator.process_index
-    found = gather_object([{"rank": rank, "text": "x" * rank}] * (rank + 1))
-    expected = [{"rank": r, "text": "x" * r} for r in range(count) for _ in range(r + 1)]
-    assert found == expected, f"gather_object gave {found}."
-
-
-@_check("trigger")
-def check_trigger(accelerator: Accelerator) -> None:
-    """A trigger that one rank sets is seen by all, once."""
-    if accelerator.process_index == accelerator.num_processes - 1:
-        accelerator.set_trigger()
-    assert accelerator.check_trigger(), "The trigger of the last rank was not seen."
-    assert not accelerator.check_trigger(), "The trigger was seen twice."
-
-
 @_check("random numbers")
 def check_random_numbers(accelerator: Accelerator) -> None:
     """Random generators agree after they were synchronised."""
@@ -180,10 +161,6 @@ def _lengths(accelerator: Accelerator) -> tuple[int, int]:
     """A length that the ranks can share evenly, and one that they cannot."""
     whole = 3 * BATCH * accelerator.num_processes
     return whole, whole + BATCH + 1
-
-
-def _batches(loader: DataLoader) -> list[torch.Tensor]:
-    return [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in loader]
 
 
 def _compare_samples(found: torch.Tensor, length: int, how: str) -> None:
@@ -215,7 +192,7 @@ def check_uneven(accelerator: Accelerator) -> None:
     uneven = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     for length in _lengths(accelerator):
         loader = uneven.prepare(DataLoader(TensorDataset(torch.arange(length)), batch_size=BATCH))
-        mine = torch.cat([*_batches(loader), torch.empty(0, dtype=torch.int64, device=uneven.device)])
+        mine = torch.cat([*(batch[0] for batch in loader), torch.empty(0, dtype=torch.int64, device=uneven.device)])
         _compare_samples(torch.tensor(gather_object(mine.tolist())), length, "even_batches=False")
 
 
@@ -227,23 +204,6 @@ def check_dispatch(accelerator: Accelerator) -> None:
         loader = dispatching.prepare(DataLoader(_Stream(length), batch_size=BATCH))
         parts = [dispatching.gather_for_metrics(batch) for batch in loader]
         _compare_samples(torch.cat(parts), length, "dispatch_batches=True")
-
-
-@_check("loader: skipped in mid-epoch")
-def check_skip(accelerator: Accelerator) -> None:
-    """An epoch whose first batches are skipped goes on with exactly the batches that an uninterrupted one has left."""
-    length, skipped = _lengths(accelerator)[0], 2
-
-    def loader() -> DataLoader:
-        generator = torch.Generator().manual_seed(7)
-        data = TensorDataset(torch.arange(length))
-        return accelerator.prepare(DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator))
-
-    whole, rest = _batches(loader()), _batches(skip_first_batches(loader(), skipped))
-    assert len(rest) == len(whole) - skipped, f"{len(rest)} of {len(whole)} batches are left after {skipped}."
-    for expected, found in zip(whole[skipped:], rest, strict=True):
-        assert torch.equal(expected, found), f"After the skip came {found.tolist()} instead of {expected.tolist()}."
-    accelerator.free_memory()
 
 
 # Training: it ends where one process with the whole batch ends, in every precision, and goes on from a checkpoint
@@ -270,21 +230,19 @@ def _step_by_step() -> GradientAccumulationPlugin:
     return GradientAccumulationPlugin(num_steps=1)
 
 
-def _train_alone(accelerator: Accelerator, rounds_in_a_step: int = 1, clip: float | None = None) -> nn.Module:
+def _train_alone(accelerator: Accelerator, rounds_in_a_step: int = 1) -> nn.Module:
     """Train as one process would whose batch is as large as those of all ranks together."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     size = BATCH * accelerator.num_processes * rounds_in_a_step
     for x, y in DataLoader(_data(accelerator), batch_size=size):
         nn.functional.mse_loss(model(x), y).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
-def _train(accelerator: Accelerator, clip: float | None = None) -> nn.Module:
+def _train(accelerator: Accelerator) -> nn.Module:
     """Train the same model on all ranks, with what the Accelerator says about accumulation."""
     plain = _model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -293,8 +251,6 @@ def _train(accelerator: Accelerator, clip: float | None = None) -> nn.Module:
     for x, y in loader:
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.mse_loss(model(x), y))
-            if clip is not None and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
     trained = accelerator.unwrap_model(model)
@@ -325,13 +281,6 @@ def check_accumulation(accelerator: Accelerator) -> None:
     """Gradients that are accumulated over three batches are those of one batch three times as large."""
     accumulating = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3))
     _compare(accumulating, _train(accumulating), _train_alone(accumulating, rounds_in_a_step=3))
-
-
-@_check("gradient clipping")
-def check_clipping(accelerator: Accelerator) -> None:
-    """Gradients are clipped by their norm over the whole batch."""
-    plain = Accelerator(gradient_accumulation_plugin=_step_by_step())
-    _compare(plain, _train(plain, clip=0.05), _train_alone(plain, clip=0.05))
 
 
 def check_precision(name: str) -> Check:

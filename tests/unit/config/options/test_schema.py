@@ -76,20 +76,6 @@ def test_encode_says_nothing_and_several_variables():
     assert row.encode((True, False, True)) == {"A": "1", "B": "0", "C": "1"}
 
 
-@pytest.mark.parametrize(
-    ("name", "environ", "value"),
-    [
-        ("mixed_precision", {"ACCELERATE_MIXED_PRECISION": "BF16"}, "bf16"),
-        ("mixed_precision", {"ACCELERATE_MIXED_PRECISION": " "}, None),
-        ("dynamo_use_dynamic", {"ACCELERATE_DYNAMO_USE_DYNAMIC": "True"}, True),
-        ("fp8_override_linear_precision", {"ACCELERATE_FP8_OVERRIDE_DGRAD": "1"}, (False, True, False)),
-        ("machine_rank", {}, None),
-    ],
-)
-def test_read(name, environ, value):
-    assert BY_NAME[name].read(environ) == value
-
-
 def test_a_wrong_variable_is_named():
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION is 'fp17'; choose one of no, fp16, bf16, fp8"):
         BY_NAME["mixed_precision"].read({"ACCELERATE_MIXED_PRECISION": "fp17"})

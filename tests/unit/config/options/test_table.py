@@ -13,7 +13,6 @@ from accelerate.config.options import (
     PARADIGMS,
     SECTIONS,
     SWITCH_OF_DISTRIBUTED_TYPE,
-    of_feature,
 )
 
 RECORD = Path(__file__).parents[3] / "architecture" / "record" / "cli-1.15.0.json"
@@ -72,14 +71,10 @@ def test_switches_exist():
     [
         ("fsdp", True, True),
         ("fsdp", False, False),
-        ("fsdp", None, False),
         ("machines", 1, False),
-        ("machines", None, False),
         ("machines", 2, True),
         ("fp8", "bf16", False),
         ("fp8", "fp8", True),
-        ("sagemaker", "LOCAL_MACHINE", False),
-        ("sagemaker", "AMAZON_SAGEMAKER", True),
     ],
 )
 def test_feature_is_on(feature, value, on):
@@ -90,9 +85,3 @@ def test_feature_request_reads_as_a_command_line():
     assert FEATURES["fsdp"].request == "--use_fsdp"
     assert FEATURES["machines"].request == "--num_machines N"
     assert FEATURES["fp8"].request == "--mixed_precision fp8"
-
-
-def test_options_of_a_feature():
-    assert {option.name for option in of_feature("fp8")} >= {"fp8_backend", "fp8_format"}
-    with pytest.raises(KeyError, match="nothing"):
-        of_feature("nothing")
