@@ -22,7 +22,6 @@ from accelerate import (
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import (
     DistributedType,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     KwargsHandler,
     TorchDynamoPlugin,
@@ -95,14 +94,6 @@ def test_what_cannot_be_prepared_is_refused(arguments):
 def test_bad_settings_name_argument_value_and_way_out(options, error, text):
     with pytest.raises(error, match=text):
         Accelerator(cpu=True, **options)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_fsdp_plugin_is_never_ignored(process_group, version):
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
-    model = accelerator.prepare(nn.Linear(2, 1))
-    assert "FSDP" in type(model).__name__ or "FullySharded" in type(model).__name__
-    assert accelerator.distributed_type == "FSDP" and accelerator.is_fsdp2 is (version == 2)
 
 
 def test_mixed_precision_wraps_forward_and_unwraps():

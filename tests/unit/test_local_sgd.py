@@ -4,7 +4,6 @@ import contextlib
 import types
 
 import pytest
-import torch
 from torch import nn
 
 from accelerate import local_sgd
@@ -49,21 +48,6 @@ def make(monkeypatch):
     return make
 
 
-def test_weights_are_averaged_at_multiples_and_at_the_end(make, communicator):
-    accelerator, model = make(), nn.Linear(2, 1)
-    with torch.no_grad():
-        model.weight.fill_(8)
-        model.bias.fill_(8)
-    seen = []
-    with LocalSGD(accelerator, model, local_sgd_steps=2) as sgd:
-        for _ in range(3):
-            sgd.step()
-            seen.append(model.bias.item())
-    assert seen == [8, 4, 4] and model.weight.tolist() == [[2, 2]]
-    assert communicator.calls == 2, "one collective for all weights"
-    assert accelerator.held == ["held", "released"] and sgd.num_steps == 3
-
-
 @pytest.mark.parametrize(("num_processes", "enabled"), [(1, True), (2, False)])
 def test_it_does_nothing_when_it_is_off_or_alone(make, communicator, num_processes, enabled):
     accelerator, model = make(num_processes, "single"), nn.Linear(1, 1)
@@ -92,17 +76,3 @@ def test_what_is_refused_may_be_switched_off(make, strategy, steps, error, text)
         LocalSGD(make(strategy=strategy), nn.Linear(1, 1), steps)
     with LocalSGD(make(strategy=strategy), nn.Linear(1, 1), steps, enabled=False) as sgd:
         sgd.step()
-
-
-def test_pieces_by_kind_and_size(monkeypatch):
-    monkeypatch.setattr(local_sgd, "_PIECE", 16)
-    tensors = [
-        torch.zeros(2),
-        torch.zeros(2),
-        torch.zeros(1),
-        torch.zeros(1, dtype=torch.float64),
-        torch.zeros(1).long(),
-    ]
-    model = nn.ParameterList(nn.Parameter(t, requires_grad=t.is_floating_point()) for t in tensors)
-    pieces = [[parameter.numel() for parameter in piece] for piece in local_sgd._pieces(model)]
-    assert pieces == [[2, 2], [1], [1]]
