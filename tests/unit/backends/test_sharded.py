@@ -42,52 +42,11 @@ def test_results_come_in_the_order_of_the_arguments(process_group, version):
     assert {id(parameter) for parameter in second.param_groups[0]["params"]} == now
 
 
-@both
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_run_is_saved_and_loaded_into_a_new_one(process_group, tmp_path, version, kind):
-    def run():
-        accelerator = sharding(version, state_dict_type=kind)
-        model = net()
-        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-
-    def step(accelerator, model, optimizer):
-        accelerator.backward(loss(model, batch()))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    first = run()
-    step(*first)
-    first[0].save_state(str(tmp_path / "state"))
-    step(*first)
-    wanted = first[0].get_state_dict(first[1])
-    second = run()
-    second[0].load_state(str(tmp_path / "state"))
-    step(*second)
-    found = second[0].get_state_dict(second[1])
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
 def test_an_optimizer_finds_its_model():
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert model_of(torch.optim.SGD(models[1].parameters()), models) is models[1]
     with pytest.raises(ValueError, match=r"No prepared model has all parameters of the optimizer \(SGD\).*of its own"):
         model_of(torch.optim.SGD([*models[0].parameters(), *models[1].parameters()]), models)
-
-
-@both
-def test_fp16_scales_and_skips(process_group, version):
-    accelerator = sharding(version, {"mixed_precision": "fp16"})
-    model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    before = accelerator.get_state_dict(model)
-    accelerator.backward(loss(model, batch()) * float("inf"))
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    after = accelerator.get_state_dict(model)
-    assert all(torch.equal(before[name], value) for name, value in after.items())
-    assert accelerator.scaler.get_scale() == 2**15
 
 
 @both
@@ -162,14 +121,6 @@ def test_two_models_and_a_plain_parameter_are_clipped_to_one_norm(process_group,
 
 
 @both
-def test_clipping_by_value_is_refused(process_group, version):
-    accelerator = sharding(version)
-    model = accelerator.prepare(net())
-    with pytest.raises(NotImplementedError, match="clip_grad_value_ is not possible with .*clip_grad_norm_"):
-        accelerator.clip_grad_value_(model.parameters(), 1.0)
-
-
-@both
 @pytest.mark.parametrize("offload", [False, True])
 def test_recomputed_activations_draw_the_same_dropout(process_group, version, offload):
     gradients = []
@@ -239,12 +190,3 @@ def test_compiled_models(process_group, version, when):
     torch.testing.assert_close(accelerator.get_state_dict(prepared), wanted.state_dict())
     with accelerator.no_sync(prepared):
         pass
-
-
-@both
-def test_a_model_is_not_sharded_twice(process_group, version):
-    accelerator, model = sharding(version), net()
-    prepared = accelerator.prepare(model)
-    with pytest.warns(UserWarning, match="already prepared"):
-        assert accelerator.prepare(model) is prepared
-    assert len(accelerator._models) == 1
