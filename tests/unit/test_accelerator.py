@@ -18,11 +18,12 @@ from accelerate import (
     ParallelismConfig,
     ProfileKwargs,
 )
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     KwargsHandler,
+    MegatronLMPlugin,
     TorchDynamoPlugin,
 )
 
@@ -80,6 +81,7 @@ def test_what_cannot_be_prepared_is_refused(arguments):
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
         ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
         ({"log_with": "abacus"}, ValueError, "abacus"),
+        ({"megatron_lm_plugin": MegatronLMPlugin()}, NotImplementedError, "'megatron' is not part of this version"),
         (
             {
                 "gradient_accumulation_steps": 2,
@@ -93,6 +95,7 @@ def test_what_cannot_be_prepared_is_refused(arguments):
 def test_bad_settings_name_argument_value_and_way_out(options, error, text):
     with pytest.raises(error, match=text):
         Accelerator(cpu=True, **options)
+    assert not is_initialized(), "the next one may ask for something else"
 
 
 def test_mixed_precision_wraps_forward_and_unwraps():

@@ -257,63 +257,6 @@ def test_without_its_manifest_it_is_no_checkpoint(saved):
         other.accelerator.load_state(folder)
 
 
-# -- another layout ----------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """A model with tied weights and a frozen parameter, whose order is not that of its names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second, self.first = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.first.weight = self.second.weight
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, batch):
-        return self.second(self.first(batch))
-
-
-def trained(seed: int, steps: int):
-    torch.manual_seed(seed)
-    accelerator, net = Accelerator(cpu=True), Net()
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-    for _ in range(steps):
-        accelerator.backward(net(torch.randn(4, 3)).pow(2).sum())
-        optimizer.step(), optimizer.zero_grad()
-    return accelerator, net, optimizer
-
-
-def in_order(optimizer) -> str:
-    """The whole state; the order of what is in a mapping says nothing."""
-    state = optimizer.state_dict()
-    each = sorted((number, sorted(values.items())) for number, values in state["state"].items())
-    return repr([each, [sorted(group.items()) for group in state["param_groups"]]])
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_whole_model_loads_what_lies_in_shards(tmp_path, shards):
-    from accelerate.checkpoint.convert import reshard
-
-    accelerator, net, optimizer = trained(1, 3)
-    accelerator.save_state(tmp_path / "full")
-    reshard(str(tmp_path / "full"), str(tmp_path / "sharded"), "sharded", shards=shards)
-    assert not (tmp_path / "sharded" / "model.safetensors").exists()
-    for steps in (0, 2):
-        other, loaded, state = trained(2, steps)
-        other.load_state(tmp_path / "sharded")
-        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), loaded.parameters(), strict=True))
-        assert in_order(state) == in_order(optimizer)
-    other, loaded, state = trained(3, 1)
-    before = repr([loaded.state_dict(), state.state_dict()])
-    victim = next((tmp_path / "sharded" / "optimizer_0").glob("__0_*.distcp"))
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match="distcp has changed"):
-        other.load_state(tmp_path / "sharded")
-    assert repr([loaded.state_dict(), state.state_dict()]) == before
-
-
 # -- the newest --------------------------------------------------------------------------------------------------------
 
 

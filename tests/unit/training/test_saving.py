@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.checkpoint.manifest import INCOMPLETE_MARKER
 from accelerate.config.project import ProjectConfiguration
 from accelerate.training import saving
 
@@ -93,23 +92,6 @@ def test_everything_comes_back(tmp_path, safe):
     assert equal(second.state(), first.state())
 
 
-def test_the_folder_is_laid_out_as_ever(tmp_path):
-    run = Run()
-    run.accelerator.prepare(nn.Linear(1, 1))
-    run.accelerator.save_state(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [
-        "accelerate_manifest.json",
-        "custom_checkpoint_0.pkl",
-        "generators_0.safetensors",
-        "model.safetensors",
-        "model_1.safetensors",
-        "optimizer.bin",
-        "parameter_names.json",
-        "random_states_0.pkl",
-        "scheduler.bin",
-    ]
-
-
 def test_saving_again_leaves_nothing_of_the_former_checkpoint(tmp_path):
     run = Run()
     extra = Counter()
@@ -136,19 +118,6 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
     assert torch.equal(net.weight, before)
     assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
     assert set(accelerator.get_state_dict(model, unwrap=False)) == {"_orig_mod.weight", "_orig_mod.bias"}
-
-
-def test_a_checkpoint_of_another_model_changes_nothing(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    good, bad = nn.Linear(2, 2), nn.Linear(3, 3)
-    accelerator.prepare(good, bad)
-    accelerator.save_state(tmp_path)
-    other = Accelerator(cpu=True)
-    first, _ = other.prepare(nn.Linear(2, 2), nn.Linear(3, 4))
-    before = first.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="weight has"):
-        other.load_state(tmp_path)
-    assert torch.equal(first.weight, before)
 
 
 def test_strict_is_passed_on(tmp_path):
@@ -323,16 +292,6 @@ def test_loading_from_elsewhere_does_not_change_the_count(tmp_path):
     other = Run(project_config=numbered(tmp_path / "project"))
     other.accelerator.load_state(tmp_path / "checkpoint_9")
     assert other.accelerator.save_state().name == "checkpoint_0"
-
-
-def test_a_killed_save_is_passed_over(tmp_path):
-    run = Run(project_config=numbered(tmp_path))
-    for _ in range(2):
-        run.accelerator.save_state()
-    (tmp_path / "checkpoints" / "checkpoint_1" / INCOMPLETE_MARKER).touch()
-    run.accelerator.load_state()
-    assert run.accelerator.save_iteration == 2
-    assert run.accelerator.save_state().name == "checkpoint_2", "what is damaged stays for somebody to look at"
 
 
 # -- loaders -------------------------------------------------------------------------------------------------------
