@@ -4,6 +4,7 @@ import contextlib
 import types
 
 import pytest
+import torch
 from torch import nn
 
 from accelerate import local_sgd
@@ -76,3 +77,16 @@ def test_what_is_refused_may_be_switched_off(make, strategy, steps, error, text)
         LocalSGD(make(strategy=strategy), nn.Linear(1, 1), steps)
     with LocalSGD(make(strategy=strategy), nn.Linear(1, 1), steps, enabled=False) as sgd:
         sgd.step()
+
+
+def test_weights_are_averaged_with_one_collective_a_dtype(make, communicator):
+    tensors = [torch.full((2,), 8.0), torch.full((1, 1), 8.0), torch.full((1,), 8.0, dtype=torch.float64)]
+    model = nn.ParameterList([*map(nn.Parameter, tensors), nn.Parameter(torch.ones(1).long(), requires_grad=False)])
+    accelerator = make()
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as sgd:
+        sgd.step()
+        assert communicator.calls == 0
+        sgd.step()
+        assert communicator.calls == 2 and model[0].tolist() == [4, 4]
+    assert [parameter.tolist() for parameter in model] == [[2, 2], [[2]], [2], [1]]
+    assert accelerator.held == ["held", "released"]

@@ -224,15 +224,13 @@ def _verified(
     if problems:
         return None, problems, None
     folder = notes[group.rank][0] or notes[leader][0]
-    leaders = [note[2] for note in notes]
-    readers = [rank for rank, other in enumerate(leaders) if other == leader]
+    readers = [rank for rank, note in enumerate(notes) if note[2] == leader]
     notes, problems = _on_all(barrier, verify)
     following = max((note[0] for note in notes if note and note[0] is not None), default=None)
     if not problems and state.manifest is not None:
-        for copy in sorted(set(leaders)):
-            hashed = [piece for rank, note in enumerate(notes) if leaders[rank] == copy for piece in note[1]]
-            problems += _compared(state.manifest, {(name, start): digest for name, start, digest in hashed})
-    return folder, list(dict.fromkeys(problems)), following
+        digests = {(name, start): digest for rank in readers for name, start, digest in notes[rank][1]}
+        _, problems = _on_all(barrier, lambda: (None, _compared(state.manifest, digests)))
+    return folder, problems, following
 
 
 def _hashed(folder: str, listing: Manifest, reader: int, readers: int) -> list[tuple[str, int, str]]:
