@@ -602,8 +602,7 @@ class Accelerator:
         kind = prepare.kind_of(obj)
         if kind is None or (kind == "scheduler") is first_pass:
             return obj
-        found, known = prepare.again(self, obj, kind)
-        if found:
+        if (known := prepare.again(self, obj, kind)) is not None:
             return known
         # Looked up on the instance, because libraries replace these methods there.
         if kind == "loader":

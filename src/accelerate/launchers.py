@@ -109,7 +109,8 @@ def notebook_launcher(
     # fmt: on
     check(request)
     _refuse_nesting("notebook_launcher", request.num_nodes == 1 and num_processes == 1)
-    if _lacks_torch_xla():
+    hosted = is_colab() or any(name.startswith("KAGGLE") for name in os.environ)
+    if hosted and "TPU_NAME" in os.environ and importlib.util.find_spec("torch_xla") is None:
         raise NotAvailableError(
             "This notebook has a TPU (TPU_NAME is set), and torch_xla, which uses it, is not installed. Install it, in the release of "
             f"torch {torch.__version__}, and restart; or choose a machine without a TPU."
@@ -159,12 +160,6 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _refuse_group()
     environment = _environment({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"})
     notebook.run(request, environment, num_processes, "fork" if hasattr(os, "fork") else "spawn")
-
-
-def _lacks_torch_xla() -> bool:
-    """Return whether a hosted notebook has a TPU that torch cannot use."""
-    hosted = is_colab() or any(name.startswith("KAGGLE") for name in os.environ)
-    return hosted and "TPU_NAME" in os.environ and importlib.util.find_spec("torch_xla") is None
 
 
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -1,12 +1,11 @@
 """Local SGD: ranks train on their own for some steps and then average their weights."""
 
 import contextlib
-from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import _utils, nn
 
 from accelerate import comm
 from accelerate.backends.registry import resolve
@@ -87,24 +86,8 @@ class LocalSGD:
     @torch.no_grad()
     def _average(self) -> None:
         communicator = comm.for_type(self.accelerator.distributed_type)
-        for piece in _pieces(self.model):
-            flat = torch.cat([parameter.reshape(-1) for parameter in piece])
-            flat = communicator.all_reduce(flat, op="mean")
-            for parameter, mean in zip(piece, flat.split([parameter.numel() for parameter in piece]), strict=True):
-                parameter.copy_(mean.view_as(parameter))
-
-
-def _pieces(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Yield the floating-point parameters in groups of one dtype and device and a limited size."""
-    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for parameter in model.parameters():
-        if not parameter.is_floating_point():
-            continue
-        key = (parameter.dtype, parameter.device)
-        groups.setdefault(key, []).append(parameter)
-        sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
-        if sizes[key] >= _PIECE:
-            yield groups.pop(key)
-            del sizes[key]
-    yield from groups.values()
+        trained = [parameter for parameter in self.model.parameters() if parameter.is_floating_point()]
+        for piece in _utils._take_tensors(trained, _PIECE):  # of one dtype and kind of device each
+            flat = communicator.all_reduce(_utils._flatten_dense_tensors(piece), op="mean")
+            for parameter, mean in zip(piece, _utils._unflatten_dense_tensors(flat, piece), strict=True):
+                parameter.copy_(mean)

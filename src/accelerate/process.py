@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -135,8 +135,7 @@ class ProcessView:
             if first:
                 self.wait_for_everyone()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Run a `with` block on the main process, then on all others. Every rank must enter it.
 
         Example:
@@ -144,14 +143,11 @@ class ProcessView:
             >>> with PartialState().main_process_first():
             ...     pass  # the main process fills a cache that the others read
         """
-        with self._goes_first(self.is_main_process):
-            yield
+        return self._goes_first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run a `with` block on the main process of each machine, then on all others. Every rank must enter it."""
-        with self._goes_first(self.is_local_main_process):
-            yield
+        return self._goes_first(self.is_local_main_process)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each machine; arguments as for the built-in function."""
@@ -169,15 +165,15 @@ class ProcessView:
             >>> report("once")
             once
         """
-        return _only_if(self, function, self.is_main_process or not self.use_distributed)
+        return _only_on(self, function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorate a function to run on the main process of each machine only; elsewhere it returns None."""
-        return _only_if(self, function, self.is_local_main_process or not self.use_distributed)
+        return _only_on(self, function, self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function to run on the last process only; elsewhere it returns None."""
-        return _only_if(self, function, self.is_last_process or not self.use_distributed)
+        return _only_on(self, function, self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
@@ -188,9 +184,7 @@ class ProcessView:
             function: the function; None returns a decorator.
             process_index: which process.
         """
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
-        return _only_if(self, function, self.process_index == process_index or not self.use_distributed)
+        return _only_on(self, function, self.process_index == process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
@@ -201,9 +195,7 @@ class ProcessView:
             function: the function; None returns a decorator.
             local_process_index: which process of a machine.
         """
-        if function is None:
-            return partial(self.on_local_process, local_process_index=local_process_index)
-        return _only_if(self, function, self.local_process_index == local_process_index or not self.use_distributed)
+        return _only_on(self, function, self.local_process_index == local_process_index)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave a process group. Every rank of it must call this.
@@ -362,10 +354,11 @@ class PartialState(ProcessView):
         row(self.device.type).set(self.device.index or 0)
 
 
-def _only_if(state: ProcessView, function: Callable[..., Any] | None, chosen: bool) -> Callable[..., Any]:
+def _only_on(state: ProcessView, function: Callable[..., Any] | None, chosen: bool) -> Callable[..., Any]:
+    """Return the function on the chosen process, or where there is one alone; without a function return a decorator."""
     if function is None:
-        return partial(_only_if, state, chosen=chosen)
-    return function if chosen else do_nothing
+        return partial(_only_on, state, chosen=chosen)
+    return function if chosen or not state.use_distributed else do_nothing
 
 
 def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 `PartialState` is at home in `accelerate.process`, and public here.
 """
 
+import importlib
 import logging
 import os
 import threading
@@ -189,7 +190,8 @@ class AcceleratorState(ProcessView):
         self.distributed_type = DistributedType[_ENGINES[name].upper()]
         flag = BY_NAME[f"use_{_ENGINES[name]}"].env
         if plugin is None:
-            plugin = _plugin_of_the_environment(name)
+            module, kind = _ENGINE_PLUGINS[name]
+            plugin = getattr(importlib.import_module(module), kind)()
         elif getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(name):
             os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
         if name == "deepspeed_plugins":
@@ -210,15 +212,15 @@ class AcceleratorState(ProcessView):
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Raise where an argument contradicts the state that exists."""
-        problem = None
         if mixed_precision is not None and mixed_precision != self._mixed_precision:
-            problem = f"mixed_precision={mixed_precision!r}", f"mixed_precision={self._mixed_precision!r}"
+            asked, live = f"mixed_precision={mixed_precision!r}", f"mixed_precision={self._mixed_precision!r}"
         elif cpu and self.device.type != "cpu":
-            problem = "cpu=True", f"device={str(self.device)!r}"
-        if problem is not None:
-            raise ValueError(
-                f"AcceleratorState has already been initialized with {problem[1]} and cannot be changed to {problem[0]}. {_TOO_LATE}"
-            )
+            asked, live = "cpu=True", f"device={str(self.device)!r}"
+        else:
+            return
+        raise ValueError(
+            f"AcceleratorState has already been initialized with {live} and cannot be changed to {asked}. {_TOO_LATE}"
+        )
 
     def _check_plugins(self, given: dict[str, Any], engine: str | None) -> None:
         """Raise where an engine comes too late, and say so where other settings do."""
@@ -327,6 +329,12 @@ class AcceleratorState(ProcessView):
 
 # The feature of the option table that each plugin belongs to.
 _ENGINES = {"deepspeed_plugins": "deepspeed", "fsdp_plugin": "fsdp", "megatron_lm_plugin": "megatron_lm"}
+# What holds the settings that the launcher exported.
+_ENGINE_PLUGINS = {
+    "deepspeed_plugins": ("accelerate.config.deepspeed", "DeepSpeedPlugin"),
+    "fsdp_plugin": ("accelerate.config.fsdp", "FullyShardedDataParallelPlugin"),
+    "megatron_lm_plugin": ("accelerate.config.megatron", "MegatronLMPlugin"),
+}
 _TOO_LATE = "Pass it to the first `Accelerator()`, or call `AcceleratorState._reset_state(True)` before."
 
 # True, in letters that no user types: the state itself set the variable, not a launcher, a user or TrainingArguments.
@@ -349,17 +357,6 @@ def _engine(plugins: dict[str, Any]) -> str | None:
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} were given; they exclude each other, pass one of them.")
     return given[0] if given else next(filter(asked_for, _ENGINES), None)
-
-
-def _plugin_of_the_environment(name: str) -> Any:
-    """Return the plugin of what the launcher exported."""
-    if name == "deepspeed_plugins":
-        from accelerate.config.deepspeed import DeepSpeedPlugin as Plugin
-    elif name == "fsdp_plugin":
-        from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-    else:
-        from accelerate.config.megatron import MegatronLMPlugin as Plugin
-    return Plugin()
 
 
 def _precision(value: str | None) -> str:

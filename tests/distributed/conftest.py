@@ -32,13 +32,14 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         cpu: bool | None = None,
         succeeds: bool = True,
         environment: dict[str, str] | None = None,
+        limit_s: float = LIMIT_S,
     ) -> subprocess.CompletedProcess:
         command = [*launch_command(processes, cpu=cpu), str(SCRIPTS / script), *arguments]
         path = os.pathsep.join(
             filter(None, [str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH")])
         )  # tests/: what tests share
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})}
-        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=limit_s)
         report = f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
         assert (done.returncode == 0) is succeeds, report
         return done

@@ -82,13 +82,6 @@ def test_a_configuration_file_is_not_read(monkeypatch, tmp_path):
     assert seen == ["no"]
 
 
-def test_existing_accelerator_is_refused(started):
-    PartialState(cpu=True)
-    with pytest.raises(ValueError, match="has an Accelerator already"):
-        notebook_launcher(train, num_processes=2)
-    assert started == []
-
-
 def test_a_state_that_a_run_on_one_process_has_left_is_no_hindrance(started):
     notebook_launcher(lambda: PartialState(cpu=True), num_processes=1)
     notebook_launcher(lambda: PartialState(cpu=True), num_processes=1)

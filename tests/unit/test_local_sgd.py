@@ -49,21 +49,6 @@ def make(monkeypatch):
     return make
 
 
-def test_weights_are_averaged_at_multiples_and_at_the_end(make, communicator):
-    accelerator, model = make(), nn.Linear(2, 1)
-    with torch.no_grad():
-        model.weight.fill_(8)
-        model.bias.fill_(8)
-    seen = []
-    with LocalSGD(accelerator, model, local_sgd_steps=2) as sgd:
-        for _ in range(3):
-            sgd.step()
-            seen.append(model.bias.item())
-    assert seen == [8, 4, 4] and model.weight.tolist() == [[2, 2]]
-    assert communicator.calls == 2, "one collective for all weights"
-    assert accelerator.held == ["held", "released"] and sgd.num_steps == 3
-
-
 @pytest.mark.parametrize(("num_processes", "enabled"), [(1, True), (2, False)])
 def test_it_does_nothing_when_it_is_off_or_alone(make, communicator, num_processes, enabled):
     accelerator, model = make(num_processes, "single"), nn.Linear(1, 1)
@@ -94,15 +79,14 @@ def test_what_is_refused_may_be_switched_off(make, strategy, steps, error, text)
         sgd.step()
 
 
-def test_pieces_by_kind_and_size(monkeypatch):
-    monkeypatch.setattr(local_sgd, "_PIECE", 16)
-    tensors = [
-        torch.zeros(2),
-        torch.zeros(2),
-        torch.zeros(1),
-        torch.zeros(1, dtype=torch.float64),
-        torch.zeros(1).long(),
-    ]
-    model = nn.ParameterList(nn.Parameter(t, requires_grad=t.is_floating_point()) for t in tensors)
-    pieces = [[parameter.numel() for parameter in piece] for piece in local_sgd._pieces(model)]
-    assert pieces == [[2, 2], [1], [1]]
+def test_weights_are_averaged_with_one_collective_a_dtype(make, communicator):
+    tensors = [torch.full((2,), 8.0), torch.full((1, 1), 8.0), torch.full((1,), 8.0, dtype=torch.float64)]
+    model = nn.ParameterList([*map(nn.Parameter, tensors), nn.Parameter(torch.ones(1).long(), requires_grad=False)])
+    accelerator = make()
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as sgd:
+        sgd.step()
+        assert communicator.calls == 0
+        sgd.step()
+        assert communicator.calls == 2 and model[0].tolist() == [4, 4]
+    assert [parameter.tolist() for parameter in model] == [[2, 2], [[2]], [2], [1]]
+    assert accelerator.held == ["held", "released"]

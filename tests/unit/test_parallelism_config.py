@@ -1,5 +1,4 @@
 import copy
-import itertools
 import json
 import math
 import os
@@ -58,18 +57,6 @@ def test_environment(monkeypatch):
     assert config.total_size == 120
     assert config.cp_handler == TorchContextParallelConfig("alltoall")
     assert ParallelismConfig(tp_size=1).tp_size == 1
-
-
-@pytest.mark.parametrize("sizes", list(itertools.product((1, 2), (2, 3), (1, 2), (1, 4))))
-def test_arithmetic(sizes):
-    replicate, shard, tp, cp = sizes
-    config = ParallelismConfig(replicate, shard, tp, cp)
-    assert (
-        config.total_size == config.data_parallel_size * config.non_data_parallel_size == replicate * shard * tp * cp
-    )
-    assert (config.tp_enabled, config.cp_enabled, config.dp_replicate_enabled) == (tp > 1, cp > 1, replicate > 1)
-    assert config.active_mesh_dims == config.dp_dim_names + config.non_dp_dim_names
-    assert set(config.dp_cp_dim_names) >= set(config.dp_shard_cp_dim_names) >= {"dp_shard"}
 
 
 def test_dimension_names():

@@ -14,13 +14,6 @@ def build(accelerator, make=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 
     return accelerator.prepare(inner, make(inner))
 
 
-def test_it_steps_with_the_optimizer():
-    optimizer, scheduler = build(Accelerator(cpu=True))
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.5] and scheduler.state_dict()["last_epoch"] == 1
-
-
 @pytest.mark.parametrize(("adjust", "counted"), [(True, 2), (False, 1)])
 def test_it_waits_while_gradients_accumulate(adjust, counted):
     accelerator = Accelerator(cpu=True)

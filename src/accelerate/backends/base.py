@@ -151,3 +151,9 @@ class Backend:
 
     def release(self, accelerator: Run) -> None:
         """Let go of what the strategy holds for the Accelerator's objects. All ranks."""
+
+
+class SingleProcess(Backend):
+    """The behaviour of one process, which is the contract's default: nothing to synchronise."""
+
+    name = "single"

@@ -17,7 +17,7 @@ from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision import master
+from accelerate.precision import amp, master
 from accelerate.precision.base import precision
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
@@ -63,7 +63,6 @@ class FSDP1(Sharded):
         plugin.set_auto_wrap_policy(inner)
         before = named(inner)
         options = _options(accelerator, inner)
-        options["ignored_modules"] = list(options["ignored_modules"] or ()) or None
         ignored = [p for module in options["ignored_modules"] or () for p in module.parameters()]
         consistency.require_same_model(accelerator, inner, ignored, from_main=options["sync_module_states"])
         if options["sync_module_states"] and accelerator.device.type == "cpu":
@@ -91,12 +90,10 @@ class FSDP1(Sharded):
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
-        if not precision(accelerator.mixed_precision).scales_loss:
-            return None
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        options = handler.to_kwargs() if handler is not None else {}
-        return ShardedGradScaler(device=accelerator.device.type, **options)
+        numerics = precision(accelerator.mixed_precision)
+        return amp.make_scaler(accelerator.device.type, numerics, handler, ShardedGradScaler)
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float

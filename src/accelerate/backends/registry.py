@@ -21,17 +21,14 @@ class BackendSpec:
         name: The backend's name.
         matches: Says of an AcceleratorState whether this backend serves it.
         target: ``"module:Class"``, imported on first use; None for a strategy that this version does not have.
-        missing: For a strategy that is not there, what to do instead.
     """
 
     name: str
     matches: Callable[[Any], bool]
     target: str | None
-    missing: str = ""
 
 
 _REPLICAS = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
-_LATER = "Train with data parallelism for now (leave the plugin and its environment variables away)."
 
 
 def _splits_layers(state: Any) -> bool:
@@ -43,7 +40,7 @@ SPECS: list[BackendSpec] = [
     BackendSpec(
         "single",
         lambda state: state.distributed_type == DistributedType.NO,
-        "accelerate.backends.single:SingleProcess",
+        "accelerate.backends.base:SingleProcess",
     ),
     BackendSpec(
         "tensor_parallel",
@@ -60,8 +57,8 @@ SPECS: list[BackendSpec] = [
     BackendSpec(
         "fsdp1", lambda state: state.distributed_type == DistributedType.FSDP, "accelerate.backends.fsdp1:FSDP1"
     ),
-    BackendSpec("deepspeed", lambda state: state.distributed_type == DistributedType.DEEPSPEED, None, _LATER),
-    BackendSpec("megatron", lambda state: state.distributed_type == DistributedType.MEGATRON_LM, None, _LATER),
+    BackendSpec("deepspeed", lambda state: state.distributed_type == DistributedType.DEEPSPEED, None),
+    BackendSpec("megatron", lambda state: state.distributed_type == DistributedType.MEGATRON_LM, None),
 ]
 
 
@@ -94,7 +91,10 @@ def load(name: str) -> Backend:
     if spec is None:
         raise ValueError(f"There is no backend {name!r}. Known: {[spec.name for spec in SPECS]}.")
     if spec.target is None:
-        raise NotImplementedError(f"The strategy {name!r} is not part of this version of the fork. {spec.missing}")
+        raise NotImplementedError(
+            f"The strategy {name!r} is not part of this version of the fork. Train with data parallelism for now (leave the "
+            "plugin and its environment variables away)."
+        )
     module, _, attribute = spec.target.partition(":")
     return getattr(importlib.import_module(module), attribute)()
 

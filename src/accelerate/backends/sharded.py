@@ -12,17 +12,14 @@ from accelerate.checkpoint import layouts, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.load import keeps_values, loads_by_name
 from accelerate.checkpoint.state import Layout
-from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.modules import norms
 from accelerate.precision import footprint
-from accelerate.precision.base import precision
 from accelerate.runtime import rendezvous
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
 
 _WITHOUT_COLLECTIVES = ("mps",)
-_NO_SYNC = "no_sync"  # its note counts all parameters, which is too slow for every micro-batch
 
 
 class ShardedModel:
@@ -130,16 +127,7 @@ class Sharded(Backend):
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks."""
-        if isinstance(parameters, torch.Tensor):
-            parameters = [parameters]
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
-
-    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
-        """Return torch's scaler, which handles DTensors."""
-        if not precision(accelerator.mixed_precision).scales_loss:
-            return None
-        options = handler.to_kwargs() if handler is not None else {}
-        return fsdp_utils.get_fsdp2_grad_scaler(device=accelerator.device.type, **options)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
@@ -204,10 +192,11 @@ def note_memory(accelerator: Run, model: nn.Module) -> None:
         accelerator: The Accelerator.
         model: The model, sharded.
     """
-    if _NO_SYNC not in accelerator.prepared.logged:
-        accelerator.prepared.logged.add(_NO_SYNC)
+    # The note counts all parameters, which is too slow for every micro-batch.
+    if "no_sync" not in accelerator.prepared.logged:
+        accelerator.prepared.logged.add("no_sync")
         if note := footprint.no_sync_memory_note(model):
-            _say_once(accelerator, note)
+            fsdp_utils.logger.warning(note)
 
 
 def _say_once(accelerator: Run, message: str) -> None:

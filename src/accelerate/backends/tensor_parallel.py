@@ -3,10 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from accelerate.backends.base import Backend
 from accelerate.backends.sharded import Sharded
 from accelerate.checkpoint import save
 from accelerate.checkpoint.state import Layout
@@ -34,17 +32,9 @@ class TensorParallel(Sharded):
         """Never: the layers themselves are split."""
         return False
 
-    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
-        """Return the model, whose layers are split already."""
-        return model
-
-    def make_scaler(self, accelerator: Run, handler: Any) -> Any | None:
-        """Return torch's gradient scaler, or None."""
-        return Backend.make_scaler(self, accelerator, handler)
-
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip each element of the parts that this rank has. All ranks."""
-        norms.clip_grad_value([parameters] if isinstance(parameters, torch.Tensor) else parameters, clip_value)
+        norms.clip_grad_value(parameters, clip_value)
 
     def layout(self, accelerator: Run, kind: str, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps what is split: gathered, as from any other run."""

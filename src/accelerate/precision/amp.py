@@ -160,20 +160,23 @@ def unwrap_forward(model: nn.Module) -> None:
         restore_forward(model)
 
 
-def make_scaler(device_type: str, row: Precision, handler: GradScalerKwargs | None = None) -> Any | None:
+def make_scaler(
+    device_type: str, row: Precision, handler: GradScalerKwargs | None = None, kind: type = torch.amp.GradScaler
+) -> Any | None:
     """Return the gradient scaler of a precision, or None when the loss is not scaled.
 
     Args:
         device_type: torch device type that computes.
         row: The precision in force.
         handler: The user's scaler settings.
+        kind: The scaler's class.
 
     Source:
         https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
     """
     if not row.scales_loss:
         return None
-    return torch.amp.GradScaler(device_type, **(handler.to_kwargs() if handler is not None else {}))
+    return kind(device_type, **(handler.to_kwargs() if handler is not None else {}))
 
 
 def check_weights(model: nn.Module, scaler: Any | None) -> None:

@@ -115,18 +115,13 @@ class Accumulation:
             self.held = None
 
 
-def no_sync(accelerator: Facade, model: nn.Module) -> contextlib.AbstractContextManager:
-    """Return the strategy's context in which a model's gradients stay on their rank."""
-    held = resolve(accelerator.state).no_sync(accelerator, model)
-    return _apart(accelerator._window, held) if traits.of(accelerator.distributed_type).sharded else held
-
-
 @contextlib.contextmanager
-def _apart(window: Window, held: contextlib.AbstractContextManager) -> Iterator[None]:
-    """Enter a strategy's context, and mark that it keeps whole gradients beside the shards."""
-    before, window.apart = window.apart, True
+def no_sync(accelerator: Facade, model: nn.Module) -> Iterator[None]:
+    """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
+    window = accelerator._window
+    before, window.apart = window.apart, window.apart or traits.of(accelerator.distributed_type).sharded
     try:
-        with held:
+        with resolve(accelerator.state).no_sync(accelerator, model):
             yield
     finally:
         window.apart = before

@@ -193,7 +193,9 @@ class Watch:
         if self.closed or ends_are_uneven():
             return
         self._stepped = True
-        self._loops = [weakref.ref(progress) for progress in self._running()]
+        # The progress of each prepared loader that is being iterated; a loader's views share it.
+        each = [getattr(reference(), "_progress", None) for reference in self.accelerator().gradient_state._active]
+        self._loops = [weakref.ref(progress) for progress in each if progress is not None]
         if self._alone or self.number:
             return
         if self._outcome is not None:
@@ -221,16 +223,6 @@ class Watch:
         if self._is_due(loader):
             self._leave()
 
-    def before_batch(self, loader: Any, at_end: bool) -> None:
-        """Leave if it is time, when a loader is asked for another batch. All ranks.
-
-        Args:
-            loader: A prepared loader.
-            at_end: Whether it has handed out its last one.
-        """
-        if not at_end and self._is_due(loader):
-            self._leave()
-
     def watched(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
         """Yield a loader's batches, and look before each but the first whether it is time to leave.
 
@@ -241,7 +233,8 @@ class Watch:
         with closing(batches):
             for batch in batches:
                 yield batch
-                self.before_batch(loader, loader._progress.at_end)
+                if not loader._progress.at_end and self._is_due(loader):
+                    self._leave()
 
     def masked_start(self, loader: DataLoader) -> AbstractContextManager[None]:
         """Return a context in which a torch loader starts workers that the signals do not reach.
@@ -250,13 +243,6 @@ class Watch:
             loader: The loader.
         """
         return workers.masked_start(loader, self.numbers)
-
-    def _running(self) -> list[Any]:
-        """The progress of each prepared loader that is being iterated; their views share it."""
-        accelerator = self.accelerator()
-        references = () if accelerator is None else accelerator.gradient_state._active
-        each = [getattr(reference(), "_progress", None) for reference in references]
-        return [progress for progress in each if progress is not None]
 
     def _is_due(self, loader: Any) -> bool:
         """Whether the run leaves here: right after a step, and where a loader of the loop that took it goes on.
@@ -270,8 +256,6 @@ class Watch:
 
     def _leave(self) -> NoReturn:
         accelerator, number = self.accelerator(), signal.Signals(self.number)
-        if accelerator is None:
-            raise RuntimeError("The Accelerator is gone, so there is nothing to save.")
         location = str(_save(accelerator))
         # From here on the process is ending; the launcher may still pass on what it was asked to.
         self.leaving = True

@@ -32,6 +32,12 @@ from accelerate.training.prepared import Entry, Facade
 from accelerate.utils.memory import release_memory
 
 _PLAIN = (str, bytes, int, float, complex)
+_CLASSES = {
+    "loader": DataLoader,
+    "model": nn.Module,
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": (LRScheduler, AcceleratedScheduler),
+}
 _LISTS = {"model": "models", "optimizer": "optimizers", "scheduler": "schedulers", "loader": "dataloaders"}
 _WOULD_HAVE = {
     "model": (
@@ -46,15 +52,7 @@ _WOULD_HAVE = {
 
 def kind_of(obj: Any) -> str | None:
     """Return which kind of preparable object this is, or None for something that passes through untouched."""
-    if isinstance(obj, DataLoader):
-        return "loader"
-    if isinstance(obj, nn.Module):
-        return "model"
-    if isinstance(obj, torch.optim.Optimizer):
-        return "optimizer"
-    if isinstance(obj, (LRScheduler, AcceleratedScheduler)):
-        return "scheduler"
-    return None
+    return next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
 
 
 def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
@@ -214,30 +212,26 @@ def _convert(accelerator: Facade, objects: Sequence[Any], device_placement: Any)
     return accelerator._prepare_ao(*objects)
 
 
-def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> tuple[bool, Any]:
-    """Detect an object that was prepared before, and return what stands for it.
+def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
+    """Detect an object that was prepared before, and return the registered object; None when it has to be prepared.
 
     Args:
         accelerator: Whose registry is asked, and then those of the other live Accelerators.
         obj: What the user gave to ``prepare`` or a ``prepare_*`` method.
         kind: Its kind.
         evaluation: Whether a model is wanted for evaluation alone.
-
-    Returns:
-        ``(True, the registered object)``, or ``(False, obj)`` when it has to be prepared.
     """
     registry = accelerator.prepared
     entry = registry.find(obj)
     if entry is None:
         entry = prepared.find_elsewhere(registry, obj)
-        if entry is not None and _adoptable(accelerator, entry, obj, evaluation):
-            return True, _adopt(accelerator, entry)
-        return False, obj
+        adoptable = entry is not None and _adoptable(accelerator, entry, obj, evaluation)
+        return _adopt(accelerator, entry) if adoptable else None
     outer = entry.outer()
     if entry.kind == "model" and not evaluation:
         # It would train unsynchronised: it was for evaluation, or all of it was frozen then.
         if entry.evaluation or (entry.frozen and resolve(accelerator.state).needs_wrapper(accelerator, outer)):
-            return True, _upgrade(accelerator, entry)
+            return _upgrade(accelerator, entry)
     what = f"This {entry.kind} ({type(obj).__name__}) was already prepared by this Accelerator"
     if obj is not outer:
         what = (
@@ -248,7 +242,7 @@ def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) ->
         f"{what}. {_WOULD_HAVE[entry.kind]}. Call `prepare` once and use what it returned; to prepare it afresh, call "
         "`accelerator.free_memory()` first."
     )
-    return True, outer
+    return outer
 
 
 def _adoptable(accelerator: Facade, entry: Entry, obj: Any, evaluation: bool) -> bool:
@@ -301,21 +295,16 @@ def _enlist(accelerator: Facade, kind: str, obj: Any) -> None:
         known.append(obj)
 
 
-def _record(accelerator: Facade, kind: str, outer: Any, inners: Sequence[Any], **details: Any) -> None:
-    settings = settings_of(accelerator) if kind == "model" else None
-    accelerator.prepared.record(kind, outer, inners, settings=settings, **details)
-
-
 def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
     outer._is_accelerate_prepared = True
-    _record(accelerator, kind, outer, inners, **details)
+    accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
     return outer
 
 
 def settings_of(accelerator: Facade) -> dict[str, str]:
-    """Return the settings under which this Accelerator prepares a model."""
+    """Return the settings under which this Accelerator prepares; two that differ here train a model differently."""
     handler = accelerator.ddp_handler
     return {
         "distributed_type": str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)),
@@ -344,9 +333,8 @@ def prepare_model(
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
-    found, outer = again(accelerator, model, "model", evaluation_mode)
-    if found:
-        return outer
+    if (known := again(accelerator, model, "model", evaluation_mode)) is not None:
+        return known
     if shared := prepared.shared_part(accelerator.prepared, model):
         prepared.warn_caller(
             f"This model ({type(model).__name__}) shares modules with one that is already prepared: {shared}. It is "
@@ -377,8 +365,8 @@ def prepare_model(
     registry = accelerator.prepared
     for optimizer in prepared.optimizers():
         registry.moved.follow(optimizer)
-    for known in accelerator.prepared.optimizers:
-        follow_any(known.optimizer, prepared.histories(registry))
+    for optimizer in registry.optimizers:
+        follow_any(optimizer.optimizer, prepared.histories(registry))
     inners = [*_chain(wrapped), *given]
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
@@ -432,9 +420,8 @@ def prepare_optimizer(
         raise TypeError(
             f"prepare_optimizer() got optimizer={optimizer!r} ({type(optimizer).__name__}); pass a torch.optim.Optimizer."
         )
-    found, outer = again(accelerator, optimizer, "optimizer")
-    if found:
-        return outer
+    if (known := again(accelerator, optimizer, "optimizer")) is not None:
+        return known
     if device_placement is None:
         device_placement = accelerator.device_placement
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
@@ -447,22 +434,16 @@ def prepare_optimizer(
 
 def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
-    found, outer = again(accelerator, scheduler, "scheduler")
-    if found:
-        return outer
+    if (known := again(accelerator, scheduler, "scheduler")) is not None:
+        return known
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
-    driven = getattr(scheduler, "optimizer", None)
-    own = [
-        item
-        for item in accelerator.prepared.optimizers
-        if driven is item or driven is getattr(item, "optimizer", None)
-    ]
-    optimizers = own[0] if own else accelerator.prepared.optimizers
+    driven, optimizers = getattr(scheduler, "optimizer", None), accelerator.prepared.optimizers
+    own = [item for item in optimizers if driven is item or driven is getattr(item, "optimizer", None)]
     with own_states(accelerator):
         wrapped = AcceleratedScheduler(
             scheduler,
-            optimizers,
+            own[0] if own else optimizers,
             step_with_optimizer=accelerator.step_scheduler_with_optimizer,
             split_batches=accelerator.split_batches,
         )
@@ -478,9 +459,8 @@ def prepare_data_loader(
         build: The ``prepare_data_loader`` function in force, looked up by the facade because users replace it there.
         slice_fn: Cuts a rank's part out of a dispatched batch, or None.
     """
-    found, outer = again(accelerator, data_loader, "loader")
-    if found:
-        return outer
+    if (known := again(accelerator, data_loader, "loader")) is not None:
+        return known
     if device_placement is None:
         device_placement = accelerator.device_placement and traits.of(accelerator.distributed_type).places_batches
     if isinstance(data_loader, PreparedLoader):  # its Accelerator let go of it; nothing is sharded twice
@@ -529,7 +509,7 @@ def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -
     """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
     entry = accelerator.prepared.find(result)
     if entry is None:
-        _record(accelerator, kind, result, [given])
+        accelerator.prepared.record(kind, result, [given], settings=settings_of(accelerator))
     elif accelerator.prepared.find(given) is None:  # the replacement prepared another object in place of this one
         accelerator.prepared.link(entry, given)
     return result
@@ -540,7 +520,7 @@ def restore_registry(accelerator: Facade) -> None:
     for kind, name in _LISTS.items():
         for item in getattr(accelerator.prepared, name):
             inside = _chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
-            _record(accelerator, kind, item, inside)
+            accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
 
 
 def device_mesh(accelerator: Facade) -> None:

@@ -46,7 +46,7 @@ class Entry:
         inners: Weak references to what it was made from.
         evaluation: Whether it was prepared for evaluation alone, so not wrapped for training.
         frozen: Whether no parameter of a model was trainable then, so that it was not wrapped either.
-        settings: How a model was prepared; two Accelerators that differ here would train it differently.
+        settings: Those of the Accelerator that prepared it, as text.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Entry:
     inners: list[Any] = field(default_factory=list)
     evaluation: bool = False
     frozen: bool = False
-    settings: dict[str, str] | None = None
+    settings: dict[str, str] = field(default_factory=dict)
 
     def objects(self) -> Iterator[Any]:
         """Yield the outer object and then the inner ones, as far as they are alive."""
@@ -84,21 +84,17 @@ class PreparedObjects:
         self.custom_objects: list[Any] = []
         self.sequence_context: Callable | None = None
         self.logged: set[str] = set()
-        self._forget()
-        _LIVE.add(self)
-
-    def _forget(self) -> None:
-        self._by_id: dict[int, Entry] = {}
         self.moved = MovedParameters()
+        self._entries: list[Entry] = []
+        _LIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references belong to this process; a copy starts with what its own lists hold.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_by_id", "moved")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_entries", "moved")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
         self.__dict__.update(state)
-        self._forget()
-        _LIVE.add(self)
 
     def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:
         """Remember a prepared object and what it was made from; a former entry of the same objects is replaced.
@@ -109,39 +105,34 @@ class PreparedObjects:
             inners: What it was made from.
             **details: Further fields of the entry.
         """
-        inners = list(inners)
-        for obj in (outer, *inners):
-            if (former := self.find(obj)) is not None:
-                self._by_id = {key: known for key, known in self._by_id.items() if known is not former}
-        entry = Entry(kind, _reference(outer), **details)
-        self._by_id[id(outer)] = entry
-        for inner in inners:
-            self.link(entry, inner)
+        objects = [outer, *inners]
+        former = [self.find(obj) for obj in objects]
+        self._entries = [known for known in self._entries if known not in former and known.outer() is not None]
+        entry = Entry(kind, _reference(outer), [_reference(inner) for inner in objects[1:]], **details)
+        self._entries.append(entry)
         return entry
 
     def link(self, entry: Entry, inner: Any) -> None:
         """Add one more object that an entry's was made from."""
         entry.inners.append(_reference(inner))
-        self._by_id[id(inner)] = entry
 
     def find(self, obj: Any) -> Entry | None:
-        """Return the entry that an object belongs to, as the outer or as an inner one."""
-        entry = self._by_id.get(id(obj))
-        # An id is used again once its object is gone, so it only says where to look.
-        if entry is not None and entry.outer() is not None and any(obj is known for known in entry.objects()):
-            return entry
+        """Return the entry that an object belongs to, as the outer or as an inner one; None once the outer one is gone."""
+        for entry in self._entries:
+            if entry.outer() is not None and any(obj is known for known in entry.objects()):
+                return entry
         return None
 
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""
         for known in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             known.clear()
-        self._by_id.clear()
+        self._entries.clear()
         self.moved.clear()
 
     def alive(self, kind: str) -> Iterator[Any]:
         """Yield the prepared objects of a kind that are alive."""
-        for entry in {id(entry): entry for entry in self._by_id.values()}.values():
+        for entry in self._entries:
             if entry.kind == kind and (outer := entry.outer()) is not None:
                 yield outer
 

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +197,7 @@ def _verified(
     accelerator: Facade, barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
 ) -> tuple[str | None, list[str], int | None]:
     """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
-    leader, state, folder = barrier.leader(), None, None
+    leader, state, folder, readers = barrier.leader(), None, None, []
 
     def fetch() -> tuple[Any, list[str]]:
         nonlocal state
@@ -206,55 +205,39 @@ def _verified(
         if not state.loads:
             return None, [f"{_ABSENT}{state.reason}" if state.kind == "absent" else state.reason]
         here = candidate.fetch() if candidate.shared or leader == group.rank else None
-        return [here, None if state.manifest is None else state.manifest.save], []
+        return [here, None if state.manifest is None else state.manifest.save, leader], []
 
     def verify() -> tuple[Any, list[str]]:
         following, hashed, problems = _following_number(accelerator, candidate), [], []
         if state.manifest is not None:
             problems = manifest.problems(folder, state.manifest)
-            hashed = [] if problems else _hashed(folder, state.manifest, group)
+            hashed = [] if problems else _hashed(folder, state.manifest, readers.index(group.rank), len(readers))
         elif group.rank == 0:
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
-        return [following, leader, hashed], problems
+        return [following, hashed], problems
 
     notes, problems = _on_all(barrier, fetch)
-    if not problems and len({save for _, save in notes}) > 1:
+    if not problems and len({save for _, save, _ in notes}) > 1:
         problems = [
             "the machines have checkpoints of different saves: not all of them had published when the run ended"
         ]
     if problems:
         return None, problems, None
     folder = notes[group.rank][0] or notes[leader][0]
+    readers = [rank for rank, note in enumerate(notes) if note[2] == leader]
     notes, problems = _on_all(barrier, verify)
     following = max((note[0] for note in notes if note and note[0] is not None), default=None)
     if not problems and state.manifest is not None:
-        unread, copies = set(), {note[1] for note in notes}
-        for copy in copies:
-            digests = {
-                (name, start): digest for _, of, hashed in notes if of == copy for name, start, digest in hashed
-            }
-            changed, missing = _compared(state.manifest, digests)
-            problems += changed
-            unread |= missing
-        if unread:  # variables of a launcher are wrong: in a machine's copy are pieces that no rank has read
-            again = partial(
-                manifest.problems,
-                folder,
-                state.manifest,
-                deep=True,
-                only=unread.__contains__,
-                threads=durable.threads(),
-            )
-            problems += _on_all(barrier, lambda: (None, again()))[1]
-    return folder, list(dict.fromkeys(problems)), following
+        digests = {(name, start): digest for rank in readers for name, start, digest in notes[rank][1]}
+        _, problems = _on_all(barrier, lambda: (None, _compared(state.manifest, digests)))
+    return folder, problems, following
 
 
-def _hashed(folder: str, listing: Manifest, group: Group) -> list[tuple[str, int, str]]:
-    """Hash this rank's pieces of the files, with file and offset: the ranks of a node share the bytes evenly."""
-    local = min(max(1, group.local_world_size), group.world_size)
+def _hashed(folder: str, listing: Manifest, reader: int, readers: int) -> list[tuple[str, int, str]]:
+    """Hash this rank's pieces of the files, with file and offset: the ranks that read one copy share its bytes evenly."""
     every = [(name, start) for name in sorted(listing.files) for start in _pieces(listing, name)]
     own: dict[str, list[int]] = {}
-    for name, start in every[group.local_rank % local :: local]:
+    for name, start in every[reader::readers]:
         own.setdefault(name, []).append(start)
     found = []
     for name, starts in own.items():
@@ -263,16 +246,14 @@ def _hashed(folder: str, listing: Manifest, group: Group) -> list[tuple[str, int
     return found
 
 
-def _compared(listing: Manifest, digests: dict[tuple[str, int], str]) -> tuple[list[str], set[str]]:
-    """Return a line for each file that has changed, and the files of which no rank has hashed some piece."""
-    lines, unread = [], set()
+def _compared(listing: Manifest, digests: dict[tuple[str, int], str]) -> list[str]:
+    """Return a line for each file that has changed."""
+    lines = []
     for name, entry in sorted(listing.files.items()):
-        pieces = [digests.get((name, start)) for start in _pieces(listing, name)]
-        if None in pieces:
-            unread.add(name)
-        elif (checksum := durable.combined(map(bytes.fromhex, pieces))) != entry.checksum:
+        checksum = durable.combined(bytes.fromhex(digests[name, start]) for start in _pieces(listing, name))
+        if checksum != entry.checksum:
             lines.append(manifest.changed(name, entry, checksum))
-    return lines, unread
+    return lines
 
 
 def _pieces(listing: Manifest, name: str) -> range:

@@ -76,7 +76,7 @@ def save_state(
     former = background.settle("save_state()") if background.pending else None
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
-    path = _next_path(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_path(output_dir)
+    path = _path(accelerator, output_dir)
     storage = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
     backend = accelerator._backend
@@ -137,9 +137,7 @@ def _facts(accelerator: Facade, backend: Backend) -> dict[str, Any]:
     }
 
 
-def _automatic(
-    accelerator: Facade,
-) -> tuple[Callable[[CheckpointStorage], Any], ...]:
+def _automatic(accelerator: Facade) -> tuple[Callable[[CheckpointStorage], Any], ...]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
@@ -148,8 +146,11 @@ def _automatic(
     unfinished = accelerator._unfinished_save
 
     def refuse(storage: CheckpointStorage) -> None:
-        if storage.location != unfinished:
-            refuse_to_overwrite(storage, number)
+        if storage.location != unfinished and storage.state().loads:
+            raise ValueError(
+                f"The checkpoint {storage.location!r} exists and would be overwritten. Load it before you go on, "
+                f"or set accelerator.project_configuration.iteration (now {number}) to a number that is free."
+            )
 
     def rotate(storage: CheckpointStorage) -> None:
         prune(storage.parent(), limit, keep=[storage.location, loaded])
@@ -169,44 +170,25 @@ def _warn_of_open_window(accelerator: Facade) -> None:
         )
 
 
-def _given_path(output_dir: Folder | None) -> Folder:
-    if output_dir is None:
-        raise ValueError(
-            "save_state() got no output_dir. Pass a folder, or let the Accelerator name it: "
-            "Accelerator(project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True))."
-        )
-    return output_dir
-
-
-def _next_path(accelerator: Facade, output_dir: Folder | None) -> str:
+def _path(accelerator: Facade, output_dir: Folder | None) -> Folder:
+    """Return where the checkpoint goes: the folder given, or with automatic naming the next one of the project."""
     project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "save_state() got no output_dir. Pass a folder, or let the Accelerator name it: "
+                "Accelerator(project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True))."
+            )
+        return output_dir
     if project.project_dir is None:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
-    number = numbered_folder(project.iteration)
-    path = os.path.join(project.project_dir, CHECKPOINTS_FOLDER, number)
+    path = os.path.join(project.project_dir, CHECKPOINTS_FOLDER, numbered_folder(project.iteration))
     if output_dir is not None:
         warn_caller(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "
             f"{storage_of(path).location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
         )
     return path
-
-
-def refuse_to_overwrite(storage: CheckpointStorage, number: int) -> None:
-    """Raise if an automatically named checkpoint exists. One rank per file system calls it.
-
-    Args:
-        storage: Where the next one goes.
-        number: Its number.
-
-    Raises:
-        ValueError: It exists.
-    """
-    if storage.state().loads:
-        raise ValueError(
-            f"The checkpoint {storage.location!r} exists and would be overwritten. Load it before you go on, "
-            f"or set accelerator.project_configuration.iteration (now {number}) to a number that is free."
-        )
 
 
 def _collect(
@@ -226,17 +208,14 @@ def _collect(
     models = [backend.unwrap_model(model) for model in accelerator.prepared.models] if hooks else []
     for hook in hooks:
         hook(models, states, plan.folder)
-    options = _used_options(backend, model_options)
-    for index in range(len(accelerator.prepared.models) if backend.saves_shards else len(states)):
-        backend.save_model(
-            accelerator,
-            {} if backend.saves_shards else states[index],
-            plan,
-            index,
-            safe_serialization=safe_serialization,
-            save_on_each_node=each_node,
-            **options,
-        )
+    if unused := sorted(model_options.keys() - set(backend.save_options)):
+        warn_caller(f"save_state got {unused}, which the strategy {backend.name!r} does not use.")
+    options = {name: value for name, value in model_options.items() if name in backend.save_options}
+    options.update(safe_serialization=safe_serialization, save_on_each_node=each_node)
+    if backend.saves_shards:
+        states = [{} for _ in accelerator.prepared.models]
+    for index, state in enumerate(states):
+        backend.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator.prepared.optimizers):
         backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
     known = names_file(accelerator.prepared.optimizers, accelerator.prepared.models)
@@ -245,13 +224,6 @@ def _collect(
     if accelerator.scaler is not None:
         settle_scaler(accelerator.scaler)
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
-
-
-def _used_options(backend: Backend, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a strategy's ``save_model`` uses, and warn of the others."""
-    if unused := sorted(options.keys() - set(backend.save_options)):
-        warn_caller(f"save_state got {unused}, which the strategy {backend.name!r} does not use.")
-    return {name: value for name, value in options.items() if name in backend.save_options}
 
 
 def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:

@@ -62,22 +62,17 @@ def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsH
     """Return each handler under the attribute it becomes.
 
     Raises:
-        TypeError: Something that is not a handler was given, or a handler no setting belongs to.
+        TypeError: Something that is none of these handlers was given.
         ValueError: Two of one kind were given.
     """
     found: dict[str, KwargsHandler | None] = dict.fromkeys(HANDLERS.values())
     for handler in handlers or ():
-        if not isinstance(handler, KwargsHandler):
-            raise TypeError(
-                f"kwargs_handlers got {handler!r} ({type(handler).__name__}); pass objects derived from "
-                f"`accelerate.utils.KwargsHandler`: {[kind.__name__ for kind in HANDLERS]}."
-            )
         # The most derived kind wins: the general fp8 recipe derives from two others.
         name = next((HANDLERS[kind] for kind in type(handler).__mro__ if kind in HANDLERS), None)
         if name is None:
             raise TypeError(
-                f"kwargs_handlers got a {type(handler).__name__}, which has an argument of its own. Handlers are: "
-                f"{[kind.__name__ for kind in HANDLERS]}."
+                f"kwargs_handlers got {handler!r} ({type(handler).__name__}). Pass objects of these classes, or derived from them: "
+                f"{[kind.__name__ for kind in HANDLERS]}; a plugin has an argument of its own."
             )
         if found[name] is not None:
             raise ValueError(f"kwargs_handlers got two {type(handler).__name__}; pass one.")

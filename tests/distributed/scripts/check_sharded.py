@@ -1,6 +1,5 @@
 """What goes wrong with shards in silence: other weights on other ranks, optimizers left behind, gradients that are not exchanged."""
 
-import gc
 import logging
 import os
 import warnings
@@ -199,16 +198,6 @@ def check_an_optimizer_made_before_follows_into_another_accelerator():
         second.free_memory()
         with raised(ValueError, "a step would change nothing"):
             first.prepare(left)
-
-
-def check_models_one_after_the_other():
-    """Libraries take models out of the Accelerator's lists; new ones may be at the places in memory of old ones."""
-    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
-    for _ in range(8):
-        accelerator.prepare(*build())
-        accelerator._models.clear()
-        accelerator._optimizers.clear()
-        gc.collect()
 
 
 def check_no_sync_may_be_nested():
@@ -536,7 +525,6 @@ CHECKS = (
     check_trainable_modules_left_whole_are_told,
     check_whole_and_sharded_gradients_are_weighed_together,
     check_an_optimizer_made_before_follows_into_another_accelerator,
-    check_models_one_after_the_other,
     check_no_sync_may_be_nested,
     check_a_full_state_dict_need_not_have_what_none_has,
     check_regions_are_compiled_where_shards_find_their_state,

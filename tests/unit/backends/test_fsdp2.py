@@ -1,37 +1,14 @@
 """FSDP2 through the Accelerator, in one process: a step, accumulation, evaluation, compilation, and what is refused."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.parallel.shard import is_sharded
-from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import batch, loss, net, sharding
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-def test_a_short_last_window_is_divided_by_its_length():
-    accelerator = sharding(2, {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, exact=True)})
-    model = net()
-    loader = torch.utils.data.DataLoader(torch.cat([batch(seed) for seed in range(3)]), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for tokens in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss(model, tokens))
-            optimizer.step()
-            optimizer.zero_grad()
-    reference = net()
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for window in ((0, 1), (2,)):
-        for seed in window:
-            (loss(reference, batch(seed)) / len(window)).backward()
-        plain.step()
-        plain.zero_grad()
-    torch.testing.assert_close(accelerator.get_state_dict(model), reference.state_dict())
 
 
 def test_no_sync_is_left_again_after_an_error(monkeypatch):
@@ -121,20 +98,3 @@ def test_bf16_keeps_float32_weights():
     accelerator.backward(loss(model, batch()))
     optimizer.step()
     assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
-
-
-def test_offload_on_the_cpu_is_said_to_be_needless(caplog):
-    accelerator = sharding(2, cpu_offload=True)
-    accelerator.prepare(net())
-    accelerator.prepare(net())
-    assert caplog.text.count("cpu_offload=True has no effect on the CPU") == 1
-
-
-def test_a_copy_of_the_state_is_whole_on_the_first_rank():
-    accelerator = sharding(2)
-    model = accelerator.prepare(net())
-    state = accelerator.get_state_dict(model)
-    assert not any(isinstance(value, DTensor) for value in state.values())
-    fresh = net(3)
-    fresh.load_state_dict(copy.deepcopy(state))
-    assert torch.equal(fresh(batch()), net()(batch()))

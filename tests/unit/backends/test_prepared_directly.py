@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import ParallelismConfig
-from accelerate.modules.repoint import MovedParameters, follow_any
+from accelerate.modules.repoint import MovedParameters
 from sharded_samples import batch, loss, net, sharding
 
 
@@ -47,15 +47,6 @@ def test_an_optimizer_of_parameters_that_are_forgotten_is_refused(process_group,
     accelerator.free_memory()
     with pytest.raises(ValueError, match=r"SGD\) has .* parameters as they were .*would change nothing"):
         accelerator.prepare(late)
-
-
-def test_optimizers_follow_what_any_accelerator_moved():
-    old, new = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    mine, other = MovedParameters(), MovedParameters()
-    other.record("weight", old, new)
-    optimizer = torch.optim.SGD([old])
-    follow_any(optimizer, [mine, other])
-    assert optimizer.param_groups[0]["params"] == [new]
 
 
 def test_a_new_parameter_at_the_place_of_an_old_one_has_its_own_count():

@@ -4,7 +4,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from accelerate import ParallelismConfig
 from accelerate.backends import registry
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import BackendSpec
@@ -12,31 +15,23 @@ from accelerate.config.enums import DistributedType
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "settings", "name"),
     [
-        (DistributedType.NO, "single"),
-        ("NO", "single"),
-        (DistributedType.MULTI_CPU, "ddp"),
-        ("MULTI_GPU", "ddp"),
-        (DistributedType.MULTI_NPU, "ddp"),
-        (DistributedType.XLA, "xla"),
+        (DistributedType.NO, {}, "single"),
+        ("NO", {}, "single"),
+        (DistributedType.MULTI_CPU, {}, "ddp"),
+        ("MULTI_GPU", {}, "ddp"),
+        (DistributedType.MULTI_NPU, {}, "ddp"),
+        (DistributedType.XLA, {}, "xla"),
+        (DistributedType.FSDP, {"is_fsdp2": False}, "fsdp1"),
+        (DistributedType.FSDP, {"is_fsdp2": True}, "fsdp2"),
+        (DistributedType.FSDP, {"is_fsdp2": True, "parallelism_config": ParallelismConfig(2, 2, 2)}, "fsdp2"),
+        (DistributedType.MULTI_CPU, {"parallelism_config": ParallelismConfig(2)}, "ddp"),
+        (DistributedType.MULTI_GPU, {"parallelism_config": ParallelismConfig(tp_size=2)}, "tensor_parallel"),
     ],
 )
-def test_a_state_finds_its_backend(kind, name):
-    assert registry.resolve(SimpleNamespace(distributed_type=kind)).name == name
-
-
-@pytest.mark.parametrize(("version", "name"), [(False, "fsdp1"), (True, "fsdp2")])
-def test_the_plugins_version_chooses_between_the_two_of_fsdp(version, name):
-    state = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=version)
-    assert registry.resolve(state).name == name
-
-
-@pytest.mark.parametrize(("size", "name"), [(1, "ddp"), (2, "tensor_parallel")])
-def test_split_layers_have_a_backend_of_their_own(size, name):
-    layout = SimpleNamespace(tp_enabled=size > 1)
-    state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, parallelism_config=layout)
-    assert registry.resolve(state).name == name
+def test_a_state_finds_its_backend(kind, settings, name):
+    assert registry.resolve(SimpleNamespace(distributed_type=kind, **settings)).name == name
 
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
@@ -68,3 +63,16 @@ def test_a_third_party_goes_first(monkeypatch):
     ours = SimpleNamespace(distributed_type=DistributedType.NO)
     assert isinstance(registry.resolve(SimpleNamespace(mine=True, distributed_type=DistributedType.NO)), Mine)
     assert registry.resolve(ours).name == "single"
+
+
+def test_clipping_takes_one_parameter_or_many():
+    backend = registry.load("tensor_parallel")
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    first.grad, second.grad = torch.tensor([3.0]), torch.tensor([4.0])
+    assert backend.clip_grad_norm(None, first, 10.0, 2.0).item() == pytest.approx(3)
+    assert backend.clip_grad_norm(None, (p for p in (first, second)), 1.0, 2.0).item() == pytest.approx(5)
+    torch.testing.assert_close(second.grad, torch.tensor([0.8]), atol=1e-5, rtol=0)
+    backend.clip_grad_value(None, second, 0.5)
+    assert second.grad.item() == 0.5
+    backend.clip_grad_value(None, [first], 0.25)
+    assert first.grad.item() == 0.25

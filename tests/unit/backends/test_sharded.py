@@ -42,32 +42,6 @@ def test_results_come_in_the_order_of_the_arguments(process_group, version):
     assert {id(parameter) for parameter in second.param_groups[0]["params"]} == now
 
 
-@both
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_run_is_saved_and_loaded_into_a_new_one(process_group, tmp_path, version, kind):
-    def run():
-        accelerator = sharding(version, state_dict_type=kind)
-        model = net()
-        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-
-    def step(accelerator, model, optimizer):
-        accelerator.backward(loss(model, batch()))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    first = run()
-    step(*first)
-    first[0].save_state(str(tmp_path / "state"))
-    step(*first)
-    wanted = first[0].get_state_dict(first[1])
-    second = run()
-    second[0].load_state(str(tmp_path / "state"))
-    step(*second)
-    found = second[0].get_state_dict(second[1])
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
 def test_an_optimizer_finds_its_model():
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert model_of(torch.optim.SGD(models[1].parameters()), models) is models[1]
@@ -76,30 +50,15 @@ def test_an_optimizer_finds_its_model():
 
 
 @both
-def test_fp16_scales_and_skips(process_group, version):
-    accelerator = sharding(version, {"mixed_precision": "fp16"})
-    model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    before = accelerator.get_state_dict(model)
-    accelerator.backward(loss(model, batch()) * float("inf"))
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    after = accelerator.get_state_dict(model)
-    assert all(torch.equal(before[name], value) for name, value in after.items())
-    assert accelerator.scaler.get_scale() == 2**15
-
-
-@both
-def test_a_configuration_of_states_that_has_no_effect_is_said_once(process_group, caplog, version):
+def test_what_has_no_effect_is_said_once(process_group, caplog, version):
     from torch.distributed.fsdp import FullStateDictConfig
 
-    accelerator = sharding(
-        version, state_dict_type="FULL_STATE_DICT", state_dict_config=FullStateDictConfig(rank0_only=False)
-    )
+    config = FullStateDictConfig(rank0_only=False)
+    accelerator = sharding(version, state_dict_type="FULL_STATE_DICT", state_dict_config=config, cpu_offload=True)
     accelerator.prepare(net())
     accelerator.prepare(net())
     assert caplog.text.count("state_dict_config=FullStateDictConfig") == 1
+    assert caplog.text.count("cpu_offload=True has no effect on the CPU") == 1
 
 
 # -- training equals plain torch --------------------------------------------------------------------------------------
@@ -118,17 +77,20 @@ def test_windows_give_the_weights_of_plain_torch(process_group, version, options
     plugin = GradientAccumulationPlugin(num_steps=2, **{} if counted else window)
     accelerator = sharding(version, {"gradient_accumulation_plugin": plugin}, **options)
     model, reference = net(), net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seeds = range(5 if "exact" in window else 4)  # the last window may be short
+    loader = torch.utils.data.DataLoader(torch.cat([batch(seed) for seed in seeds]), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(4):
+    for tokens in loader:
         with accelerator.accumulate(model, **counted):
-            accelerator.backward(loss(model, batch(step)))
+            accelerator.backward(loss(model, tokens))
             optimizer.step()
             optimizer.zero_grad()
-        (loss(reference, batch(step)) / 2).backward()
-        if step % 2:
-            plain.step()
-            plain.zero_grad()
+    for part in (seeds[start : start + 2] for start in seeds[::2]):
+        for seed in part:
+            (loss(reference, batch(seed)) / len(part)).backward()
+        plain.step()
+        plain.zero_grad()
     torch.testing.assert_close(accelerator.get_state_dict(model), reference.state_dict())
 
 
@@ -156,14 +118,6 @@ def test_two_models_and_a_plain_parameter_are_clipped_to_one_norm(process_group,
     torch.testing.assert_close(extra[0].grad, extra[1].grad)
     gradient = whole(models[1].blocks[0].a.weight.grad)
     torch.testing.assert_close(gradient.view(16, 8), references[1].blocks[0].a.weight.grad)
-
-
-@both
-def test_clipping_by_value_is_refused(process_group, version):
-    accelerator = sharding(version)
-    model = accelerator.prepare(net())
-    with pytest.raises(NotImplementedError, match="clip_grad_value_ is not possible with .*clip_grad_norm_"):
-        accelerator.clip_grad_value_(model.parameters(), 1.0)
 
 
 @both
@@ -236,12 +190,3 @@ def test_compiled_models(process_group, version, when):
     torch.testing.assert_close(accelerator.get_state_dict(prepared), wanted.state_dict())
     with accelerator.no_sync(prepared):
         pass
-
-
-@both
-def test_a_model_is_not_sharded_twice(process_group, version):
-    accelerator, model = sharding(version), net()
-    prepared = accelerator.prepare(model)
-    with pytest.warns(UserWarning, match="already prepared"):
-        assert accelerator.prepare(model) is prepared
-    assert len(accelerator._models) == 1

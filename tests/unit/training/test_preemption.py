@@ -6,10 +6,10 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +20,6 @@ from accelerate import Accelerator
 from accelerate.checkpoint.storage import storage_of
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data.iterable import uneven_ends
-from accelerate.state import GradientState
-from accelerate.trackers.base import GeneralTracker
 from accelerate.training import preemption
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
@@ -152,13 +150,10 @@ def test_handlers_come_back(tmp_path, heard):
     del run
     gc.collect()
     assert signal.getsignal(signal.SIGTERM) is former
-
-
-def test_a_handler_set_later_stays(tmp_path):
     run = Run(tmp_path)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run.accelerator.end_training()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "a handler that was set later stays"
 
 
 def test_what_was_told_before_is_known_afterwards(tmp_path):
@@ -192,18 +187,13 @@ def test_forked_processes_have_the_former_handlers(tmp_path):
     assert os.WTERMSIG(status) == signal.SIGTERM and not run.accelerator.should_stop
 
 
-def test_copies_do_not_watch(tmp_path):
-    run = Run(tmp_path)
-    state = pickle.loads(pickle.dumps(GradientState()))
-    assert state._step_watch is run.accelerator.gradient_state._step_watch  # the state of this process
-    assert run.accelerator.gradient_state.__reduce__()[1][0]["_step_watch"] is None
-
-
 # -- when a run leaves -------------------------------------------------------------------------------------------------
 
 
-def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog):
+def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog, heard, monkeypatch):
+    monkeypatch.setattr(preemption, "REPEAT_S", 0.0)
     run = Run(tmp_path)
+    pickle.dumps(run.accelerator.gradient_state)  # a copy does not watch
     ending = run.train(told_at=2)
     assert isinstance(ending, SystemExit) and ending.code == 75 and ending.number == signal.SIGTERM
     assert run.seen == 2 and run.accelerator.should_stop
@@ -212,17 +202,11 @@ def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog):
     assert Path(ending.location) == tmp_path / "checkpoints" / "checkpoint_0"
     (line,) = [record.getMessage() for record in caplog.records if "SIGTERM came" in record.getMessage()]
     assert ending.location in line and "75" in line
+    tell(signal.SIGTERM)
+    assert heard == [], "signals are ignored while it leaves"
     other = Run(tmp_path)
     assert str(other.accelerator.load_state(latest=True, missing_ok=True)) == ending.location
     assert sum(1 for _ in other.loader) == 4
-
-
-def test_signals_are_ignored_while_it_leaves(tmp_path, heard, monkeypatch):
-    monkeypatch.setattr(preemption, "REPEAT_S", 0.0)
-    run = Run(tmp_path)
-    run.train(told_at=1)
-    tell(signal.SIGTERM)
-    assert heard == []
 
 
 def test_an_open_window_is_finished_first(tmp_path):
@@ -245,11 +229,15 @@ def test_what_follows_an_epoch_is_done_first(tmp_path):
     assert other.loader.iteration == 1 and len(list(other.loader)) == 6
 
 
-def test_after_the_last_epoch_the_run_is_done(tmp_path):
+def test_after_the_last_epoch_or_without_a_step_the_run_goes_on(tmp_path):
     run = Run(tmp_path)
     for batch in run.loader:
         run.learn(batch, told_at=6)
     assert run.accelerator.should_stop and not (tmp_path / "checkpoints").exists()
+    run = Run(tmp_path)
+    tell(signal.SIGTERM)
+    assert len(list(run.loader)) == 6
+    assert run.accelerator.check_stop()
 
 
 def test_a_window_across_epochs_stays_whole(tmp_path):
@@ -298,13 +286,6 @@ class Numbers(torch.utils.data.IterableDataset):
         return iter(torch.ones(5, 1))
 
 
-def test_nobody_leaves_without_a_step(tmp_path):
-    run = Run(tmp_path)
-    tell(signal.SIGTERM)
-    assert len(list(run.loader)) == 6
-    assert run.accelerator.check_stop()
-
-
 def test_ranks_that_are_at_different_steps_do_not_vote(tmp_path):
     run = Run(tmp_path)
     with uneven_ends():
@@ -326,22 +307,10 @@ def test_numbers_go_on_after_those_that_are_there(tmp_path, automatic):
 
 
 def test_trackers_are_finished(tmp_path):
-    class Tracker(GeneralTracker):
-        name = "mine"
-        requires_logging_directory = False
-        finished = 0
-
-        @property
-        def tracker(self):
-            return self
-
-        def finish(self):
-            self.finished += 1
-
-    run, tracker = Run(tmp_path), Tracker()
-    run.accelerator.trackers = [tracker]
+    run, finished = Run(tmp_path), []
+    run.accelerator.trackers = [SimpleNamespace(name="mine", finish=lambda: finished.append(1))]
     run.train(told_at=1)
-    assert tracker.finished == 1
+    assert finished == [1]
 
 
 def test_a_failing_save_is_an_error(tmp_path, monkeypatch):
@@ -354,6 +323,23 @@ def test_a_failing_save_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         for batch in run.loader:
             run.learn(batch, told_at=1)
+
+
+def test_a_save_that_failed_before_is_no_reason_not_to_save_now(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path)
+    real, calls = os.fsync, []
+
+    def full_once(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_once)
+    run.accelerator.save_state(tmp_path / "earlier", blocking=False)
+    left = run.train(told_at=2)
+    assert left.code == 75 and Path(left.location, "accelerate_manifest.json").exists()
+    assert "No space left" in caplog.text and not (tmp_path / "earlier").exists()
 
 
 # -- worker processes --------------------------------------------------------------------------------------------------
@@ -384,27 +370,10 @@ class Note:
         (self.folder / "worker").write_text(str(os.getpid()))
 
 
-def test_a_save_that_failed_before_is_no_reason_not_to_save_now(tmp_path, monkeypatch, caplog):
-    run = Run(tmp_path)
-    real, calls = os.fsync, []
-
-    def full_once(descriptor):
-        calls.append(descriptor)
-        if len(calls) == 1:
-            raise OSError(28, "No space left on device")
-        return real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full_once)
-    run.accelerator.save_state(tmp_path / "earlier", blocking=False)
-    left = run.train(told_at=2)
-    assert left.code == 75 and Path(left.location, "accelerate_manifest.json").exists()
-    assert "No space left" in caplog.text and not (tmp_path / "earlier").exists()
-
-
-def test_what_starts_processes_for_others_does_not_keep_signals_blocked():
+def test_what_starts_processes_for_others_does_not_keep_signals_blocked(tmp_path):
     """A fork server that starts while they are blocked would keep them blocked in every process that it ever starts."""
     program = """
-import multiprocessing, os, signal, sys, time
+import multiprocessing, signal, time
 import torch
 from torch.utils.data import DataLoader
 from accelerate.data import workers
@@ -413,7 +382,7 @@ def wait():
     time.sleep(60)
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
+    context = multiprocessing.get_context("forkserver")
     loader = DataLoader(torch.arange(4), num_workers=1, multiprocessing_context=context)
     with workers.masked_start(loader, (signal.SIGTERM,)):
         batches = iter(loader)
@@ -424,10 +393,7 @@ if __name__ == "__main__":
     other.join(30)
     assert other.exitcode == -signal.SIGTERM, other.exitcode
 """
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "program.py")
-        script.write_text(program)
-        ended = subprocess.run(
-            [sys.executable, str(script), "forkserver"], capture_output=True, text=True, timeout=120
-        )
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -69,10 +69,10 @@ def test_a_frozen_model_that_is_trained_later_gets_its_wrapper(monkeypatch):
     for item in given:
         prepare.prepare_model(accelerator, item, None, evaluation_mode=False)
     with pytest.warns(UserWarning, match="already prepared"):
-        assert prepare.again(accelerator, model, "model") == (True, model)
+        assert prepare.again(accelerator, model, "model") is model
     model.requires_grad_(True)
-    found, wrapped = prepare.again(accelerator, model, "model")
-    assert found and isinstance(wrapped, Wrapper) and wrapped.module is model
+    wrapped = prepare.again(accelerator, model, "model")
+    assert isinstance(wrapped, Wrapper) and wrapped.module is model
     assert [type(item) for item in accelerator._models] == [Wrapper, Wrapper] and accelerator._models[1] is wrapped
 
 

@@ -8,37 +8,12 @@ from torch import nn
 import accelerate.accelerator as home
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.process import PartialState
-from accelerate.state import AcceleratorState, is_initialized
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     GradientAccumulationPlugin,
-    MegatronLMPlugin,
     ProjectConfiguration,
     TorchTensorParallelPlugin,
 )
-
-
-@pytest.mark.parametrize(
-    "refused",
-    [
-        {"rng_types": ["dice"]},
-        {"log_with": "a tracker that nobody has"},
-        {"kwargs_handlers": [3]},
-        {"mixed_precision": "fp17"},
-    ],
-)
-def test_after_a_refused_setting_the_next_one_may_differ(refused):
-    with pytest.raises((ValueError, TypeError)):
-        Accelerator(cpu=True, **{"mixed_precision": "bf16", **refused})
-    assert not is_initialized()
-    assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
-
-
-def test_after_a_refused_strategy_one_can_train_without_it():
-    with pytest.raises(NotImplementedError):
-        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
-    accelerator = Accelerator(cpu=True)
-    assert not accelerator.is_fsdp2 and not accelerator.use_distributed
-    accelerator.prepare(nn.Linear(1, 1))
 
 
 def test_a_second_project_folder_is_named():
