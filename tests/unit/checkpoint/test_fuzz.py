@@ -5,10 +5,7 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,15 +22,9 @@ from accelerate.data import resume
 from unit.checkpoint import damage
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
-# An attempt takes some hundredths of a second; one that takes this long hangs, or reads something endless.
-LIMIT_S = 20
 REFUSALS = (DamagedCheckpoint, ValueError, RuntimeError, OSError, pickle.UnpicklingError)
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="makes pipes and links")
-
-
-class Late(BaseException):
-    """No error that a load may have."""
 
 
 class Notes:
@@ -118,8 +109,7 @@ class Fuzz:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.marker = bench.folder / "executed"
-        self.counts: Counter[str] = Counter()
-        self.kinds: Counter[str] = Counter()
+        self.refused = 0
         self.expected = {name: self._loaded(name) for name in ("safe", "unsafe")}
         self._loaded("other"), bench.train(1)
 
@@ -146,40 +136,23 @@ class Fuzz:
             named = site.names if outcome == damage.REFUSED and site.names else [*site.names, str(folder)]
             assert any(name in str(error) for name in named), f"{about}: not named\n{error!r}"
             assert bench.everything() == before, f"{about}: something was changed"
-            self.counts["refused"] += 1
+            self.refused += 1
         else:
             assert outcome != damage.REFUSED, f"{about}: accepted"
             after = {**bench.everything(), "loaded": self.expected[base]["loaded"]}
             if site.names[:1] != [damage.RANDOM]:  # each of what it has is restored if it can be
                 wrong = [name for name, value in after.items() if value != self.expected[base][name]]
                 assert not wrong, f"{about}: accepted, with another {wrong}"
-            self.counts["accepted, with nothing changed by the damage"] += 1
             bench.accelerator.load_state(bench.folder / "other")
         assert not self.marker.exists(), f"{about}: code was executed"
-        self.kinds[hurt.__name__] += 1
         shutil.rmtree(folder.parent)
 
-    def run(self, numbers: range) -> None:
-        """Make several attempts, and print how many ended how."""
 
-        def late(*_: object) -> None:
-            raise Late(f"still loading after {LIMIT_S} s")
-
-        former, begun = signal.signal(signal.SIGALRM, late), time.monotonic()
-        try:
-            for number in numbers:
-                signal.alarm(LIMIT_S)
-                self.attempt(number)
-        finally:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, former)
-        counts = ", ".join(f"{count} {name}" for name, count in self.counts.most_common())
-        print(
-            f"seed {SEED}: {len(numbers)} damaged checkpoints of {len(self.kinds)} kinds: {counts}; no code executed "
-            f"({time.monotonic() - begun:.0f} s)"
-        )
-
-
-@pytest.mark.parametrize("attempts", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attempts", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_checkpoints_are_refused_and_change_nothing(bench, attempts):
-    Fuzz(bench).run(range(attempts))
+    fuzz = Fuzz(bench)
+    for number in range(attempts):
+        fuzz.attempt(number)
+    print(
+        f"seed {SEED}: {attempts} damaged checkpoints of {len(damage.KINDS)} kinds: {fuzz.refused} were refused; no code executed"
+    )
