@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 import checkpoint_samples as samples
@@ -47,13 +46,12 @@ def test_a_project_folder(tmp_path):
 
 
 def test_one_checkpoint(tmp_path):
-    folder = samples.write(tmp_path / "best", step=3, world_size=2, strategy="ddp")
+    folder = samples.write(tmp_path / "best", step=3, world_size=2, strategy="ddp", mesh={"dp": 2})
     (one,) = found(folder)
     assert (one.name, one.number, one.state.kind) == ("best", None, "complete")
     assert one.size == sum(p.stat().st_size for p in folder.iterdir() if p.name != NAME)
     values = one.to_json()
     assert (values["step"], values["world_size"], values["strategy"], values["location"]) == (3, 2, "ddp", str(folder))
-    assert json.loads(json.dumps(values)) == values
 
 
 @pytest.mark.parametrize("date", ["yesterday", None])
@@ -103,16 +101,7 @@ def test_of_what_is_incomplete_verify_says_why(tmp_path, damage, unread):
 def test_a_foreign_one_has_nothing_to_verify_by(tmp_path):
     folder = samples.foreign(tmp_path / "epoch_0")
     os.truncate(folder / "model.safetensors", 10)
-    read = []
-    assert (verified(folder, progress=read.append), read) == ([], [])
-
-
-@pytest.fixture
-def shards(tmp_path):
-    folder = tmp_path / "c" / "pytorch_model_fsdp_0"
-    state = {"model": {"a": torch.arange(200.0), "b": torch.ones(3, 5), "extra": "text"}}
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
-    return folder
+    assert verified(folder) == []
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------
@@ -143,15 +132,16 @@ def test_details_without_a_manifest(tmp_path):
         inspect.details(storage_of(tmp_path))
 
 
-def test_headers(tmp_path, shards):
+def test_headers(tmp_path):
     path = samples.write(tmp_path / "best") / "model.safetensors"
     header = inspect.header_of(str(path))
-    with safe_open(path, "pt") as file:
-        assert {name: entry.shape for name, entry in header.items()} == {
-            name: file.get_tensor(name).shape
-            for name in file.keys()  # noqa: SIM118
-        }
-    assert inspect.tensors_of_shards(str(shards)) == {"a": TensorEntry((200,), "F32"), "b": TensorEntry((3, 5), "F32")}
+    assert {name: entry.shape for name, entry in header.items()} == {
+        name: tuple(value.shape) for name, value in samples.tensors().items()
+    }
+    state = {"model": {"a": torch.arange(200.0), "b": torch.ones(3, 5), "extra": "text"}}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "shards"), no_dist=True)
+    found = inspect.tensors_of_shards(str(tmp_path / "shards"))
+    assert found == {"a": TensorEntry((200,), "F32"), "b": TensorEntry((3, 5), "F32")}
     data = path.read_bytes()
     for damaged in (b"", data[:7], b"\xff" * 8 + data[8:], data[:8] + b"[" * (len(data) - 8), data[:-1], data + b"x"):
         path.write_bytes(damaged)

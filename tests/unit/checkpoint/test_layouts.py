@@ -132,21 +132,6 @@ def test_what_upstream_wrote_on_two_ranks_is_read(saved):
     assert theirs["param_groups"] == mine["param_groups"]
 
 
-def test_numbers_mean_what_the_names_say(tmp_path):
-    model, optimizer = job()
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
-    sharded_io.write_names(optimizer, model, tmp_path)
-    other = Net()
-    turned = torch.optim.AdamW(
-        [{"params": [other.scale, other.layer.bias]}, {"params": [other.embedding.weight, other.layer.weight]}]
-    )
-    sharded_io.load_optimizer(turned, other, tmp_path)
-    for name in dict(model.named_parameters()):
-        mine, theirs = model.get_parameter(name), other.get_parameter(name)
-        assert same(dict(optimizer.state[mine]), dict(turned.state[theirs])), name
-    assert [group["lr"] for group in turned.param_groups] == [0.1, 0.2]
-
-
 def test_the_layout_that_was_asked_for_is_taken(tmp_path):
     saved, found = {"sharded": Net(), "full": Net()}, Net()
     for layout, model in saved.items():
@@ -243,8 +228,7 @@ def test_another_model(tmp_path, layout):
 
 def test_names_may_differ_if_that_is_asked_for(tmp_path):
     sharded_io.save_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    keys = sharded_io.load_model(model, tmp_path, strict=False)
+    keys = sharded_io.load_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path, strict=False)
     assert keys.missing_keys == ["1.weight", "1.bias"]
 
 
@@ -286,7 +270,7 @@ def test_another_number_of_ranks_for_local_files(tmp_path):
 
 
 class Bomb:
-    """Runs code when it is unpickled."""
+    """Runs code when it is unpickled; its file must not run it."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -310,40 +294,42 @@ def rewritten(folder, change, protocol=None):
     path.write_bytes(pickle.dumps(told, protocol))
 
 
-def test_metadata_runs_no_code(tmp_path, saved):
-    trap = tmp_path / "trap"
-    for bomb in (
-        Bomb(trap),
-        {"state_dict_metadata": Bomb(trap)},
-        metadata.Metadata({"a": Bomb(trap)}, None, Bomb(trap)),
-    ):
-        (saved / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(bomb))
-        fails(saved, *job(), DamagedCheckpoint, "metadata could not be read.*mkdir")
-    assert not trap.exists()
+TRAP = Bomb("trap")
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "match"),
     [
-        b"",
-        b"\x80",
-        b"garbage",
-        pickle.dumps([1, 2, 3]),
-        pickle.dumps(metadata.Metadata({})),
-        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'x'\nI1\nstb.",  # sets attributes of the class
-        b"cbuiltins\neval\n(S'1/0'\ntR.",
-        b"ctorch\nload\n.",
-        b"cos\nsystem\n(S'true'\ntR.",
+        *(
+            (pickle.dumps(bomb), "could not be read.*mkdir")
+            for bomb in (TRAP, {"state_dict_metadata": TRAP}, metadata.Metadata({"a": TRAP}, None, TRAP))
+        ),
+        (b"", ""),
+        (b"garbage", ""),
+        (pickle.dumps([1, 2, 3]), ""),
+        (pickle.dumps(metadata.Metadata({})), ""),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'x'\nI1\nstb.", ""),  # sets attributes of the class
+        (b"cbuiltins\neval\n(S'1/0'\ntR.", ""),
+        (b"ctorch\nload\n.", ""),
+        (b"cos\nsystem\n(S'true'\ntR.", ""),
     ],
 )
-def test_metadata_that_is_none(saved, data):
+def test_metadata_that_is_none_or_runs_code(saved, monkeypatch, data, match):
+    monkeypatch.chdir(saved)
     (saved / "pytorch_model_fsdp_0" / ".metadata").write_bytes(data)
-    fails(saved, *job(), DamagedCheckpoint, "metadata")
-    assert not hasattr(metadata.Metadata, "x")
+    fails(saved, *job(), DamagedCheckpoint, f"metadata {match}".strip())
+    assert not hasattr(metadata.Metadata, "x") and not (saved / "trap").exists()
 
 
 def storage(told):
     return next(info for index, info in told.storage_data.items() if index.fqn == "model.layer.weight")
+
+
+def swapped(told):
+    """Exchange the places of two tensors."""
+    where = {index.fqn: index for index in told.storage_data}
+    a, b = where["model.layer.weight"], where["model.layer.bias"]
+    told.storage_data[a], told.storage_data[b] = told.storage_data[b], told.storage_data[a]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +343,7 @@ def storage(told):
         (lambda told: setattr(storage(told), "length", 8), "could not be read"),
         (lambda told: setattr(told.state_dict_metadata["model.layer.weight"], "chunks", []), "0 are in the files"),
         (lambda told: told.storage_data.clear(), "could not be read"),
+        (swapped, "could not be read"),
         (lambda told: setattr(told, "planner_data", {"model.layer.weight": 1.5}), "could not be read"),
         (
             lambda told: told.state_dict_metadata["model.layer.weight"].chunks[0].__dict__.update(sizes=(3, 0)),
@@ -370,8 +357,7 @@ def test_metadata_that_lies(saved, change, match):
 
 
 def test_values_run_no_code(tmp_path, saved):
-    trap = tmp_path / "trap"
-    folder = saved / "optimizer_0"
+    trap, folder = tmp_path / "trap", saved / "optimizer_0"
 
     def change(told):
         (index,) = [index for index in told.storage_data if index.fqn == "optimizer.param_groups.0.lr"]
@@ -382,16 +368,6 @@ def test_values_run_no_code(tmp_path, saved):
     rewritten(folder, change)
     fails(saved, *job(), DamagedCheckpoint, "could not be read", "optimizer")
     assert not trap.exists()
-
-
-def test_pieces_that_are_swapped(saved):
-    def change(told):
-        where = {index.fqn: index for index in told.storage_data}
-        a, b = where["model.layer.weight"], where["model.layer.bias"]
-        told.storage_data[a], told.storage_data[b] = told.storage_data[b], told.storage_data[a]
-
-    rewritten(saved / "pytorch_model_fsdp_0", change)
-    fails(saved, *job(), DamagedCheckpoint, "could not be read")
 
 
 @pytest.mark.parametrize(
@@ -415,23 +391,19 @@ def test_files_that_are_too_short(tmp_path, layout, file, match):
 
 
 def test_random_damage_changes_nothing(saved):
-    """Whatever is flipped or cut, loading refuses it cleanly, or it was data that only a checksum can tell."""
+    """Whatever is flipped, loading refuses it cleanly, or it was data that only a checksum can tell."""
     model, optimizer = job(seed=1)
     before = state_of(model, optimizer)
-    generator = random.Random(0)
-    refused = 0
-    for _ in range(150):
-        path = generator.choice(sorted(saved.rglob("*_0/*")) + sorted(saved.rglob("*_0/.*")))
-        data = path.read_bytes()
-        hurt = bytearray(data)
-        if generator.random() < 0.2:
-            del hurt[generator.randrange(len(hurt)) :]
-        else:
-            for _ in range(generator.choice([1, 3, 20])):
-                hurt[generator.randrange(len(hurt))] ^= 1 << generator.randrange(8)
-        path.write_bytes(hurt)
+    draw, refused = random.Random(0), 0
+    files = sorted(path for path in saved.rglob("*") if path.is_file())
+    for path in draw.choices(files, k=100):
+        data = bytearray(path.read_bytes())
+        whole = bytes(data)
+        for _ in range(draw.choice([1, 3, 20])):
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
         try:
-            if "optimizer" in str(path):
+            if "optimizer" in path.parent.name:
                 sharded_io.load_optimizer(optimizer, model, saved)
             else:
                 sharded_io.load_model(model, saved)
@@ -440,7 +412,7 @@ def test_random_damage_changes_nothing(saved):
             assert same(before, state_of(model, optimizer))
         else:
             model, optimizer = job(seed=1)
-        path.write_bytes(data)
+        path.write_bytes(whole)
     assert refused > 30
 
 

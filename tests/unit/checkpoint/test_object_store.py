@@ -81,7 +81,7 @@ def url_of(storage, file):
     return f"{storage.location}/{path}"
 
 
-def meddle(monkeypatch, system, method, meanwhile, on=""):
+def meddle(patch, system, method, meanwhile, on=""):
     """Call a function before each call of a file system's method for paths with a text in them; return those calls."""
     right, calls = getattr(system, method), []
 
@@ -91,7 +91,7 @@ def meddle(monkeypatch, system, method, meanwhile, on=""):
             meanwhile()
         return right(self, *arguments, **options)
 
-    monkeypatch.setattr(system, method, wrong)
+    patch.setattr(system, method, wrong)
     return calls
 
 
@@ -130,9 +130,6 @@ def test_life(base):
     assert storage.state().manifest.step == 2
     assert objects(storage) == [NAME, "model.safetensors", "notes.txt"]
     assert read(storage.fetch()) == {"model.safetensors": b"later"}
-    (generation,) = {path.split("/")[0] for path in stored(storage)} - {NAME, "notes.txt"}
-    listing = {"generation": generation, **json.loads(storage.state().manifest.to_json())}
-    assert json.loads(stored(storage)[NAME]) == listing
 
     assert [(number, found.location) for number, found in storage_of(base).checkpoints()] == [(3, storage.location)]
     for _ in range(2):
@@ -162,14 +159,9 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(memory, monkeypa
     assert (storage.state().kind, storage.state().manifest.step) == ("complete", counts)
     assert read(storage.fetch()) == CONTENT
     (left,) = storage.leftovers().values()
-    assert left.size > 0
-    assert folder.leftovers() == storage.leftovers()
-    if counts == 1:
-        assert save(URL, step=3).state().manifest.step == 3
-    else:
-        folder.sweep()
-    assert folder.leftovers() == {}
-    assert objects(storage) == sorted([NAME, *CONTENT])
+    assert left.size > 0 and folder.leftovers() == storage.leftovers()
+    save(URL, step=3) if counts == 1 else folder.sweep()
+    assert folder.leftovers() == {} and objects(storage) == sorted([NAME, *CONTENT])
 
 
 def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, monkeypatch):
@@ -207,11 +199,10 @@ def test_a_store_that_refuses(memory, monkeypatch, method, on, error, message):
 
 
 def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog):
-    storage = save(URL, step=1)
+    save(URL, step=1)
     with failing(monkeypatch, memory, "rm_file", PermissionError("no")):
-        save(URL, step=2)
+        assert save(URL, step=2).state().manifest.step == 2
     assert "could not be removed" in caplog.text
-    assert storage.state().manifest.step == 2
 
 
 def test_several_nodes(base):
@@ -302,8 +293,11 @@ def test_a_checkpoint_of_another_library(base):
     assert objects(storage) == [NAME, "notes.txt", "optimizer.bin"]
 
 
-@pytest.mark.parametrize("name", [NAME, ".incomplete", ".incomplete_3", "generators_0.safetensors"])
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"generation": "g"}'], ids=range(6))
+UNFINISHED = [(name, b"") for name in (NAME, ".incomplete", ".incomplete_3", "generators_0.safetensors")]
+UNFINISHED += [(NAME, data) for data in (b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"generation": "g"}')]
+
+
+@pytest.mark.parametrize(("name", "data"), UNFINISHED, ids=range(len(UNFINISHED)))
 def test_objects_that_tell_an_unfinished_checkpoint(memory, name, data):
     storage = storage_of(URL)
     put(f"{URL}/model.safetensors")
@@ -321,9 +315,6 @@ def test_a_local_checkpoint_that_was_copied(base, tmp_path):
         put(f"{storage.location}/{name}", data)
     assert (storage.state().kind, storage.state().manifest.step) == ("complete", 5)
     assert (read(storage.fetch()), storage.leftovers()) == (read(tmp_path), {})
-    put(f"{storage.location}/.incomplete")
-    assert storage.state().kind == "incomplete"
-    assert objects(save(storage.location, {"optimizer.bin": b"1"})) == [NAME, "optimizer.bin"]
 
 
 @pytest.mark.parametrize("generation", [True, False])
@@ -361,8 +352,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(memory, monkeypatch, met
     storage, later = save(URL, step=1), {"model.safetensors": b"22", "optimizer.bin": b"22"}
     replacements = iter([lambda: save(URL, later, step=2)])
     meddle(monkeypatch, memory, method, lambda: next(replacements, lambda: None)())
-    if method == "find":
-        assert (storage.state().kind, storage.state().manifest.step) == ("complete", 2)
     folder = storage.fetch()
     assert (read(folder), Manifest.read(folder).step) == (later, 2)
 
