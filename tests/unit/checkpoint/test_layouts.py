@@ -1,8 +1,12 @@
 """Files of sharded models in one process: layouts, what does not fit, and what is damaged or hostile."""
 
+import contextlib
 import os
 import pickle
 import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -321,15 +325,30 @@ def test_metadata_that_is_none_or_runs_code(saved, monkeypatch, data, match):
     assert not hasattr(metadata.Metadata, "x") and not (saved / "trap").exists()
 
 
+@pytest.fixture
+def two_ranks(tmp_path):
+    """What two ranks wrote: a weight of two rows, each a piece."""
+    return shutil.copytree(FIXTURES / "1.15.0" / "fsdp2-sharded", tmp_path / "two_ranks")
+
+
 def storage(told):
-    return next(info for index, info in told.storage_data.items() if index.fqn == "model.layer.weight")
+    return next(info for index, info in told.storage_data.items() if index.fqn == "model.weight")
+
+
+def weight(told):
+    return told.state_dict_metadata["model.weight"]
 
 
 def swapped(told):
     """Exchange the places of two tensors."""
     where = {index.fqn: index for index in told.storage_data}
-    a, b = where["model.layer.weight"], where["model.layer.bias"]
+    a, b = where["model.weight"], where["model.bias"]
     told.storage_data[a], told.storage_data[b] = told.storage_data[b], told.storage_data[a]
+
+
+def smaller(told):
+    """Let the second piece be smaller, and the files say the same."""
+    weight(told).chunks[1] = metadata.ChunkStorageMetadata(torch.Size((1, 0)), torch.Size((1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -341,19 +360,31 @@ def swapped(told):
         (lambda told: setattr(storage(told), "length", 1 << 40), "bytes, but"),
         (lambda told: setattr(storage(told), "offset", -1), "could not be read"),
         (lambda told: setattr(storage(told), "length", 8), "could not be read"),
-        (lambda told: setattr(told.state_dict_metadata["model.layer.weight"], "chunks", []), "0 are in the files"),
         (lambda told: told.storage_data.clear(), "could not be read"),
         (swapped, "could not be read"),
-        (lambda told: setattr(told, "planner_data", {"model.layer.weight": 1.5}), "could not be read"),
-        (
-            lambda told: told.state_dict_metadata["model.layer.weight"].chunks[0].__dict__.update(sizes=(3, 0)),
-            "is not whole",
-        ),
+        (lambda told: setattr(told, "planner_data", {"model.weight": 1.5}), "could not be read"),
+        (lambda told: told.planner_data.update({"model.weight": ()}), "could not be read"),
+        (lambda told: setattr(weight(told), "chunks", []), "of its 6 elements 0 are in the files"),
+        (lambda told: setattr(weight(told).chunks[1], "offsets", torch.Size((0, 0))), "of its 6 elements 3 are"),
+        (smaller, "of its 6 elements 5 are"),
+        (lambda told: weight(told).chunks[0].__dict__.update(sizes=(3, 0)), "is not whole"),
+        (lambda told: setattr(weight(told), "size", (1 << 70, 4)), "is not whole"),
+        (lambda told: setattr(weight(told), "properties", None), "could not be read"),
+        (lambda told: setattr(weight(told).properties, "dtype", "F32"), "has the dtype 'F32'"),
     ],
 )
-def test_metadata_that_lies(saved, change, match):
-    rewritten(saved / "pytorch_model_fsdp_0", change)
-    fails(saved, *job(), DamagedCheckpoint, match)
+def test_metadata_that_lies(two_ranks, change, match):
+    rewritten(two_ranks / "pytorch_model_fsdp_0", change)
+    model = nn.Linear(3, 2)
+    fails(two_ranks, model, torch.optim.AdamW(model.parameters()), DamagedCheckpoint, match)
+
+
+def test_pieces_that_are_told_twice_are_one(two_ranks):
+    model, again = nn.Linear(3, 2), nn.Linear(3, 2)
+    sharded_io.load_model(model, two_ranks)
+    rewritten(two_ranks / "pytorch_model_fsdp_0", lambda told: weight(told).chunks.append(weight(told).chunks[0]))
+    sharded_io.load_model(again, two_ranks)
+    assert same(dict(model.state_dict()), dict(again.state_dict()))
 
 
 def test_values_run_no_code(tmp_path, saved):
@@ -421,3 +452,34 @@ def test_metadata_of_another_protocol_and_without_a_path(saved):
     model, _ = job(seed=1)
     sharded_io.load_model(model, saved)
     assert same(dict(model.state_dict()), dict(job()[0].state_dict()))
+
+
+def test_threads_that_read_at_a_time_get_their_own(tmp_path, monkeypatch):
+    """Torch writes several files in as many threads; one read along what another had asked for, which did not wait for it."""
+    both, returned, read_data = threading.Barrier(2), threading.Event(), torch_dcp.FileSystemReader.read_data
+
+    class Asking(shards.Stored):
+        def whole(self, value):
+            made = super().whole(value)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)
+            return made
+
+    def slow(reader, plan, planner):
+        if len(plan.items) > 1:
+            returned.wait(1)
+        return read_data(reader, plan, planner)
+
+    expected = {name: torch.full((5,), value) for name, value in (("a", 1.0), ("b", 2.0))}
+    shards.save({"model": expected}, tmp_path)
+    stored = Asking.in_folder(tmp_path)
+    monkeypatch.setattr(torch_dcp.FileSystemReader, "read_data", slow)
+
+    def read(name):
+        value = stored.read(stored.state["model"][name]).clone()
+        returned.set()
+        return value
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip("ab", pool.map(read, "ab"), strict=True))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

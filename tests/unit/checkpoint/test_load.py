@@ -292,14 +292,10 @@ def test_a_stateful_loader_begins_anew_too_where_that_was_asked_for(tmp_path):
     assert numbers(restored(tmp_path, anew)) == list(range(7))
 
 
-@pytest.mark.parametrize("stateful", [False, True])
-def test_loaders_stand_where_they_stood_when_a_load_is_undone(tmp_path, stateful):
+def test_loaders_stand_where_they_stood_when_a_load_is_undone(tmp_path):
     def loader(seed):
-        sampler = RandomSampler(range(6), generator=torch.Generator().manual_seed(seed))
-        return shard(sampler=sampler, use_stateful_dataloader=stateful)
+        return shard(sampler=RandomSampler(range(6), generator=torch.Generator().manual_seed(seed)))
 
-    if stateful:
-        pytest.importorskip("torchdata.stateful_dataloader")
     saved, undone, untouched = (loader(seed) for seed in (1, 2, 2))
     next(iter(saved))
     save(tmp_path, saved)

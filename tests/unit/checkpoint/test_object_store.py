@@ -352,6 +352,8 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(memory, monkeypatch, met
     storage, later = save(URL, step=1), {"model.safetensors": b"22", "optimizer.bin": b"22"}
     replacements = iter([lambda: save(URL, later, step=2)])
     meddle(monkeypatch, memory, method, lambda: next(replacements, lambda: None)())
+    if method == "find":
+        assert (storage.state().kind, storage.state().manifest.step) == ("complete", 2)
     folder = storage.fetch()
     assert (read(folder), Manifest.read(folder).step) == (later, 2)
 
