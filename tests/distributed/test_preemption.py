@@ -79,18 +79,15 @@ def test_signal_to_the_launcher(tmp_path):
 def test_signal_to_every_process_of_a_job(tmp_path, processes):
     """As with a time limit of a scheduler: the launcher, the ranks and their workers get it."""
     job = Job(tmp_path, processes, hold=2)
-    for process in [
-        job.process.pid,
-        *(child.pid for child in psutil.Process(job.process.pid).children(recursive=True)),
-    ]:
-        os.kill(process, signal.SIGTERM)
+    launcher = psutil.Process(job.process.pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        process.terminate()
     job.end(status=75)
     finish(tmp_path, processes=processes)
 
 
 @pytest.mark.slow
-def test_many_signals_at_random(tmp_path, launch):
-    assert "ok all" in launch("check_preemption.py", "check_random_interruptions").stdout
+def test_many_signals_at_random(tmp_path):
     draw = random.Random(1)
     for _ in range(4):
         job = Job(tmp_path, hold=draw.randint(1, 4))

@@ -6,10 +6,8 @@ A run that leaves raises `Preempted` here, which is caught; so one launch does m
 
 import gc
 import os
-import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -121,21 +119,6 @@ def check_runs_go_on_exactly():
     resumes_exactly(Case("async"), [2, 1], async_save=True, automatic_checkpoint_naming=True)
 
 
-def check_random_interruptions():
-    """Slow: many runs, at steps that are drawn."""
-    draw = random.Random(0)
-    cases = [
-        Case("evaluation inside", evaluate=True),
-        Case("windows", accumulation=3, epochs=4),
-        Case("dispatched stream", data="stream", epochs=4),
-        Case("workers", workers=2),
-    ]
-    for _ in range(3):
-        for case in cases:
-            send = to_all_processes if case.workers else to_one_rank
-            resumes_exactly(case, [draw.randint(1, 6) for _ in range(draw.randint(1, 3))], send)
-
-
 def training(folder, loader, **options):
     gc.collect()  # the Accelerator of the check before
     accelerator = fresh_accelerator(project_config=project(folder), **options)
@@ -237,5 +220,4 @@ if __name__ == "__main__":
         check_evaluations_are_not_cut_off,
         check_uneven_ranks_do_not_wait_for_each_other,
         check_several_optimizers_and_a_second_accelerator,
-        *([check_random_interruptions] if "check_random_interruptions" in sys.argv else []),
     )

@@ -78,12 +78,7 @@ KINDS: list[tuple[Callable[[Site], str | None], str]] = []
 
 def kind(outcome: str = REFUSED) -> Callable[[Any], Any]:
     """Add a way to damage a checkpoint, and what must come of it."""
-
-    def add(function: Callable[[Site], str | None]) -> Callable[[Site], str | None]:
-        KINDS.append((function, outcome))
-        return function
-
-    return add
+    return lambda function: KINDS.append((function, outcome)) or function
 
 
 # -- accidents ---------------------------------------------------------------------------------------------------------
@@ -119,11 +114,6 @@ def mixed(site: Site) -> None:
     else:
         between = site.folder / "between"
         first.rename(between), second.rename(first), between.rename(second)
-
-
-@kind()
-def with_the_manifest_of_another_step(site: Site) -> None:
-    shutil.copyfile(site.other / NAME, site.folder / NAME)
 
 
 @kind()
@@ -202,13 +192,11 @@ class Hostile:
     """Runs a command when it is unpickled by a reader that trusts it."""
 
     def __init__(self, marker: Path, draw: random.Random) -> None:
-        code = f"open({str(marker)!r}, 'w')"
-        calls = [(os.system, (f"touch {marker}",)), (eval, (code,)), (exec, (code,)), (os.mkdir, (str(marker),))]
-        calls += [(Path.touch, (marker,)), (getattr, (marker, "touch")), (torch.hub.load, (str(marker.parent), "x"))]
-        self.call = draw.choice(calls)
+        calls = [(os.system, f"touch {marker}"), (eval, f"open({str(marker)!r}, 'w')"), (Path.touch, marker)]
+        self.call = draw.choice([*calls, (os.mkdir, str(marker)), (torch.hub.load, str(marker.parent), "x")])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
+        return self.call[0], self.call[1:]
 
 
 @kind()
@@ -250,19 +238,6 @@ def nonsense_in_torch_format(site: Site) -> str | None:
     site.seal()
     # What a rank has for itself is restored piece by piece, and each piece that is missing is warned about.
     return EITHER if path.name == RANDOM else None
-
-
-@kind()
-def another_optimizer(site: Site) -> None:
-    path = site.pick(OPTIMIZER)
-    state = torch.load(path)
-    group = state["param_groups"][0]
-    if site.draw.random() < 0.5:
-        state["param_groups"].append({**group, "params": []})
-    else:
-        group["params"] = group["params"][:-1]
-    torch.save(state, path)
-    site.seal()
 
 
 @kind()
