@@ -116,12 +116,16 @@ def test_a_single_process_meets_itself():
     only.leave()
 
 
-@pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
-def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, kind):
-    if kind == "TCPStore":
-        ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if kind == "FileStore":
-        ranks.store = dist.FileStore(str(tmp_path / "store"), 3)
+STORES = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 3),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+}
+
+
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, store):
+    ranks.store = store(tmp_path)
     unused = ranks.store.num_keys()
 
     def save(rank):

@@ -244,31 +244,20 @@ def test_hostile_pickle_runs_nothing(tmp_path, monkeypatch, zipped):
     assert {entry.name for entry in tmp_path.iterdir()} == {"c"}
 
 
-def test_old_format_of_torch(tmp_path):
-    folder = foreign(tmp_path / "c", samples.tensors(), _use_new_zipfile_serialization=False)
-    export(folder, tmp_path / "out")
-    assert same(loaded(tmp_path / "out"), samples.tensors())
-    os.truncate(folder / "pytorch_model.bin", 500)
-    with pytest.raises(DamagedCheckpoint, match=r"pytorch_model\.bin"):
-        export(folder, tmp_path / "out2")
-
-
 def test_target_in_use(tmp_path):
-    source = samples.write(tmp_path / "checkpoint_0")
-    out = tmp_path / "out"
+    source, out = samples.write(tmp_path / "checkpoint_0"), tmp_path / "out"
     (tmp_path / "file").write_text("mine")
     out.mkdir()
     export(source, out)  # an empty folder is free
-    with pytest.raises(FileExistsError, match="not empty"):
-        export(source, out)
-    with pytest.raises(FileExistsError, match="is a file"):
-        export(source, tmp_path / "file")
-    for target in (source, tmp_path):
-        with pytest.raises(FileExistsError, match="holds the checkpoint"):
-            export(source, target, overwrite=True)
-    for target in (samples.write(tmp_path / "checkpoint_1"), samples.foreign(tmp_path / "epoch_1")):
-        with pytest.raises(FileExistsError, match="is a checkpoint"):
-            export(source, target, overwrite=True)
+    others = samples.write(tmp_path / "checkpoint_1"), samples.foreign(tmp_path / "epoch_1")
+    for target, message, overwrite in (
+        (out, "not empty", False),
+        (tmp_path / "file", "is a file", False),
+        *((folder, "holds the checkpoint", True) for folder in (source, tmp_path)),
+        *((folder, "is a checkpoint", True) for folder in others),
+    ):
+        with pytest.raises(FileExistsError, match=message):
+            export(source, target, overwrite=overwrite)
     with pytest.raises(ValueError, match="URL"):
         export(source, "memory://bucket/out")
 

@@ -146,19 +146,17 @@ def test_the_layout_that_was_asked_for_is_taken(tmp_path):
 
 
 def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
-    first, second = Net(), Net()
+    first, second, found = Net(), Net(), Net()
     sharded_io.save_model(first, tmp_path)
     (tmp_path / "pytorch_model_fsdp_0" / "__7_0.distcp").touch()
-    monkeypatch.setattr(torch_dcp, "save", lambda *_, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_dcp, "save", lambda *_, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sharded_io.save_model(second, tmp_path)
+    for model in (first, second):
+        sharded_io.load_model(found, tmp_path)
+        assert same(dict(found.state_dict()), dict(model.state_dict()))
         sharded_io.save_model(second, tmp_path)
-    found = Net()
-    sharded_io.load_model(found, tmp_path)
-    assert same(dict(found.state_dict()), dict(first.state_dict()))
-    monkeypatch.undo()
-    sharded_io.save_model(second, tmp_path)
-    sharded_io.load_model(found, tmp_path)
-    assert same(dict(found.state_dict()), dict(second.state_dict()))
     assert os.listdir(tmp_path) == ["pytorch_model_fsdp_0"]
     assert set(os.listdir(tmp_path / "pytorch_model_fsdp_0")) == {".metadata", "__0_0.distcp"}
 
@@ -267,7 +265,6 @@ def test_another_number_of_ranks_for_local_files(tmp_path):
     fails(tmp_path, *job(), RuntimeError, "written by 2 ranks")
     save(*job(), tmp_path, "local")
     assert not (tmp_path / "pytorch_model_fsdp_0_rank1.bin").exists()
-    load(*job(seed=1), tmp_path)
 
 
 # -- what is damaged ---------------------------------------------------------------------------------------------------
@@ -399,26 +396,6 @@ def test_values_run_no_code(tmp_path, saved):
     rewritten(folder, change)
     fails(saved, *job(), DamagedCheckpoint, "could not be read", "optimizer")
     assert not trap.exists()
-
-
-@pytest.mark.parametrize(
-    ("layout", "file", "match"),
-    [
-        ("sharded", "pytorch_model_fsdp_0/__0_0.distcp", "__0_0.distcp has"),
-        ("full", "pytorch_model_fsdp.bin", "pytorch_model_fsdp.bin"),
-        ("full", "optimizer.bin", "optimizer.bin"),
-        (None, "model.safetensors", "model.safetensors"),
-    ],
-)
-def test_files_that_are_too_short(tmp_path, layout, file, match):
-    model, optimizer = job()
-    if layout is None:
-        save_file({"embedding.weight": torch.zeros(7, 4)}, tmp_path / file)
-    else:
-        save(model, optimizer, tmp_path, layout)
-    os.truncate(tmp_path / file, (tmp_path / file).stat().st_size // 3)
-    what = "optimizer" if "optimizer" in file else "model"
-    fails(tmp_path, model, optimizer, (DamagedCheckpoint, RuntimeError), match, what)
 
 
 def test_random_damage_changes_nothing(saved):

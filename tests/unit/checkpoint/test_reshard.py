@@ -86,15 +86,14 @@ def test_to_shards(sharded, full, trained):
 
 def test_back_to_whole_files(tmp_path, sharded, trained):
     model, optimizer = trained
-    reshard(str(sharded), str(tmp_path / "back"), "full")
-    whole(tmp_path / "back")
-    assert same(load_file(tmp_path / "back" / "model.safetensors"), dict(model.state_dict()))
+    back = tmp_path / "back"
+    reshard(str(sharded), str(back), "full")
+    whole(back)
+    assert same(load_file(back / "model.safetensors"), dict(model.state_dict()))
     # As torch numbers it: any optimizer of the same groups takes it.
-    assert same(torch.load(tmp_path / "back" / "optimizer.bin"), optimizer.state_dict())
-    assert loads(tmp_path / "back", *trained)
-    assert optimizers.read_names(tmp_path / "back") == [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
-    reshard(str(tmp_path / "back"), str(tmp_path / "again"), "sharded", 2)
-    assert loads(tmp_path / "again", *trained)
+    assert same(torch.load(back / "optimizer.bin"), optimizer.state_dict())
+    assert loads(back, *trained)
+    assert optimizers.read_names(back) == [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
 
 
 @pytest.mark.parametrize("shards", [1, 16])
@@ -131,18 +130,15 @@ def test_what_a_sharded_save_wrote_into_a_folder_inside_of_it(tmp_path, trained)
 
 
 def test_several_models_and_an_optimizer_that_has_not_stepped(tmp_path):
-    folder = tmp_path / "saved"
+    folder, made = tmp_path / "saved", tmp_path / "whole"
     jobs = [job(0, steps=0), job(1)]
     for index, (model, optimizer) in enumerate(jobs):
         sharded_io.save_model(model, folder, index, "full")
         sharded_io.save_optimizer(optimizer, model, folder, index, "full")
     reshard(str(folder), str(tmp_path / "shards"), "sharded", 2)
-    reshard(str(tmp_path / "shards"), str(tmp_path / "whole"), "full")
-    assert {"model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin"} <= set(
-        whole(tmp_path / "whole").files
-    )
-    for index, (model, optimizer) in enumerate(jobs):
-        assert loads(tmp_path / "whole", model, optimizer, index)
+    reshard(str(tmp_path / "shards"), str(made), "full")
+    assert {"model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin"} <= set(whole(made).files)
+    assert all(loads(made, model, optimizer, index) for index, (model, optimizer) in enumerate(jobs))
 
 
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="optimizers of this torch have no names")

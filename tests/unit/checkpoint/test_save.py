@@ -63,14 +63,6 @@ def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
     assert len(set(addresses)) == 1
 
 
-def test_what_the_last_save_did_not_use_is_let_go():
-    buffers = HostBuffers()
-    for size in (100, 200, 100):
-        buffers.copy(torch.zeros(size, dtype=torch.uint8).untyped_storage())
-        buffers.release()
-    assert not buffers._free.get((200, False)) and buffers._free[100, False]
-
-
 def test_every_kind_is_copied_as_it_is():
     versioned = OrderedDict(a=torch.ones(1))
     versioned._metadata = OrderedDict({"": {"version": 2}})
