@@ -169,8 +169,6 @@ def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, mon
         save(URL)
     storage, folder = storage_of(URL), storage_of("memory://run")
     assert (storage.state().kind, storage.state().reason) == ("incomplete", "its saving did not come to its end")
-    with pytest.raises(DamagedCheckpoint, match="did not come to its end"):
-        storage.fetch()
     folder.sweep()
     assert (storage.state().kind, folder.entries()) == ("absent", [])
 
@@ -206,23 +204,20 @@ def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog
 
 
 def test_several_nodes(base):
-    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(3)]
+    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(2)]
     folders = [node.stage() for node in nodes]
+    nodes[1].generation = nodes[0].generation
     for rank, node in enumerate(nodes):
-        node.generation = nodes[0].generation
         write(folders[rank], {f"rank_{rank}.bin": b"%d" % rank})
+        node.upload(folders[rank])
     files = dict(item for folder in folders for item in Manifest.read(folder).files.items())
-    for node, folder in zip(nodes, folders, strict=True):
-        node.upload(folder)
-    Manifest(files, world_size=3).write(folders[0])
+    Manifest(files, world_size=2).write(folders[0])
     nodes[0].publish()
     nodes[1].abandon()  # an error that comes after the manifest was written does not undo it
-    assert read(nodes[1].fetch()) == {f"rank_{rank}.bin": b"%d" % rank for rank in range(3)}
-    assert [os.path.exists(folder) for folder in folders] == [False, False, True]
-    nodes.clear()
-    del node
-    gc.collect()
-    assert not os.path.exists(folders[2])
+    assert read(nodes[1].fetch()) == {"rank_0.bin": b"0", "rank_1.bin": b"1"}
+    folders.append(ObjectStore(f"{base}/checkpoint_0").stage())
+    gc.collect()  # what is dropped leaves no folder
+    assert not any(map(os.path.exists, folders))
 
 
 def test_a_node_whose_files_did_not_arrive(memory):
@@ -411,7 +406,6 @@ def test_objects_that_stand_for_folders(s3):
     for key in ("console/", "console/checkpoint_0/", "console/checkpoint_0/empty/", "hollow/"):
         s3.put_object(Bucket="bucket", Key=key, Body=b"")
     assert [number for number, _ in storage.parent().checkpoints()] == [0]
-    assert storage.state().kind == "complete"
     assert read(storage.fetch()) == CONTENT
     assert storage_of("s3://bucket/hollow").state().kind == "absent"
 

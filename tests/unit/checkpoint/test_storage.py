@@ -66,31 +66,24 @@ def refuse(*args, **options):
 def killed(at: int, folder, text: str, able: bool = True) -> bool:
     """Save in a process that is killed before its n-th change of a file system that is able to exchange folders or not."""
     pid = os.fork()
-    if pid == 0:
-        steps = itertools.count(1)
+    if pid:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, KILLED)
+        return status == KILLED
+    steps = itertools.count(1)
 
-        def counted(function):
-            def step(*args, **options):
-                if next(steps) == at:
-                    os._exit(KILLED)
-                return function(*args, **options)
+    def counted(function):
+        return lambda *args, **options: os._exit(KILLED) if next(steps) == at else function(*args, **options)
 
-            return step
-
-        try:
-            if not able:
-                storage.exchange = lambda left, right: False
-            for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
-                setattr(os, name, counted(getattr(os, name)))
-            storage.exchange = counted(storage.exchange)
-            make(folder, text)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status in (0, KILLED)
-    return status == KILLED
+    try:
+        for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        storage.exchange = counted(storage.exchange if able else lambda left, right: False)
+        make(folder, text)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 # -- publishing --------------------------------------------------------------------------------------------------------
@@ -213,8 +206,8 @@ def test_what_is_the_users_own_stays(tmp_path):
 
 def test_what_a_link_in_a_checkpoint_leads_to_stays(tmp_path):
     make(tmp_path / "c")
-    os.rename(tmp_path / "c" / "sub", tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", tmp_path / "c" / "sub")
+    (tmp_path / "c" / "sub").rename(tmp_path / "elsewhere")
+    (tmp_path / "c" / "sub").symlink_to(tmp_path / "elsewhere")
     make(tmp_path / "c", "new")
     assert content(tmp_path / "c") == "new" and (tmp_path / "elsewhere" / "more.bin").read_text() == "old"
 
