@@ -16,16 +16,6 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of
 
 SCRIPT = SCRIPTS / "preempted_run.py"
 LIMIT_S = 240
-QUICK = (
-    "check_runs_go_on_exactly",
-    "check_worker_processes_outlive_the_signal",
-    "check_async_saves_are_waited_for",
-    "check_a_loop_may_leave_by_itself",
-    "check_loops_without_loaders_and_without_steps",
-    "check_evaluations_are_not_cut_off",
-    "check_uneven_ranks_do_not_wait_for_each_other",
-    "check_several_optimizers_and_a_second_accelerator",
-)
 
 
 class Job:
@@ -70,7 +60,7 @@ def finish(folder: Path, **options: int) -> None:
 
 
 def test_ranks_agree_save_and_go_on_exactly(launch):
-    assert "ok all" in launch("check_preemption.py", *QUICK, environment={"PYTHONWARNINGS": "ignore"}).stdout
+    assert "ok all" in launch("check_preemption.py", environment={"PYTHONWARNINGS": "ignore"}).stdout
 
 
 def test_signal_to_the_launcher(tmp_path):
@@ -89,18 +79,15 @@ def test_signal_to_the_launcher(tmp_path):
 def test_signal_to_every_process_of_a_job(tmp_path, processes):
     """As with a time limit of a scheduler: the launcher, the ranks and their workers get it."""
     job = Job(tmp_path, processes, hold=2)
-    for process in [
-        job.process.pid,
-        *(child.pid for child in psutil.Process(job.process.pid).children(recursive=True)),
-    ]:
-        os.kill(process, signal.SIGTERM)
+    launcher = psutil.Process(job.process.pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        process.terminate()
     job.end(status=75)
     finish(tmp_path, processes=processes)
 
 
 @pytest.mark.slow
-def test_many_signals_at_random(tmp_path, launch):
-    assert "ok all" in launch("check_preemption.py", "check_random_interruptions").stdout
+def test_many_signals_at_random(tmp_path):
     draw = random.Random(1)
     for _ in range(4):
         job = Job(tmp_path, hold=draw.randint(1, 4))

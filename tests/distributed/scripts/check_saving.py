@@ -2,16 +2,12 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from harness import everywhere, fresh_accelerator, raised, run, shared_folder
-from torch import nn
-from torch.utils.data import DataLoader
+from check_checkpoint import CHECKS, Job, differing
+from harness import everywhere, raised, run, shared_folder
 
 from accelerate.checkpoint import storage
 from accelerate.checkpoint.barrier import CollectiveMisuse
@@ -19,57 +15,16 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.utils import ProjectConfiguration
 
 
-class Counter:
-    """A registered object, whose state may be refused."""
-
-    def __init__(self):
-        self.count, self.refuses = 0, False
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        if self.refuses:
-            raise ValueError("this counter takes no state")
-        self.count = state["count"]
-
-
-class Job:
-    """What a run prepares."""
-
-    def __init__(self, seed=1, **options):
-        self.accelerator = fresh_accelerator(**options)
-        torch.manual_seed(seed)
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        loader = DataLoader(torch.randn(16, 4), batch_size=2, shuffle=True)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
-        self.counter = Counter()
-        self.accelerator.register_for_checkpointing(self.counter)
-
-    def steps(self, number):
-        for _, batch in zip(range(number), self.loader, strict=False):
-            self.accelerator.backward(self.model(batch).pow(2).sum())
-            self.optimizer.step(), self.optimizer.zero_grad()
-            self.counter.count += 1
-
-    def everything(self):
-        weights = [value.tolist() for value in self.accelerator.get_state_dict(self.model).values()]
-        return repr([weights, self.optimizer.state_dict(), self.counter.count, torch.get_rng_state().tolist()])
-
-
 def the_manifest_lists_what_every_rank_wrote():
     job = Job()
     world = job.accelerator.num_processes
-    job.steps(2)
     with shared_folder() as folder:
 
         def hook(models, weights, output_dir):
             Path(output_dir, f"of_rank_{job.accelerator.process_index}.txt").write_text("mine")
 
-        handle = job.accelerator.register_save_state_pre_hook(hook)
+        job.accelerator.register_save_state_pre_hook(hook)
         job.accelerator.save_state(folder)
-        handle.remove()
         manifest = Manifest.read(folder)
         assert set(manifest.files) == set(os.listdir(folder)) - {"accelerate_manifest.json"}
         assert manifest.world_size == world and manifest.strategy == ("ddp" if world > 1 else "single")
@@ -78,7 +33,6 @@ def the_manifest_lists_what_every_rank_wrote():
             assert manifest.files[f"of_rank_{rank}.txt"].size == 4
         leftovers = [name for name in os.listdir(os.path.dirname(folder)) if os.path.basename(folder) in name]
         assert leftovers == [os.path.basename(folder)], leftovers
-        job.accelerator.wait_for_everyone()
 
 
 def what_is_saved_in_the_background_is_the_state_of_the_call():
@@ -98,35 +52,37 @@ def what_is_saved_in_the_background_is_the_state_of_the_call():
         for number in (1, 2, 3):
             other = Job(seed=7)
             other.accelerator.load_state(checkpoints / f"checkpoint_{number}")
-            assert other.everything() == expected[number], number
+            assert not differing(other.everything(), expected[number]), number
 
 
 def an_error_in_the_background_reaches_every_rank():
-    with shared_folder() as folder:
-        job = Job()
-        job.accelerator.save_state(os.path.join(folder, "c"))
-        before = Manifest.read(os.path.join(folder, "c"))
-        last = job.accelerator.process_index == job.accelerator.num_processes - 1
-        real = os.fsync
-        if last:
-            os.fsync = refuse
-        job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
-        with raised(RuntimeError, "could not be saved in the background", "no space left"):
-            job.accelerator.wait_for_checkpoint()
-        os.fsync = real
-        job.accelerator.wait_for_everyone()
-        assert Manifest.read(os.path.join(folder, "c")) == before
-        assert os.listdir(folder) == ["c"]
-        job.accelerator.wait_for_everyone()
-        job.accelerator.save_state(os.path.join(folder, "c"))
-        job.accelerator.load_state(os.path.join(folder, "c"))
+    """`wait_for_checkpoint` is for any rank alone: the others hear of the failure at the next call."""
+    for alone in (False, True):
+        with shared_folder() as folder:
+            job, target = Job(), os.path.join(folder, "c")
+            job.accelerator.save_state(target)
+            before, real = Manifest.read(target), os.fsync
+            if job.accelerator.is_last_process:
+                os.fsync = refuse
+            job.accelerator.save_state(target, blocking=False)
+            if job.accelerator.is_main_process or not alone:
+                with raised(RuntimeError, "could not be saved in the background", "no space left"):
+                    job.accelerator.wait_for_checkpoint()
+            if alone:
+                with raised(RuntimeError, "no space left"):
+                    job.accelerator.save_state(target)
+            os.fsync = real
+            job.accelerator.wait_for_everyone()
+            assert Manifest.read(target) == before and os.listdir(folder) == ["c"]
+            job.accelerator.wait_for_everyone()
+            job.accelerator.save_state(target)
+            job.accelerator.load_state(target)
 
 
 def one_that_cannot_copy_its_state_is_heard_of_in_the_same_call():
     with shared_folder() as folder:
         job = Job()
-        rank = job.accelerator.process_index
-        job.counter.lock = threading.Lock() if rank == 0 else None
+        job.counter.lock = threading.Lock() if job.accelerator.is_main_process else None
         job.counter.state_dict = lambda: {"count": 1, "lock": job.counter.lock}
         with raised((TypeError, RuntimeError), "lock"):
             job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
@@ -136,76 +92,48 @@ def one_that_cannot_copy_its_state_is_heard_of_in_the_same_call():
         job.accelerator.wait_for_everyone()
         job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
         job.accelerator.wait_for_checkpoint()
-        job.accelerator.wait_for_everyone()
-        assert os.listdir(folder) == ["c"]
-        job.accelerator.wait_for_everyone()
-
-
-def what_some_ranks_were_told_is_told_to_all_at_the_next_call():
-    """`wait_for_checkpoint` is for any rank alone: who calls it hears of a failure before the others."""
-    with shared_folder() as folder:
-        job = Job()
-        rank, world = job.accelerator.process_index, job.accelerator.num_processes
-        real = os.fsync
-        if rank == world - 1:
-            os.fsync = refuse
-        job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
-        if rank == 0:
-            with raised(RuntimeError, "no space left"):
-                job.accelerator.wait_for_checkpoint()
-        if world > 1:
-            with raised(RuntimeError, "no space left"):
-                job.accelerator.save_state(os.path.join(folder, "c"))
-        os.fsync = real
-        job.accelerator.save_state(os.path.join(folder, "c"))
-        job.accelerator.load_state(os.path.join(folder, "c"))
 
 
 def one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
     with shared_folder() as folder:
-        job = Job()
-        rank, world = job.accelerator.process_index, job.accelerator.num_processes
-        if world == 1:
-            return
-        group = dist.new_group(backend="gloo")
+        job, group = Job(), dist.new_group(backend="gloo")
+        first = job.accelerator.is_main_process
 
         def hook(models, weights, output_dir):
-            if rank == 0:
+            if first:
                 raise OSError("the hook has no disk")
             dist.barrier(group)
 
         handle = job.accelerator.register_save_state_pre_hook(hook)
         # The others are let go by the failed rank, once it has its error: it would hang, if it waited for them.
-        with raised((OSError, RuntimeError), "the hook has no disk" if rank == 0 else "wait in vain"):
+        with raised((OSError, RuntimeError), "the hook has no disk" if first else "wait in vain"):
             job.accelerator.save_state(folder)
-        if rank == 0:
+        if first:
             dist.barrier(group)
         handle.remove()
 
 
 def variables_of_a_launcher_may_be_wrong():
-    """Nothing is loaded that nobody has looked at."""
+    """Nothing is loaded that no rank has looked at."""
     with shared_folder() as folder:
         job = Job()
         job.accelerator.save_state(folder)
-        last = job.accelerator.num_processes - 1
-        before = os.environ.get("LOCAL_WORLD_SIZE")
+        before = os.environ["LOCAL_WORLD_SIZE"]
         os.environ["LOCAL_WORLD_SIZE"] = "8"
-        for name in sorted(os.listdir(folder)):
+        for name in sorted(Manifest.read(folder).files):
             path = Path(folder, name)
             data = path.read_bytes()
             job.accelerator.wait_for_everyone()
-            if job.accelerator.process_index == last and name != "accelerate_manifest.json":
+            if job.accelerator.is_last_process:
                 path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
             job.accelerator.wait_for_everyone()
-            if name != "accelerate_manifest.json":
-                with raised(DamagedCheckpoint, f"{name} has changed"):
-                    job.accelerator.load_state(folder)
+            with raised(DamagedCheckpoint, f"{name} has changed"):
+                job.accelerator.load_state(folder)
             job.accelerator.wait_for_everyone()
-            if job.accelerator.process_index == last:
+            if job.accelerator.is_last_process:
                 path.write_bytes(data)
         job.accelerator.wait_for_everyone()
-        os.environ.pop("LOCAL_WORLD_SIZE") if before is None else os.environ.update(LOCAL_WORLD_SIZE=before)
+        os.environ["LOCAL_WORLD_SIZE"] = before
         job.accelerator.load_state(folder)
 
 
@@ -221,67 +149,56 @@ def what_one_rank_cannot_load_no_rank_loads():
         other = Job(seed=3)
         other.steps(1)
         before = other.everything()
-        last = other.accelerator.process_index == other.accelerator.num_processes - 1
-        other.counter.refuses = last
+        other.counter.refuses = other.accelerator.is_last_process
         with raised((ValueError, RuntimeError), "this counter takes no state"):
             other.accelerator.load_state(folder)
-        assert other.everything() == before
-        other.counter.refuses = False
-        # What one rank finds damaged is refused by all.
-        victim = Path(folder, f"random_states_{other.accelerator.num_processes - 1}.pkl")
-        other.accelerator.wait_for_everyone()
-        if last:
-            data = bytearray(victim.read_bytes())
-            data[-1] ^= 1
-            victim.write_bytes(data)
-        other.accelerator.wait_for_everyone()
-        with raised(DamagedCheckpoint, f"{victim.name} has changed"):
-            other.accelerator.load_state(folder)
-        assert other.everything() == before
-        other.accelerator.wait_for_everyone()
+        assert not differing(other.everything(), before)
 
 
 def all_ranks_take_the_same_newest_one():
     with shared_folder() as folder:
-        job = Job(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
+        config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+        job = Job(project_config=config)
         assert job.accelerator.load_state(latest=True, missing_ok=True) is None
+        saved = []
         for _ in range(3):
             job.steps(1)
+            saved.append(job.everything())
             job.accelerator.save_state()
+        assert sorted(os.listdir(os.path.join(folder, "checkpoints"))) == ["checkpoint_1", "checkpoint_2"]
+        job.accelerator.wait_for_everyone()
         if job.accelerator.is_main_process:
             os.unlink(os.path.join(folder, "checkpoints", "checkpoint_2", "optimizer.bin"))
         job.accelerator.wait_for_everyone()
         loaded = job.accelerator.load_state(latest=True)
         assert everywhere(loaded.name) == ["checkpoint_1"] * job.accelerator.num_processes
-        assert job.counter.count == 2
+        assert not differing(job.everything(), saved[1])
 
 
 def what_not_all_ranks_do_is_an_error_where_it_was_done():
     job = Job()
-    world, rank = job.accelerator.num_processes, job.accelerator.process_index
+    rank = job.accelerator.process_index
     with shared_folder() as folder:
-        if world > 1:
-            with raised(CollectiveMisuse, "c0", f"c{world - 1}", *[f"rank {number}" for number in range(world)]):
-                job.accelerator.save_state(os.path.join(folder, f"c{rank}"))
-            if rank == 0:
-                with raised(CollectiveMisuse, "save_state", "check_saving.py", "rank 1"):
-                    job.accelerator.save_state(os.path.join(folder, "alone"))
-            job.accelerator.wait_for_everyone()
+        with raised(CollectiveMisuse, "c0", "c1", "rank 0", "rank 1"):
+            job.accelerator.save_state(os.path.join(folder, f"c{rank}"))
+        if rank == 0:
+            with raised(CollectiveMisuse, "save_state", "check_saving.py", "rank 1"):
+                job.accelerator.save_state(os.path.join(folder, "alone"))
+        job.accelerator.wait_for_everyone()
         job.accelerator.save_state(os.path.join(folder, "together"))
         assert job.accelerator.load_state(os.path.join(folder, "together")).name == "together"
         assert os.listdir(folder) == ["together"]
-        job.accelerator.wait_for_everyone()
 
 
 def every_node_has_its_own():
     """Each rank is a node with a disk of its own at the same path."""
     disk = os.environ["OWN_DISK"]
     project = ProjectConfiguration(disk, automatic_checkpoint_naming=True, total_limit=1, save_on_each_node=True)
-    job = Job(project_config=project)
+    job = Job(norm=False, project_config=project)
     rank = job.accelerator.process_index
     assert job.accelerator.local_process_index == 0
     nodes_that_share_a_disk_are_told_so()
-    job = Job(project_config=project)
+    job = Job(norm=False, project_config=project)
     job.steps(2)
     for blocking in (True, False):
         job.accelerator.save_state(blocking=blocking)
@@ -293,7 +210,7 @@ def every_node_has_its_own():
     assert f"generators_{1 - rank}.safetensors" not in manifest.files
     saved = job.everything()
     job.steps(2)
-    assert job.accelerator.load_state() == here and job.everything() == saved
+    assert job.accelerator.load_state() == here and not differing(job.everything(), saved)
     # Damage on one node is heard of on the other.
     if rank == 1:
         (here / "model.safetensors").unlink()
@@ -307,7 +224,7 @@ def every_node_has_its_own():
     before = job.everything()
     with raised(DamagedCheckpoint, "different saves"):
         job.accelerator.load_state(one)
-    assert job.everything() == before
+    assert not differing(job.everything(), before)
     # The number of the next one is the same everywhere.
     if rank == 1:
         damaged = Path(disk, "checkpoints", "checkpoint_6", "generators_0.safetensors")
@@ -327,33 +244,16 @@ def nodes_that_share_a_disk_are_told_so():
     job.accelerator.wait_for_everyone()
 
 
-def with_a_disk_of_its_own():
-    """Start this script again with a file system that no other process sees, as a node of its own."""
-    if "OWN_DISK" in os.environ:
-        return every_node_has_its_own()
-    disk = sys.argv[2]
-    environment = {
-        **os.environ,
-        "OWN_DISK": disk,
-        "SHARED_DISK": f"{disk}_shared",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-    }
-    mount = 'mount -t tmpfs tmpfs "$OWN_DISK" && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, __file__, "--nodes", disk]
-    sys.exit(subprocess.run(command, env=environment).returncode)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--nodes"]:
-        with_a_disk_of_its_own()
+    if "OWN_DISK" in os.environ:
+        every_node_has_its_own()
     else:
         run(
+            *CHECKS,
             the_manifest_lists_what_every_rank_wrote,
             what_is_saved_in_the_background_is_the_state_of_the_call,
             an_error_in_the_background_reaches_every_rank,
             one_that_cannot_copy_its_state_is_heard_of_in_the_same_call,
-            what_some_ranks_were_told_is_told_to_all_at_the_next_call,
             variables_of_a_launcher_may_be_wrong,
             what_one_rank_cannot_load_no_rank_loads,
             all_ranks_take_the_same_newest_one,

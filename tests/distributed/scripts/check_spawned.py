@@ -22,7 +22,7 @@ def train(rank, port, folder):
 
     def slow(path, obj, rank=0):
         if path.endswith("optimizer.bin"):
-            time.sleep(4)  # what is tested is that a save may outlast the function
+            time.sleep(2)  # what is tested is that a save may outlast the function
         return real(path, obj, rank)
 
     formats.write_torch = slow

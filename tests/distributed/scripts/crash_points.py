@@ -58,7 +58,7 @@ class Plan:
     """What happens to one rank of a run.
 
     Attributes:
-        kind: "none"; "kill" at a call; "time" for a kill at some moment, which the parent sees to; "fail" at a call.
+        kind: "none"; "kill" at a call, before or after it: the disk does not change in between; "fail" at a call.
         phase: the phase whose calls are counted.
         number: which call, from 1.
         after: the process is killed when the call is done, not before.

@@ -44,7 +44,7 @@ DONE, STOPPED, ALONE = 0, 4, 5
 # -- what is forked ----------------------------------------------------------------------------------------------------
 
 
-def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], None]) -> int:
+def train(chain: Chain, plan: Plan, board: Board, rank: int) -> int:
     """Load, take some steps, and save after each; the plan may end it anywhere. Returns how it ended."""
     points = Points(board, rank, plan if plan.rank == rank else None)
     points.install(plan.exchanges)
@@ -58,7 +58,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], 
                 act()
             return True
         except (OSError, RuntimeError) as error:
-            if plan.kind in ("kill", "time"):
+            if plan.kind == "kill":
                 raise
             board["refused", rank] += 1
             points.disarm()
@@ -77,8 +77,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], 
 
     if not load(missing_ok=True) and plan.leaves:
         return STOPPED
-    board["loaded", rank] = run.check()
-    tell()
+    run.check()
     for _ in range(SAVES):
         step = run.advance()
         board["begun", rank] = step
@@ -223,38 +222,19 @@ class Lab:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
 
-    def start(self, chain: Chain, plan: Plan, board: Board) -> tuple[list[int], int, Path]:
-        """Start the ranks of a run; returns their process ids, what tells when they have loaded, and their log."""
+    def run(self, chain: Chain, plan: Plan, board: Board) -> bool:
+        """Run it, as the plan says; returns whether it was killed."""
         number = next(self._rounds)
         log = self.folder / f"run_{number}.log"
         port = self.store() if chain.world > 1 else 0
-        reading, writing = os.pipe()
 
-        def act(rank: int) -> Callable[[], int]:
-            def run() -> int:
-                if chain.world > 1:
-                    _be_rank(rank, chain.world, port, number)
-                os.write(writing, b"g")  # there is a group, and torch does not wait any more for who is killed
-                return train(chain, plan, board, rank, lambda: os.write(writing, b"l"))
+        def act(rank: int) -> int:
+            if chain.world > 1:
+                _be_rank(rank, chain.world, port, number)
+            return train(chain, plan, board, rank)
 
-            return run
-
-        pids = [self.fork(act(rank), log) for rank in range(chain.world)]
-        os.close(writing)
-        return pids, reading, log
-
-    def run(self, chain: Chain, plan: Plan, board: Board, delay: float = 0.0) -> bool:
-        """Run it, as the plan says; returns whether it was killed."""
-        pids, reading, log = self.start(chain, plan, board)
-        running, killed = list(pids), False
+        running, killed = [self.fork(functools.partial(act, rank), log) for rank in range(chain.world)], False
         with self.limit(running, f"{chain}, {plan}", log):
-            if plan.kind == "time":
-                told = b""
-                while told.count(b"g") < chain.world if plan.phase == "load" else b"l" not in told:
-                    told += (more := os.read(reading, 1))
-                    assert more, log.read_text()
-                time.sleep(delay)
-                os.kill(pids[plan.rank], signal.SIGKILL)
             while running:
                 pid, status = os.waitpid(running[0], 0) if len(running) == 1 else os.wait()
                 if pid not in running:
@@ -271,17 +251,14 @@ class Lab:
                 expected = (DONE, STOPPED) if plan.kind == "fail" else (DONE, ALONE) if killed else (DONE,)
                 if code not in expected:
                     raise AssertionError(f"{chain}, {plan}: exit status {code}\n{log.read_text()[-6000:]}")
-        os.close(reading)
         return killed
 
     def inspect(self, chain: Chain, own: list[str], at_least: int, at_most: int, about: object) -> int:
         """Load what is there in a fresh process; returns the step that was found."""
-        seen = Board()
-        log = self.folder / f"look_{next(self._rounds)}.log"
-        pid = self.fork(lambda: verify(chain, seen, at_least, at_most, own), log)
-        running = [pid]
+        seen, log = Board(), self.folder / f"look_{next(self._rounds)}.log"
+        running = [self.fork(lambda: verify(chain, seen, at_least, at_most, own), log)]
         with self.limit(running, str(chain), log):
-            _, status = os.waitpid(pid, 0)
+            _, status = os.waitpid(running[0], 0)
             running.clear()
         if status != 0:
             tree = "\n".join(str(path) for path in sorted(chain.folder.rglob("*")))
@@ -318,7 +295,6 @@ class Story:
         self.at_least = self.at_most = 0
         self.own: list[str] = []  # what the user has put into the folder
         self.calls = {"save": 150, "publish": 30, "prune": 20, "load": 30}
-        self.seconds = 0.4
 
     def plan(self, kind: str, phase: str) -> Plan:
         """Draw what happens next."""
@@ -331,7 +307,7 @@ class Story:
             error=draw.choice([errno.ENOSPC, errno.EIO]),
             lasts=draw.random() < 0.5,
             # What one process does for all is not done by the others.
-            rank=draw.randrange(self.chain.world) if phase in ("save", "load") or kind == "time" else 0,
+            rank=draw.randrange(self.chain.world) if phase in ("save", "load") else 0,
             exchanges=draw.random() < 0.6,
             safe=draw.random() < 0.8,
             leaves=draw.random() < 0.5,
@@ -339,14 +315,12 @@ class Story:
 
     def go(self, plan: Plan) -> tuple[Board, bool]:
         """Start the next run, and look at what it leaves; returns its numbers, and whether it was killed."""
-        board, delay = Board(), self.lab.draw.random() * self.seconds
-        begun = time.monotonic()
-        killed = self.lab.run(self.chain, plan, board, delay)
+        board = Board()
+        killed = self.lab.run(self.chain, plan, board)
         ranks = range(self.chain.world)
         self.at_least = max(self.at_least, *(board["saved", rank] for rank in ranks))
         self.at_most = max(self.at_most, *(board["begun", rank] for rank in ranks))
         if not killed and plan.kind != "fail":
-            self.seconds = time.monotonic() - begun
             for phase in PHASES:
                 self.calls[phase] = max(1, *(board[phase, rank] for rank in ranks))
         notes = self.chain.target / "notes.txt"
@@ -361,7 +335,7 @@ class Story:
 
     def kill(self, phase: str) -> bool:
         """Kill a run in a phase; say whether that came about."""
-        plan = self.plan(self.lab.draw.choice(["kill", "kill", "kill", "time"]), phase)
+        plan = self.plan("kill", phase)
         board, killed = self.go(plan)
         if killed:
             self.lab.kills[board.phase(plan.rank)] += 1
@@ -384,33 +358,25 @@ class Story:
 
 def chains(folder: Path) -> list[Chain]:
     """Return the configurations that are tried."""
-    numbers = itertools.count()
-    alone, together = (
-        [
-            Chain(folder / f"chain_{next(numbers)}", world, blocking, limit)
-            for limit in (None, 1, 2)
-            for blocking in (True, False)
-        ]
-        for world in (1, 2)
-    )
-    return [*alone, *together]
+    kinds = itertools.product((1, 2), (True, False), (None, 1, 2))
+    return [Chain(folder / f"chain_{number}", *kind) for number, kind in enumerate(kinds)]
 
 
 def rounds(stories: list[Story], wanted: int, act: Callable[[Story, str], bool]) -> None:
     """Go round the stories and the phases until so many attempts came about."""
     stories[0].lab.draw.shuffle(stories)
-    done, cycle = 0, 0
-    phases = {id(story): itertools.cycle(_phases(story.chain)) for story in stories}
-    begun: list[Story] = []
-    while done < wanted:
+    done, begun = 0, {}
+    for cycle in itertools.count():
         for story in stories:
             # Two processes take longer.
             if done < wanted and (story.chain.world == 1 or cycle % 3 == 0):
-                done += act(story, next(phases[id(story)]))
-                begun += [story] if cycle == 0 else []
-        cycle += 1
-    for story in dict.fromkeys(begun):
-        story.finish()
+                phases = begun.setdefault(id(story), itertools.cycle(_phases(story.chain)))
+                done += act(story, next(phases))
+        if done == wanted:
+            break
+    for story in stories:
+        if id(story) in begun:
+            story.finish()
 
 
 def _phases(chain: Chain) -> list[str]:
@@ -437,38 +403,30 @@ def warm_up(folder: Path) -> None:
 
 def fill_disks(lab: Lab, sizes: int) -> str:
     """Save on file systems that are too small, until they are full; returns what there is to say."""
-    board = Board()
+    board, disk = Board(), lab.folder / "disk"
+    unable = 77
 
     def on_disk(size: int, chain: Chain) -> int:
-        mount_small_disk(str(lab.folder / "disk"), size)
+        try:
+            mount_small_disk(str(disk), size)
+        except OSError:
+            return unable
         story = Story(lab, chain)
         for _ in range(2):
             plan = dataclasses.replace(story.plan("fail", "save"), number=1 << 30, leaves=False)
             seen, _ = story.go(plan)
             board["refused", 0] += seen["refused", 0]
-            board["saved", 0] += story.at_least > 0
         return DONE
 
-    (lab.folder / "disk").mkdir()
-    try:
-        mountable = os.fork()
-        if mountable == 0:
-            try:
-                mount_small_disk(str(lab.folder / "disk"), 1 << 20)
-                os._exit(0)
-            except OSError as error:
-                os._exit(error.errno)
-        code = os.waitstatus_to_exitcode(os.waitpid(mountable, 0)[1])
-        if code:
-            return f"full disks: skipped, this user may not mount one ({os.strerror(code)})"
-        for number in range(sizes):
-            size = lab.draw.randrange(60_000, 240_000)
-            chain = Chain(lab.folder / "disk" / "chain", 1, number % 2 == 0, (None, 1, 2)[number % 3])
-            log = lab.folder / f"disk_{number}.log"
-            status = os.waitpid(lab.fork(functools.partial(on_disk, size, chain), log), 0)[1]
-            assert status == 0, f"a disk of {size} bytes\n{log.read_text()[-8000:]}"
-    finally:
-        (lab.folder / "disk").rmdir()
+    disk.mkdir()
+    for number in range(sizes):
+        size = lab.draw.randrange(60_000, 240_000)
+        chain = Chain(disk / "chain", 1, number % 2 == 0, (None, 1, 2)[number % 3])
+        log = lab.folder / f"disk_{number}.log"
+        status = os.waitstatus_to_exitcode(os.waitpid(lab.fork(functools.partial(on_disk, size, chain), log), 0)[1])
+        if status == unable:
+            return "full disks: skipped, this user may not mount one"
+        assert status == DONE, f"a disk of {size} bytes\n{log.read_text()[-8000:]}"
     return f"full disks: {sizes}, {board['refused', 0]} saves refused, the last checkpoint whole on each"
 
 

@@ -82,20 +82,30 @@ def test_it_is_not_pickled_along():
     background.finish()
 
 
+# Imports once; each case is a fork that ends as a program does, and says on its last line how it did.
 PROGRAM = """
 import atexit, gc, os, sys, threading, torch
 from accelerate import Accelerator
 from accelerate.checkpoint import formats
-accelerator, folder, how = Accelerator(cpu=True), sys.argv[1], sys.argv[2]
+base, hows = sys.argv[1], sys.argv[2:]
+def full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+for how in hows:
+    child = os.fork()
+    if not child:
+        break
+    print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep=":", flush=True)
+else:
+    sys.exit()
+folder = os.path.join(base, how)
+output = os.open(folder + ".txt", os.O_WRONLY | os.O_CREAT)
+os.dup2(output, 1), os.dup2(output, 2)
+accelerator = Accelerator(cpu=True)
 model = accelerator.prepare(torch.nn.Linear(300, 300))
 if how in ("fails", "gone", "in a fork"):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
     formats.write_torch = full
-if how == "late":
-    atexit.register(accelerator.save_state, folder, blocking=False)
-elif how == "latest":
-    atexit.register(accelerator.save_state, folder)
+if how.startswith("late"):
+    atexit.register(accelerator.save_state, folder, blocking=how == "latest")
 else:
     atexit.register(print, "the program's own end", flush=True)
     accelerator.save_state(folder, blocking=False)
@@ -111,23 +121,16 @@ if how == "in a fork" and os.fork():
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "there"),
-    [
-        ("ends", 0, True),
-        ("raises", 1, True),
-        ("late", 0, True),
-        ("latest", 0, True),
-        ("fails", 1, False),
-        ("gone", 1, False),
-        ("in a fork", 0, False),  # the failure is the parent's, which reports it
-    ],
-)
-def test_the_end_of_a_program(tmp_path, how, status, there):
+def test_the_end_of_a_program(tmp_path):
     """A save that is being written, or begins, comes to its end; one that fails must not look like success."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == status, ended.stderr
-    assert (LocalStorage(tmp_path / "c").state().kind == "complete") is there, ended.stderr
-    assert ("No space left" in ended.stderr) is not there
-    assert how.startswith("late") or "the program's own end" in ended.stdout
+    ends = {"ends": 0, "raises": 1, "late": 0, "latest": 0, "fails": 1, "gone": 1}
+    ends["in a fork"] = 0  # the failure is the parent's, which reports it
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *ends]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.stdout.splitlines() == [f"{how}:{status}" for how, status in ends.items()], ended
+    for how in ends:
+        said = (tmp_path / f"{how}.txt").read_text()
+        there = how not in ("fails", "gone", "in a fork")
+        assert (LocalStorage(tmp_path / how).state().kind == "complete") is there, (how, said)
+        assert ("No space left" in said) is not there, (how, said)
+        assert how.startswith("late") or "the program's own end" in said, (how, said)

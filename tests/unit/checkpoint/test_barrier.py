@@ -103,21 +103,29 @@ def save_here(gathered):
     gathered.begin()
 
 
+def alone(store, rank=0, size=2):
+    return SaveBarrier("save_state", "/run/folder", Group(rank, size, 0, 1, False, True), store)
+
+
 def test_a_single_process_meets_itself():
-    alone = SaveBarrier("save_state", "/run/folder", Group(0, 1, 0, 1, False, True), None)
-    alone.begin()
-    assert (alone.exchange({"a": 1}), alone.ranks, alone.leader()) == ([{"a": 1}], [0], 0)
+    only = alone(None, size=1)
+    only.begin()
+    assert (only.exchange({"a": 1}), only.ranks, only.leader()) == ([{"a": 1}], [0], 0)
     with pytest.raises(OSError, match="full"):
-        alone.exchange(None, OSError("full"))
-    alone.leave()
+        only.exchange(None, OSError("full"))
+    only.leave()
 
 
-@pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
-def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, kind):
-    if kind == "TCPStore":
-        ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if kind == "FileStore":
-        ranks.store = dist.FileStore(str(tmp_path / "store"), 3)
+STORES = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 3),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+}
+
+
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, store):
+    ranks.store = store(tmp_path)
     unused = ranks.store.num_keys()
 
     def save(rank):
@@ -126,10 +134,7 @@ def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, kind):
             gathered = ranks.barrier(rank)
             gathered.begin()
             said += [gathered.exchange({"rank": rank}), gathered.exchange(None if rank else number)]
-            # What comes after the beginning may run beside the training.
-            last = threading.Thread(target=gathered.leave)
-            last.start()
-            last.join()
+            gathered.leave()
             names.append(gathered.name)
         return said, names
 
@@ -305,13 +310,11 @@ def test_a_rank_that_ends_or_waits_for_one_that_failed_is_not_waited_for(asking,
 def test_a_lost_store_is_an_error_that_names_the_call(ranks):
     held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", held.port, is_master=False) for _ in range(2)]
-    gathered = [
-        SaveBarrier("save_state", "/run/folder", Group(rank, 2, 0, 1, False, True), stores[rank]) for rank in range(2)
-    ]
+    gathered = [alone(stores[rank], rank) for rank in range(2)]
     ranks.play(lambda rank: save_here(gathered[rank]), 0, 1)
     del held
     with pytest.raises(RuntimeError, match="key-value store has ended"):
         gathered[0].exchange(None)
     with pytest.raises(CollectiveMisuse, match="key-value store has ended") as raised:
-        save_here(SaveBarrier("save_state", "/run/folder", Group(0, 2, 0, 1, False, True), stores[0]))
+        save_here(alone(stores[0]))
     assert f"{__file__}:" in str(raised.value) and "in save_here" in str(raised.value)

@@ -16,7 +16,7 @@ import checkpoint_samples as samples
 from accelerate.checkpoint.convert import export
 from accelerate.checkpoint.formats import write_weights
 from accelerate.checkpoint.inspect import weight_map
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file, model_file
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file
 from sharded_io import same
 
 
@@ -79,14 +79,6 @@ def test_huggingface_reads_it(tmp_path):
     assert again.cls.predictions.decoder.weight is again.bert.embeddings.word_embeddings.weight
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("safe", [True, False])
-def test_dtypes(tmp_path, dtype, safe):
-    source = samples.write(tmp_path / "checkpoint_0", safe=safe)
-    export(source, tmp_path / "out", dtype=dtype)
-    assert same(loaded(tmp_path / "out"), converted(samples.tensors(), dtype))
-
-
 def test_values_beyond_a_dtype(tmp_path):
     weights = {"a": torch.tensor([1.0, 1e6]), "b": torch.tensor([float("inf"), float("nan")])}
     source = samples.write(tmp_path / "checkpoint_0", weights=weights)
@@ -123,14 +115,6 @@ def test_names_of_compiled_models(tmp_path):
         export(source, tmp_path / "out1")
 
 
-def test_second_model(tmp_path):
-    source = samples.write(tmp_path / "checkpoint_0", model=1)
-    export(source, tmp_path / "out", model=1)
-    assert same(loaded(tmp_path / "out"), samples.tensors())
-    with pytest.raises(FileNotFoundError, match="no weights of model 0.*model_1.safetensors"):
-        export(source, tmp_path / "out0")
-
-
 def test_foreign_checkpoint(tmp_path, caplog):
     export(samples.foreign(tmp_path / "epoch_0"), tmp_path / "out")
     assert "cannot be verified" in caplog.text
@@ -162,14 +146,17 @@ def test_sharded_format_of_torch(tmp_path):
         export(tmp_path / "checkpoint_0", tmp_path / "none")
 
 
-def test_shards_of_a_second_model(tmp_path):
+def test_a_second_model(tmp_path):
+    source, wanted = samples.write(tmp_path / "checkpoint_0", model=1), samples.tensors()
+    export(source, tmp_path / "out", model=1)
+    assert same(loaded(tmp_path / "out"), wanted)
+    with pytest.raises(FileNotFoundError, match="no weights of model 0.*model_1.safetensors"):
+        export(source, tmp_path / "none")
     (tmp_path / "two").mkdir()
-    for index, pattern in enumerate(("model{suffix}.safetensors", "model_1{suffix}.safetensors")):
-        wanted = {name: value + index for name, value in samples.tensors().items()}
-        write_weights(tmp_path / "two", wanted, pattern, 60)
-        assert (tmp_path / "two" / (model_file(index) + ".index.json")).exists()
-        export(tmp_path / "two", tmp_path / f"out{index}", model=index)
-        assert same(loaded(tmp_path / f"out{index}"), wanted)
+    write_weights(tmp_path / "two", {"other": torch.ones(9)}, "model{suffix}.safetensors", 60)
+    write_weights(tmp_path / "two", wanted, "model_1{suffix}.safetensors", 60)
+    export(tmp_path / "two", tmp_path / "shards", model=1)
+    assert same(loaded(tmp_path / "shards"), wanted)
 
 
 def test_the_layout_that_the_manifest_lists(tmp_path):
@@ -185,37 +172,37 @@ def test_the_layout_that_the_manifest_lists(tmp_path):
     assert not (tmp_path / "out2").exists()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("old", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
-def test_small_floats_become_larger_ones(tmp_path, old, dtype):
-    if not hasattr(torch, old):
-        pytest.skip(f"this torch has no {old}")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", None])
+@pytest.mark.parametrize("safe", [True, False])
+def test_dtypes(tmp_path, dtype, safe):
+    """Integers and complex numbers stay as they are; small floats become larger ones."""
     values = torch.tensor([0.5, 1.0, 2.0, 4.0, 16.0])
-    weights = {"a": values.to(getattr(torch, old)), "b": torch.ones(2, dtype=torch.complex64), "c": torch.arange(3)}
-    source = samples.write(tmp_path / "checkpoint_0", weights=weights)
+    weights = {**samples.tensors(), "complex": torch.ones(2, dtype=torch.complex64)}
+    small = {name: values for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu") if hasattr(torch, name)}
+    stored = {**weights, **{name: values.to(getattr(torch, name)) for name in small}}
+    source = samples.write(tmp_path / "checkpoint_0", weights=stored, safe=safe)
     export(source, tmp_path / "out", dtype=dtype)
-    assert same(loaded(tmp_path / "out"), {**weights, **converted({"a": values}, dtype)})
-    export(source, tmp_path / "as_it_is")
-    assert loaded(tmp_path / "as_it_is")["a"].dtype is weights["a"].dtype
+    assert same(loaded(tmp_path / "out"), converted({**weights, **small}, dtype) if dtype else stored)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_damaged_weights(tmp_path):
+def test_damaged_and_incomplete_ones(tmp_path, caplog):
     source = samples.write(tmp_path / "checkpoint_0")
+    (source / "optimizer.bin").unlink()
+    export(source, tmp_path / "weights")
+    assert "optimizer.bin is missing" in caplog.text
+    assert same(loaded(tmp_path / "weights"), samples.tensors())
     samples.flip(source / "model.safetensors")
     with pytest.raises(DamagedCheckpoint, match="model.safetensors has changed"):
         export(source, tmp_path / "out")
+    (source / NAME).unlink()
+    with pytest.raises(DamagedCheckpoint, match="manifest .* is missing"):
+        export(source, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        export(tmp_path / "nowhere", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_of_a_checkpoint_that_lacks_another_file(tmp_path, caplog):
-    source = samples.write(tmp_path / "checkpoint_0")
-    (source / "optimizer.bin").unlink()
-    export(source, tmp_path / "out")
-    assert "optimizer.bin is missing" in caplog.text
-    assert same(loaded(tmp_path / "out"), samples.tensors())
 
 
 def test_a_header_that_lies(tmp_path):
@@ -226,15 +213,6 @@ def test_a_header_that_lies(tmp_path):
         with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors could not be read"):
             export(tmp_path / "c", tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
-
-
-def test_incomplete_and_absent(tmp_path):
-    source = samples.write(tmp_path / "checkpoint_0")
-    (source / NAME).unlink()
-    with pytest.raises(DamagedCheckpoint, match="manifest .* is missing"):
-        export(source, tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        export(tmp_path / "nowhere", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -266,49 +244,34 @@ def test_hostile_pickle_runs_nothing(tmp_path, monkeypatch, zipped):
     assert {entry.name for entry in tmp_path.iterdir()} == {"c"}
 
 
-def test_old_format_of_torch_and_a_truncated_file(tmp_path):
-    folder = foreign(tmp_path / "c", samples.tensors(), _use_new_zipfile_serialization=False)
-    export(folder, tmp_path / "out")
-    assert same(loaded(tmp_path / "out"), samples.tensors())
-    torch.save(samples.tensors(), folder / "pytorch_model.bin")
-    os.truncate(folder / "pytorch_model.bin", (folder / "pytorch_model.bin").stat().st_size - 100)
-    with pytest.raises(DamagedCheckpoint, match=r"pytorch_model\.bin"):
-        export(folder, tmp_path / "out2")
-
-
 def test_target_in_use(tmp_path):
-    source = samples.write(tmp_path / "checkpoint_0")
-    out = tmp_path / "out"
+    source, out = samples.write(tmp_path / "checkpoint_0"), tmp_path / "out"
     (tmp_path / "file").write_text("mine")
     out.mkdir()
     export(source, out)  # an empty folder is free
-    with pytest.raises(FileExistsError, match="not empty"):
-        export(source, out)
-    with pytest.raises(FileExistsError, match="is a file"):
-        export(source, tmp_path / "file")
-    for target in (source, tmp_path):
-        with pytest.raises(FileExistsError, match="holds the checkpoint"):
-            export(source, target, overwrite=True)
-    for target in (samples.write(tmp_path / "checkpoint_1"), samples.foreign(tmp_path / "epoch_1")):
-        with pytest.raises(FileExistsError, match="is a checkpoint"):
-            export(source, target, overwrite=True)
+    others = samples.write(tmp_path / "checkpoint_1"), samples.foreign(tmp_path / "epoch_1")
+    for target, message, overwrite in (
+        (out, "not empty", False),
+        (tmp_path / "file", "is a file", False),
+        *((folder, "holds the checkpoint", True) for folder in (source, tmp_path)),
+        *((folder, "is a checkpoint", True) for folder in others),
+    ):
+        with pytest.raises(FileExistsError, match=message):
+            export(source, target, overwrite=overwrite)
     with pytest.raises(ValueError, match="URL"):
         export(source, "memory://bucket/out")
 
 
 def test_overwrite_leaves_no_stale_weights_and_keeps_other_files(tmp_path):
     first = samples.write(tmp_path / "checkpoint_0", weights={"old": torch.ones(50), "older": torch.ones(50)})
-    second = samples.write(tmp_path / "checkpoint_1")
-    out = tmp_path / "out"
+    second, out = samples.write(tmp_path / "checkpoint_1"), tmp_path / "out"
     export(first, out, max_shard_size=100)
-    (out / "config.json").write_text("{}")
     for size, files in ((10_000, 1), (60, 4), (100, 3)):
+        (out / "config.json").write_text("{}")
         export(second, out, max_shard_size=size, overwrite=True)
         assert (out / "config.json").read_text() == "{}"
         (out / "config.json").unlink()
-        assert same(loaded(out), samples.tensors())
-        assert len(list(out.iterdir())) == files
-        (out / "config.json").write_text("{}")
+        assert same(loaded(out), samples.tensors()) and len(list(out.iterdir())) == files
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_0", "checkpoint_1", "out"}
 
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from accelerate import checkpointing
 from accelerate.checkpoint import load
@@ -290,20 +290,3 @@ def test_a_stateful_loader_begins_anew_too_where_that_was_asked_for(tmp_path):
         restored(tmp_path, anew)
     anew.continue_after_load = False
     assert numbers(restored(tmp_path, anew)) == list(range(7))
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-def test_loaders_stand_where_they_stood_when_a_load_is_undone(tmp_path, stateful):
-    def loader(seed):
-        sampler = RandomSampler(range(6), generator=torch.Generator().manual_seed(seed))
-        return shard(sampler=sampler, use_stateful_dataloader=stateful)
-
-    if stateful:
-        pytest.importorskip("torchdata.stateful_dataloader")
-    saved, undone, untouched = (loader(seed) for seed in (1, 2, 2))
-    next(iter(saved))
-    save(tmp_path, saved)
-    contents = read_common(common(loaders=[undone]), str(tmp_path))
-    contents.begin()
-    contents.undo()
-    assert numbers(undone) == numbers(untouched)

@@ -46,14 +46,8 @@ def test_files_are_called_as_upstream_calls_them():
     files = {*chain.from_iterable(names.values())} - {"checkpoint_0", "checkpoint_1"}
     for name in (*files, SCALER_NAME, manifest.PARAMETER_NAMES, manifest.INCOMPLETE_MARKER, ".incomplete_3"):
         assert manifest.is_checkpoint_file(name), name
-    for name in (
-        "notes.txt",
-        "mymodel.safetensors",
-        "optimizer",
-        "pytorch_model_fsdp",
-        "model_a.bin",
-        "model.safetensors~",
-    ):
+    others = "notes.txt mymodel.safetensors optimizer pytorch_model_fsdp model_a.bin model.safetensors~"
+    for name in others.split():
         assert not manifest.is_checkpoint_file(name), name
     assert [name for name in sorted(files) if manifest.is_generators_file(name)] == [*names[manifest.generators_file]]
     assert all(map(manifest.is_shard_file, ("__0_0.distcp", "__12_3.distcp", ".metadata")))
@@ -70,14 +64,8 @@ def test_numbers_of_folders(folder, number):
 
 
 def full() -> Manifest:
-    return Manifest(
-        {"m": ENTRY, "sub/x.bin": FileEntry(0, "f" * 32)},
-        world_size=2,
-        strategy="ddp",
-        mesh={"dp": 2},
-        step=7,
-        iteration=3,
-    )
+    files = {"m": ENTRY, "sub/x.bin": FileEntry(0, "f" * 32)}
+    return Manifest(files, world_size=2, strategy="ddp", mesh={"dp": 2}, step=7, iteration=3)
 
 
 def changed(path, value):
@@ -166,7 +154,7 @@ def test_the_schema_knows_all_that_is_written(tmp_path):
     VALIDATOR.validate(json.loads((tmp_path / "run" / NAME).read_text("utf-8")))
 
 
-@pytest.mark.parametrize("name", ["a", "a/b.c", ".hidden/..x/y..", "ü/…", "a b"])
+@pytest.mark.parametrize("name", ["a/b.c", ".hidden/..x/y..", "ü/… b"])
 def test_schema_and_reader_accept_the_same_names(name):
     values = changed(["files", name], {"size": 1, "checksum": "0" * 32})
     VALIDATOR.validate(values)

@@ -81,7 +81,7 @@ def url_of(storage, file):
     return f"{storage.location}/{path}"
 
 
-def meddle(monkeypatch, system, method, meanwhile, on=""):
+def meddle(patch, system, method, meanwhile, on=""):
     """Call a function before each call of a file system's method for paths with a text in them; return those calls."""
     right, calls = getattr(system, method), []
 
@@ -91,7 +91,7 @@ def meddle(monkeypatch, system, method, meanwhile, on=""):
             meanwhile()
         return right(self, *arguments, **options)
 
-    monkeypatch.setattr(system, method, wrong)
+    patch.setattr(system, method, wrong)
     return calls
 
 
@@ -130,9 +130,6 @@ def test_life(base):
     assert storage.state().manifest.step == 2
     assert objects(storage) == [NAME, "model.safetensors", "notes.txt"]
     assert read(storage.fetch()) == {"model.safetensors": b"later"}
-    (generation,) = {path.split("/")[0] for path in stored(storage)} - {NAME, "notes.txt"}
-    listing = {"generation": generation, **json.loads(storage.state().manifest.to_json())}
-    assert json.loads(stored(storage)[NAME]) == listing
 
     assert [(number, found.location) for number, found in storage_of(base).checkpoints()] == [(3, storage.location)]
     for _ in range(2):
@@ -162,14 +159,9 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(memory, monkeypa
     assert (storage.state().kind, storage.state().manifest.step) == ("complete", counts)
     assert read(storage.fetch()) == CONTENT
     (left,) = storage.leftovers().values()
-    assert left.size > 0
-    assert folder.leftovers() == storage.leftovers()
-    if counts == 1:
-        assert save(URL, step=3).state().manifest.step == 3
-    else:
-        folder.sweep()
-    assert folder.leftovers() == {}
-    assert objects(storage) == sorted([NAME, *CONTENT])
+    assert left.size > 0 and folder.leftovers() == storage.leftovers()
+    save(URL, step=3) if counts == 1 else folder.sweep()
+    assert folder.leftovers() == {} and objects(storage) == sorted([NAME, *CONTENT])
 
 
 def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, monkeypatch):
@@ -177,8 +169,6 @@ def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, mon
         save(URL)
     storage, folder = storage_of(URL), storage_of("memory://run")
     assert (storage.state().kind, storage.state().reason) == ("incomplete", "its saving did not come to its end")
-    with pytest.raises(DamagedCheckpoint, match="did not come to its end"):
-        storage.fetch()
     folder.sweep()
     assert (storage.state().kind, folder.entries()) == ("absent", [])
 
@@ -207,31 +197,27 @@ def test_a_store_that_refuses(memory, monkeypatch, method, on, error, message):
 
 
 def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog):
-    storage = save(URL, step=1)
+    save(URL, step=1)
     with failing(monkeypatch, memory, "rm_file", PermissionError("no")):
-        save(URL, step=2)
+        assert save(URL, step=2).state().manifest.step == 2
     assert "could not be removed" in caplog.text
-    assert storage.state().manifest.step == 2
 
 
 def test_several_nodes(base):
-    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(3)]
+    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(2)]
     folders = [node.stage() for node in nodes]
+    nodes[1].generation = nodes[0].generation
     for rank, node in enumerate(nodes):
-        node.generation = nodes[0].generation
         write(folders[rank], {f"rank_{rank}.bin": b"%d" % rank})
+        node.upload(folders[rank])
     files = dict(item for folder in folders for item in Manifest.read(folder).files.items())
-    for node, folder in zip(nodes, folders, strict=True):
-        node.upload(folder)
-    Manifest(files, world_size=3).write(folders[0])
+    Manifest(files, world_size=2).write(folders[0])
     nodes[0].publish()
     nodes[1].abandon()  # an error that comes after the manifest was written does not undo it
-    assert read(nodes[1].fetch()) == {f"rank_{rank}.bin": b"%d" % rank for rank in range(3)}
-    assert [os.path.exists(folder) for folder in folders] == [False, False, True]
-    nodes.clear()
-    del node
-    gc.collect()
-    assert not os.path.exists(folders[2])
+    assert read(nodes[1].fetch()) == {"rank_0.bin": b"0", "rank_1.bin": b"1"}
+    folders.append(ObjectStore(f"{base}/checkpoint_0").stage())
+    gc.collect()  # what is dropped leaves no folder
+    assert not any(map(os.path.exists, folders))
 
 
 def test_a_node_whose_files_did_not_arrive(memory):
@@ -302,8 +288,11 @@ def test_a_checkpoint_of_another_library(base):
     assert objects(storage) == [NAME, "notes.txt", "optimizer.bin"]
 
 
-@pytest.mark.parametrize("name", [NAME, ".incomplete", ".incomplete_3", "generators_0.safetensors"])
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"generation": "g"}'], ids=range(6))
+UNFINISHED = [(name, b"") for name in (NAME, ".incomplete", ".incomplete_3", "generators_0.safetensors")]
+UNFINISHED += [(NAME, data) for data in (b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"generation": "g"}')]
+
+
+@pytest.mark.parametrize(("name", "data"), UNFINISHED, ids=range(len(UNFINISHED)))
 def test_objects_that_tell_an_unfinished_checkpoint(memory, name, data):
     storage = storage_of(URL)
     put(f"{URL}/model.safetensors")
@@ -321,9 +310,6 @@ def test_a_local_checkpoint_that_was_copied(base, tmp_path):
         put(f"{storage.location}/{name}", data)
     assert (storage.state().kind, storage.state().manifest.step) == ("complete", 5)
     assert (read(storage.fetch()), storage.leftovers()) == (read(tmp_path), {})
-    put(f"{storage.location}/.incomplete")
-    assert storage.state().kind == "incomplete"
-    assert objects(save(storage.location, {"optimizer.bin": b"1"})) == [NAME, "optimizer.bin"]
 
 
 @pytest.mark.parametrize("generation", [True, False])
@@ -420,7 +406,6 @@ def test_objects_that_stand_for_folders(s3):
     for key in ("console/", "console/checkpoint_0/", "console/checkpoint_0/empty/", "hollow/"):
         s3.put_object(Bucket="bucket", Key=key, Body=b"")
     assert [number for number, _ in storage.parent().checkpoints()] == [0]
-    assert storage.state().kind == "complete"
     assert read(storage.fetch()) == CONTENT
     assert storage_of("s3://bucket/hollow").state().kind == "absent"
 

@@ -1,7 +1,9 @@
-"""Checkpoints pass both ways between this implementation and the wheels of upstream from 1.12.0 to 1.15.0; those of our own last version load."""
+"""Checkpoints pass both ways between this implementation and the wheels of upstream; those of our own last version load."""
 
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +13,34 @@ import torch
 from safetensors.torch import load_file
 
 from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 ROOT = Path(__file__).parents[3]
-FIXTURES = ROOT / "tests" / "fixtures"
-VERSIONS = sorted(path.name for path in (FIXTURES / "checkpoints").iterdir())
+FIXTURES, PEER = ROOT / "tests" / "fixtures", ROOT / ".cache" / "peer" / "1.15.0"
 sys.path.insert(0, str(FIXTURES))
 import peer_checkpoints  # noqa: E402
+import peer_positions  # noqa: E402
+
+prepared, AFTER = peer_positions.prepared, peer_positions.SAVED_BATCH
+STATEFUL = is_torchdata_stateful_dataloader_available()
+each_version = pytest.mark.parametrize("version", ["1.12.0", "1.13.0", "1.14.0", "1.15.0"])
 
 
-def test_the_versions():
-    assert VERSIONS == ["1.12.0", "1.13.0", "1.14.0", "1.15.0"]
+def wheel(script, *arguments):
+    """Run a script beside the fixtures with the peer's wheel; return what it prints."""
+    if not PEER.exists():
+        pytest.skip("the peer's wheel is not there; `make test` fetches it")
+    command = [sys.executable, "-W", "ignore", str(FIXTURES / script), *map(str, arguments)]
+    variables = {**os.environ, "PYTHONPATH": str(PEER), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+# -- whole states ------------------------------------------------------------------------------------------------------
+
+
+@each_version
 @pytest.mark.parametrize("kind", ["safe", "bin"])
 def test_what_the_wheels_wrote_loads_here(version, kind, caplog):
     folder = FIXTURES / "checkpoints" / version
@@ -31,7 +48,7 @@ def test_what_the_wheels_wrote_loads_here(version, kind, caplog):
     assert "is loaded unverified" in caplog.text
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@each_version
 def test_weights_that_the_wheels_wrote_in_shards_load_here(version):
     folder = FIXTURES / "checkpoints" / version
     model = peer_checkpoints.Tied()
@@ -40,29 +57,12 @@ def test_weights_that_the_wheels_wrote_in_shards_load_here(version):
     assert {name: value.tolist() for name, value in model.state_dict().items()} == expected
 
 
-def test_weights_that_we_write_in_shards_load_here(tmp_path):
-    for safe in (True, False):
-        job = peer_checkpoints.Job(seed=3)
-        job.accelerator.save_model(job.first, tmp_path / f"{safe}", max_shard_size=50, safe_serialization=safe)
-        model = peer_checkpoints.Tied()
-        load_checkpoint_in_model(model, tmp_path / f"{safe}")
-        assert torch.equal(model.inside.weight, job.first.inside.weight) and len(os.listdir(tmp_path / f"{safe}")) > 2
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_we_write_loads_in_the_wheels(tmp_path, version):
-    python = ROOT / f".venv-peer-{version}" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"needs an environment with accelerate {version}: {python.parents[1]}")
+@pytest.mark.parametrize("kind", ["safe", "bin"])
+def test_what_we_write_loads_in_the_wheel(tmp_path, kind):
     peer_checkpoints.write(tmp_path)
-    truth = json.loads((tmp_path / "truth.json").read_text())
-    for kind in ("safe", "bin"):
-        command = [str(python), "-W", "ignore", str(FIXTURES / "peer_checkpoints.py"), "read", str(tmp_path / kind)]
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert json.loads(done.stdout.partition("facts:")[2]) == truth, kind
+    facts = wheel("peer_checkpoints.py", "read", tmp_path / kind).partition("facts:")[2]
+    assert json.loads(facts) == json.loads((tmp_path / "truth.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
@@ -81,3 +81,60 @@ def test_what_our_last_version_wrote_loads_here(kind):
     assert state["param_groups"][0]["lr"] == 0.025
     assert {float(kept["step"]) for kept in state["state"].values()} == {2.0}
     assert all(kept["exp_avg"].abs().max() > 0 for kept in state["state"].values())
+
+
+# -- positions in the data ---------------------------------------------------------------------------------------------
+
+
+def values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def hints(accelerator, folder, caplog):
+    """Load, and return what the log says about the epoch."""
+    with caplog.at_level(logging.INFO, logger="accelerate.checkpoint"):
+        accelerator.load_state(str(folder))
+    return [record.message for record in caplog.records if "set_epoch" in record.message]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", ["1.12.0", "1.15.0"])
+@pytest.mark.parametrize("kind", ["stateful_seedable", "seedable", "seedable, as the wheels leave it"])
+def test_positions_that_the_wheels_wrote(tmp_path, caplog, version, kind):
+    """A stateful loader continues; for another one the log says what gives the rest of the run."""
+    if kind == "stateful_seedable" and not STATEFUL:
+        pytest.skip("needs torchdata's StatefulDataLoader")
+    folder = shutil.copytree(FIXTURES / f"accelerate-{version}", tmp_path / "checkpoint")
+    epochs = json.loads((folder / "truth.json").read_text())
+    kind, _, as_left = kind.partition(",")
+    assert [values(loader) for loader in [prepared("seedable")[1]] * 3] == epochs
+    if as_left:
+        (folder / "dl_state_dict.bin").unlink()
+    accelerator, loader = prepared(kind)
+    (hint,) = hints(accelerator, folder, caplog)
+    loader.set_epoch(1)
+    if kind == "stateful_seedable":
+        assert "only where it stood" in hint
+        rest = values(loader)
+    else:
+        assert "skip_first_batches" in hint and loader.batches_yielded == 0
+        rest = values(accelerator.skip_first_batches(loader, AFTER))
+    assert [rest, values(loader)] == [epochs[1][AFTER:], epochs[2]]
+
+
+def test_our_own_checkpoints_need_no_such_line(tmp_path, caplog):
+    peer_positions.write(tmp_path, "seedable")
+    accelerator, loader = prepared("seedable")
+    assert hints(accelerator, tmp_path / "seedable", caplog) == [] and loader.iteration == 1
+    assert values(loader) == json.loads((tmp_path / "seedable" / "truth.json").read_text())[1][AFTER:]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [kind for kind in peer_positions.KINDS if STATEFUL or "stateful" not in kind])
+def test_what_we_write_continues_in_the_wheel(tmp_path, kind):
+    """The order of a plain loader is in our files only; the wheel passes over that, and takes what it knows."""
+    peer_positions.write(tmp_path, kind)
+    expected = json.loads((tmp_path / kind / "truth.json").read_text())[1][AFTER:]
+    batches = json.loads(wheel("peer_positions.py", "read", tmp_path / kind, kind).partition("batches:")[2])
+    assert batches == expected if "seedable" in kind else len(batches) == len(expected)

@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 
+import checkpoint_samples as samples
 import sharded_io
 from accelerate import Accelerator
 from accelerate.checkpoint import formats, optimizers
@@ -84,46 +84,33 @@ def test_to_shards(sharded, full, trained):
     assert len(files) == 3
 
 
-def test_torch_reads_the_shards(sharded, trained):
-    model, _ = trained
-    found = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
-    torch_dcp.load(found, checkpoint_id=str(sharded / "pytorch_model_fsdp_0"))
-    assert same(found["model"], dict(model.state_dict()))
-
-
 def test_back_to_whole_files(tmp_path, sharded, trained):
     model, optimizer = trained
-    reshard(str(sharded), str(tmp_path / "back"), "full")
-    whole(tmp_path / "back")
-    assert same(load_file(tmp_path / "back" / "model.safetensors"), dict(model.state_dict()))
+    back = tmp_path / "back"
+    reshard(str(sharded), str(back), "full")
+    whole(back)
+    assert same(load_file(back / "model.safetensors"), dict(model.state_dict()))
     # As torch numbers it: any optimizer of the same groups takes it.
-    assert same(torch.load(tmp_path / "back" / "optimizer.bin"), optimizer.state_dict())
-    assert loads(tmp_path / "back", *trained)
-    assert optimizers.read_names(tmp_path / "back") == [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
-    reshard(str(tmp_path / "back"), str(tmp_path / "again"), "sharded", 2)
-    assert loads(tmp_path / "again", *trained)
+    assert same(torch.load(back / "optimizer.bin"), optimizer.state_dict())
+    assert loads(back, *trained)
+    assert optimizers.read_names(back) == [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
 
 
-@pytest.mark.parametrize("shards", [1, 2, 16])
+@pytest.mark.parametrize("shards", [1, 16])
 def test_to_another_number_of_shards(tmp_path, sharded, trained, shards):
     reshard(str(sharded), str(tmp_path / "other"), "sharded", shards)
     whole(tmp_path / "other")
     assert loads(tmp_path / "other", *trained)
 
 
-def test_ties_stay_ties(tmp_path, full, trained):
-    reshard(str(full), str(tmp_path / "again"), "full")
-    entry = whole(tmp_path / "again").files["model.safetensors"]
-    assert entry.aliases == {"head.weight": "embedding.weight"}
-    assert "head.weight" not in load_file(tmp_path / "again" / "model.safetensors")
-    assert loads(tmp_path / "again", *trained)
-
-
-def test_in_place(full, trained):
+def test_ties_stay_ties_also_in_place(full, trained):
+    reshard(str(full), str(full), "full")
+    assert Manifest.read(full).files["model.safetensors"].aliases == {"head.weight": "embedding.weight"}
+    assert "head.weight" not in load_file(full / "model.safetensors")
+    assert loads(full, *trained)
     reshard(str(full), str(full), "sharded", 2)
     assert loads(full, *trained)
-    assert not (full / "model.safetensors").exists()
-    assert (full / "notes.txt").read_text() == "of the user"
+    assert not (full / "model.safetensors").exists() and (full / "notes.txt").read_text() == "of the user"
 
 
 def test_what_a_sharded_save_wrote_into_a_folder_inside_of_it(tmp_path, trained):
@@ -143,48 +130,36 @@ def test_what_a_sharded_save_wrote_into_a_folder_inside_of_it(tmp_path, trained)
 
 
 def test_several_models_and_an_optimizer_that_has_not_stepped(tmp_path):
-    folder = tmp_path / "saved"
+    folder, made = tmp_path / "saved", tmp_path / "whole"
     jobs = [job(0, steps=0), job(1)]
     for index, (model, optimizer) in enumerate(jobs):
         sharded_io.save_model(model, folder, index, "full")
         sharded_io.save_optimizer(optimizer, model, folder, index, "full")
     reshard(str(folder), str(tmp_path / "shards"), "sharded", 2)
-    reshard(str(tmp_path / "shards"), str(tmp_path / "whole"), "full")
-    assert {"model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin"} <= set(
-        whole(tmp_path / "whole").files
-    )
-    for index, (model, optimizer) in enumerate(jobs):
-        assert loads(tmp_path / "whole", model, optimizer, index)
+    reshard(str(tmp_path / "shards"), str(made), "full")
+    assert {"model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin"} <= set(whole(made).files)
+    assert all(loads(made, model, optimizer, index) for index, (model, optimizer) in enumerate(jobs))
 
 
-def test_names_that_torch_keeps(tmp_path):
-    if torch.__version__ < "2.6":
-        pytest.skip("optimizers of this torch have no names")
+@pytest.mark.skipif(torch.__version__ < "2.6", reason="optimizers of this torch have no names")
+def test_names_that_torch_keeps_and_its_format_in_several_files(tmp_path):
     model, _ = job()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     model(torch.arange(7)).sum().backward()
     optimizer.step()
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    formats.write_torch(folder / "pytorch_model.bin", dict(model.state_dict()))
-    formats.write_torch(folder / "optimizer.bin", optimizer.state_dict())
-    reshard(str(folder), str(tmp_path / "shards"), "sharded")
-    other, _ = job(1)
-    its_optimizer = torch.optim.SGD(other.parameters(), lr=0.2, momentum=0.9)
-    sharded_io.load_optimizer(its_optimizer, other, tmp_path / "shards")
-    assert "param_names" not in its_optimizer.param_groups[0]
-    assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-
-
-def test_torchs_format_in_several_files(tmp_path, trained):
-    model, folder = trained[0], tmp_path / "saved"
+    folder, made = tmp_path / "saved", tmp_path / "shards"
     Accelerator(cpu=True).save_model(model, folder, max_shard_size=100, safe_serialization=False)
     assert len(list(folder.glob("pytorch_model-*.bin"))) > 1
-    reshard(str(folder), str(tmp_path / "shards"), "sharded", shards=2)
-    assert not list((tmp_path / "shards").glob("pytorch_model*.bin*")), "all of it is in the shards"
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    reshard(str(folder), str(made), "sharded", shards=2)
+    assert not list(made.glob("pytorch_model*.bin*")), "all of it is in the shards"
     other, _ = job(1)
-    sharded_io.load_model(other, tmp_path / "shards")
+    its_optimizer = torch.optim.SGD(other.parameters(), lr=0.2, momentum=0.9)
+    sharded_io.load_model(other, made)
+    sharded_io.load_optimizer(its_optimizer, other, made)
     assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert "param_names" not in its_optimizer.param_groups[0]
+    assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -197,64 +172,43 @@ def refused(source, target, kind, match, layout="sharded", **options):
     assert sorted(os.listdir(target.parent)) == before
 
 
-def test_two_layouts_at_once(tmp_path, full):
-    """As in a folder that two programs have saved to; `export` refuses it in the same words."""
-    older, _ = job(1)
+def test_two_layouts_at_once_and_files_of_single_ranks(tmp_path, full, trained):
+    """As in a folder that two programs have saved to; `export` refuses in the same words."""
     (full / "accelerate_manifest.json").unlink()
-    sharded_io.save_model(older, full, layout="sharded")
-    refused(full, tmp_path / "new", ValueError, "model 0 more than once: pytorch_model_fsdp_0 and model.safetensors")
-    with pytest.raises(ValueError, match="model 0 more than once"):
-        export(full, tmp_path / "exported")
+    sharded_io.save_model(job(1)[0], full, layout="sharded")
+    sharded_io.save_model(trained[0], tmp_path / "local", layout="local")
+    twice = "model 0 more than once: pytorch_model_fsdp_0 and model.safetensors"
+    for folder, match in ((full, twice), (tmp_path / "local", "what each rank had")):
+        refused(folder, tmp_path / "new", ValueError, match)
+        with pytest.raises(ValueError, match=match):
+            export(folder, tmp_path / "exported")
 
 
 def test_numbers_without_names(tmp_path, full):
-    (full / "parameter_names.json").unlink()
     (full / "accelerate_manifest.json").unlink()
+    for text in ("", "[]", '{"0": 3}', '{"0": [[1]]}'):
+        (full / "parameter_names.json").write_text(text)
+        refused(full, tmp_path / "new", DamagedCheckpoint, "does not hold names")
+    (full / "parameter_names.json").unlink()
     refused(full, tmp_path / "new", ValueError, "numbers its parameters")
     reshard(str(full), str(tmp_path / "new"), "full")
     assert not (tmp_path / "new" / "parameter_names.json").exists()
 
 
 def test_damage(tmp_path, full):
-    file = full / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    samples.flip(full / "model.safetensors")
     refused(full, tmp_path / "new", DamagedCheckpoint, "model.safetensors has changed")
-    file.write_bytes(data[:-1])
+    (full / "model.safetensors").write_bytes(b"")
     refused(full, tmp_path / "new", DamagedCheckpoint, "not complete.*model.safetensors")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"0": 3}', '{"0": [[1]]}'])
-def test_names_that_are_none(tmp_path, full, text):
-    (full / "accelerate_manifest.json").unlink()
-    (full / "parameter_names.json").write_text(text)
-    refused(full, tmp_path / "new", DamagedCheckpoint, "does not hold names")
-
-
-def test_files_of_single_ranks(tmp_path, trained):
-    sharded_io.save_model(trained[0], tmp_path / "local", layout="local")
-    refused(tmp_path / "local", tmp_path / "new", ValueError, "what each rank had")
-    with pytest.raises(ValueError, match="what each rank had"):
-        export(tmp_path / "local", tmp_path / "exported")
-
-
-def test_nothing_there(tmp_path):
+def test_arguments_and_nothing_there(tmp_path, full):
+    refused(full, tmp_path / "new", ValueError, "shards is 0", shards=0)
+    refused(full, tmp_path / "new", ValueError, "shards is 2", layout="full", shards=2)
     refused(tmp_path / "none", tmp_path / "new", FileNotFoundError, "no checkpoint at")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     refused(tmp_path / "other", tmp_path / "new", FileNotFoundError, "no model")
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"shards": 0}, "shards is 0"),
-        ({"layout": "full", "shards": 2}, "shards is 2"),
-    ],
-)
-def test_arguments(tmp_path, full, options, match):
-    refused(full, tmp_path / "new", ValueError, match, **options)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, full, monkeypatch):
