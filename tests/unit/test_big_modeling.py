@@ -1,4 +1,4 @@
-"""Models spread over devices."""
+"""Models that are made empty, and spread over devices."""
 
 import json
 import logging
@@ -16,6 +16,7 @@ from accelerate.big_modeling import (
     disk_offload,
     dispatch_model,
     init_empty_weights,
+    init_on_device,
     load_checkpoint_and_dispatch,
 )
 from accelerate.hooks import UserCpuOffloadHook, remove_hook_from_submodules
@@ -188,12 +189,10 @@ def test_models_without_data_are_not_offloaded(tmp_path, inputs):
 
 
 def _save(folder, state, safe):
-    names = list(state)
     weight_map = {}
-    for number, part in enumerate((names[:4], names[4:])):
+    for number, part in enumerate((list(state)[:4], list(state)[4:])):
         file = f"part{number}.{'safetensors' if safe else 'bin'}"
-        tensors = {name: state[name] for name in part}
-        save_file(tensors, folder / file) if safe else torch.save(tensors, folder / file)
+        (save_file if safe else torch.save)({name: state[name] for name in part}, folder / file)
         weight_map.update(dict.fromkeys(part, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
@@ -216,14 +215,8 @@ def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
     _save(tmp_path, model.state_dict(), True)
     with init_empty_weights():
         empty = _Net().eval()
-    load_checkpoint_and_dispatch(
-        empty,
-        tmp_path,
-        device_map="auto",
-        max_memory={"cpu": 170},
-        offload_folder=tmp_path / "o",
-        offload_buffers=True,
-    )
+    options = {"max_memory": {"cpu": 170}, "offload_folder": tmp_path / "o", "offload_buffers": True}
+    load_checkpoint_and_dispatch(empty, tmp_path, device_map="auto", **options)
     assert empty.hf_device_map == {"linear1": "cpu", "norm": "disk", "linear2": "disk"}
     assert torch.equal(empty(inputs), model(inputs))
     with pytest.raises(ValueError, match="'foo'"):
@@ -231,14 +224,8 @@ def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
 
 
 def test_layerwise_casting_covers_linear_and_convolution_only():
-    model = nn.ModuleDict(
-        {
-            "conv": nn.Conv2d(1, 1, 1),
-            "norm": nn.LayerNorm(3),
-            "emb": nn.Embedding(2, 2),
-            "sub": nn.Sequential(nn.Linear(2, 2)),
-        }
-    )
+    layers = {"conv": nn.Conv2d(1, 1, 1), "norm": nn.LayerNorm(3), "emb": nn.Embedding(2, 2)}
+    model = nn.ModuleDict({**layers, "sub": nn.Sequential(nn.Linear(2, 2))})
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
     narrow = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.bfloat16}
     assert narrow == {"conv.weight", "conv.bias", "sub.0.weight", "sub.0.bias"}
@@ -258,3 +245,49 @@ def test_layerwise_casting_skips_what_is_named(skip):
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1), "sub": nn.Sequential(nn.Linear(2, 2))})
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, **skip)
     assert model["conv"].weight.dtype is torch.bfloat16 and model["sub"][0].weight.dtype is torch.float32
+
+
+# --- made elsewhere ---
+
+
+def _devices(module):
+    return {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
+
+
+def test_parameters_take_no_memory_and_buffers_on_request_and_by_environment(monkeypatch):
+    with init_empty_weights():
+        norm, loose = nn.BatchNorm1d(3), torch.ones(2)
+    assert norm.weight.device.type == "meta" and norm.running_mean.device.type == loose.device.type == "cpu"
+    assert _devices(nn.Linear(1, 1)) == {"cpu"}
+    with init_empty_weights(include_buffers=True):
+        assert _devices(nn.BatchNorm1d(3)) == {"meta"}
+    monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", "1")
+    with init_empty_weights():
+        assert _devices(nn.BatchNorm1d(3)) == {"meta"}
+    with init_empty_weights(include_buffers=False):
+        assert _devices(nn.BatchNorm1d(3)) == {"meta", "cpu"}
+
+
+def test_ties_classes_and_attributes_survive():
+    class Special(nn.Parameter):
+        pass
+
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        model.own = Special(torch.ones(1), requires_grad=False)
+        model.register_parameter("nothing", None)
+    assert model[1].weight is model[0].weight
+    assert type(model.own) is Special and not model.own.requires_grad
+
+
+def test_nesting_decorating_and_errors_restore_torch():
+    register = nn.Module.register_parameter
+    build = init_on_device("meta")(lambda: nn.Linear(1, 1))
+    assert _devices(build()) == _devices(build()) == {"meta"}
+    with pytest.raises(KeyError), init_empty_weights():
+        with init_on_device("cpu"):
+            assert _devices(nn.Linear(1, 1)) == {"cpu"}
+        assert _devices(nn.Linear(1, 1)) == {"meta"}
+        raise KeyError
+    assert nn.Module.register_parameter is register

@@ -113,37 +113,14 @@ def test_another_way_through_the_model_is_read_as_it_comes(model, inputs, tmp_pa
     plain = [model(inputs, order) for order in orders]
     disk_offload(model, tmp_path)
     with arrivals() as read_ahead:
-        for _ in range(3):
-            for order, expected in zip(orders, plain, strict=True):
-                assert torch.equal(model(inputs, order), expected)
+        for order, expected in zip(3 * orders, 3 * plain, strict=True):
+            assert torch.equal(model(inputs, order), expected)
     assert any(read_ahead) and not all(read_ahead)
     # A model that leaves layers out or repeats them is followed again from the next one that is known.
     model(inputs, [0, 1, 2, 3])
     with arrivals() as read_ahead:
         model(inputs, [0, 2, 3, 2, 3])
     assert read_ahead == [True, False, True, False, True]
-
-
-def test_encoders_before_decoders(inputs, tmp_path):
-    class Pair(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.decoder = _Stack(2), _Stack(3)
-
-        def forward(self, x, steps=2):
-            memory = self.encoder(x)
-            for _ in range(steps):
-                x = self.decoder(x) + memory
-            return x
-
-    model = Pair().eval()
-    plain, encoded = [model(inputs, steps) for steps in (1, 3)], model.encoder(inputs)
-    disk_offload(model, tmp_path)
-    with arrivals() as read_ahead:
-        for _ in range(2):
-            assert torch.equal(model.encoder(inputs), encoded)
-            assert all(torch.equal(model(inputs, s), expected) for s, expected in zip((1, 3), plain, strict=True))
-    assert any(read_ahead)
 
 
 @pytest.mark.parametrize("budget", [0, 10, LAYER_BYTES - 1, LAYER_BYTES, 3 * LAYER_BYTES, 100 * LAYER_BYTES])
@@ -236,7 +213,8 @@ class _Stream:
 def namespace(monkeypatch):
     """Stands for torch.cuda."""
     found = _Stream()
-    monkeypatch.setattr(StreamTransfer, "_pinned", lambda self: torch.empty(self._staging_bytes, dtype=torch.uint8))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: found.calls.append("keep"))
     return found
 
@@ -252,9 +230,9 @@ def test_weights_travel_through_two_buffers_on_a_stream_of_their_own(staging_byt
     }
     sent_tensors, event = transfer.bring(weights)
     assert namespace.calls.count("stream cpu") == 1
-    sent = namespace.calls.count("record")
     # The end of all copies is recorded behind them, and a buffer is not filled again before it has arrived.
-    assert namespace.calls[-1] == "record" and namespace.calls.count("synchronize") == max(0, sent - 1 - 2)
+    sent = namespace.calls.count("record") - 1
+    assert namespace.calls[-1] == "record" and namespace.calls.count("synchronize") == sent > 0
     assert namespace.calls.count("enter") == namespace.calls.count("exit") == 4
     arrived = transfer.receive(sent_tensors, event)
     assert namespace.calls.count("wait") == 1 and namespace.calls.count("keep") == 4
@@ -262,18 +240,7 @@ def test_weights_travel_through_two_buffers_on_a_stream_of_their_own(staging_byt
     assert namespace.calls.count("current cpu") == 1 and arrived["strided"].stride() == weights["strided"][0].stride()
     for name, (tensor, dtype) in weights.items():
         assert torch.equal(arrived[name], tensor.to(dtype)) and arrived[name].dtype is dtype
-
-
-def test_a_model_through_streams_gives_the_same_bits(model, inputs, tmp_path, namespace, monkeypatch):
-    monkeypatch.setattr(prefetch, "HostTransfer", lambda: StreamTransfer(torch.device("cpu"), namespace, 256))
-    plain = [model(inputs), model(inputs, [3, 1])]
-    disk_offload(model, tmp_path)
-    with arrivals() as read_ahead:
-        for order, expected in zip((None, [3, 1]), plain, strict=True):
-            for _ in range(2):
-                assert torch.equal(model(inputs, order), expected)
-    assert any(read_ahead) and "wait" in namespace.calls
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert transfer.bring(weights) and namespace.calls.count("stream cpu") == 1, "one stream serves all"
 
 
 class _Panic(BaseException):
@@ -295,6 +262,20 @@ def test_a_reader_that_fails_leaves_it_to_the_hook(error, model, inputs, tmp_pat
     assert not any(read_ahead)
     said = [record for record in caplog.records if "ahead ran out of memory" in record.message]
     assert len(said) == isinstance(error, torch.OutOfMemoryError)
+
+
+def test_a_thread_that_cannot_start_is_named_and_weights_are_read_in_place(
+    model, inputs, tmp_path, monkeypatch, caplog
+):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    plain = model(inputs)
+    disk_offload(model, tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with caplog.at_level(logging.WARNING), arrivals() as read_ahead:
+        assert all(torch.equal(model(inputs), plain) for _ in range(3))
+    assert not any(read_ahead) and caplog.text.count("can't start new thread") == 1
 
 
 def test_a_model_that_goes_takes_its_thread_along(inputs, tmp_path):
