@@ -38,9 +38,9 @@ def source():
     return {name: torch.randn_like(t) if t.is_floating_point() else t for name, t in _Net().state_dict().items()}
 
 
-def _empty():
+def _empty(kind=_Net):
     with init_empty_weights():
-        return _Net()
+        return kind()
 
 
 def _save_sharded(folder, state, safe):
@@ -275,8 +275,7 @@ def test_one_name_of_a_shared_module_is_enough(device_map, tmp_path):
         assert (model["two"].weight == 3).all()
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_eight_bit_weights_that_were_written_before_an_error_are_removed(there, source, tmp_path, monkeypatch):
+def test_eight_bit_weights_that_were_written_before_an_error_are_removed(source, tmp_path, monkeypatch):
     real, written = OffloadWriter.add, []
 
     def add(self, name, weight):
@@ -285,13 +284,11 @@ def test_eight_bit_weights_that_were_written_before_an_error_are_removed(there, 
         written.append(real(self, name, weight))
 
     torch.save(source, tmp_path / "m.bin")
-    if there:
-        offload_weight(torch.ones(1), "other", tmp_path / "o")
+    offload_weight(torch.ones(1), "other", tmp_path / "o")
     monkeypatch.setattr(OffloadWriter, "add", add)
-    model = _empty()
     with pytest.raises(RuntimeError, match="no more"):
-        load_checkpoint_in_model(model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "o", offload_8bit_bnb=True)
-    assert [path.name for path in (tmp_path / "o").iterdir()] == ["other.dat"] * there
+        load_checkpoint_in_model(_empty(), tmp_path / "m.bin", {"": "disk"}, tmp_path / "o", offload_8bit_bnb=True)
+    assert os.listdir(tmp_path / "o") == ["other.dat"]
 
 
 # --- broken checkpoints ---
@@ -399,8 +396,7 @@ def test_a_broken_checkpoint_changes_nothing(fault, device_map, kind, parts, tmp
     damage, error, message = FAULTS[fault]
     damage(parts, kind)
     for empty in (True, False):
-        with init_empty_weights() if empty else torch.no_grad():
-            model = _Pair()
+        model = _empty(_Pair) if empty else _Pair()
         before = _snapshot(model)
         with pytest.raises(error, match=message):
             load_checkpoint_and_dispatch(model, parts, device_map, offload_folder=tmp_path / "offload")
@@ -408,8 +404,7 @@ def test_a_broken_checkpoint_changes_nothing(fault, device_map, kind, parts, tmp
 
 
 def test_safetensors_on_disk_need_no_folder_and_other_formats_do(kind, parts, tmp_path):
-    with init_empty_weights():
-        model = _Pair()
+    model = _empty(_Pair)
     if kind == "safetensors":
         load_checkpoint_and_dispatch(model, parts, {"": "disk"})
         assert model(torch.ones(1, 4)).shape == (1, 4)
@@ -434,8 +429,7 @@ def test_a_full_disk_while_loading_leaves_nothing_behind(tmp_path, monkeypatch):
         return real(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with init_empty_weights():
-        model = _Pair()
+    model = _empty(_Pair)
     before = _snapshot(model)
     with pytest.raises(OSError, match=r"Offloading second\.weight.* failed: No space left") as caught:
         load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"}, offload_folder=tmp_path / "o")
@@ -454,8 +448,7 @@ def test_a_load_shows_one_bar_and_says_nothing(kind, parts, tmp_path, monkeypatc
             super().__init__(*arguments, **{**options, "disable": True})
 
     monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
-    with init_empty_weights():
-        model = _Pair()
+    model = _empty(_Pair)
     with caplog.at_level(logging.WARNING), warnings.catch_warnings():
         warnings.simplefilter("error")
         load_checkpoint_and_dispatch(
@@ -498,8 +491,7 @@ def test_an_offload_index_is_checked_before_dispatch(entry, error, message, tmp_
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"first": "cpu", "second": "disk", "flags": "cpu"}], ids=str)
 def test_a_checkpoint_without_a_weight_that_the_model_lacks_changes_nothing(device_map, kind, parts, tmp_path):
     _lack(parts, kind)
-    with init_empty_weights():
-        model = _Pair()
+    model = _empty(_Pair)
     before = _snapshot(model)
     with pytest.raises(ValueError, match=r"nobody has their data: second\.bias \(for"):
         load_checkpoint_and_dispatch(model, parts, device_map, offload_folder=tmp_path / "offload")
@@ -511,8 +503,7 @@ def test_a_checkpoint_without_a_weight_that_the_model_lacks_changes_nothing(devi
 
 
 def test_devices_that_are_not_there_are_named(parts):
-    with init_empty_weights():
-        model = _Pair()
+    model = _empty(_Pair)
     for call in (
         lambda: load_checkpoint_and_dispatch(model, parts, {"first": 7, "second": "cpu", "flags": "cpu"}),
         lambda: dispatch_model(_Pair(), {"first": "cuda:7", "second": "cpu", "flags": "cpu"}),
