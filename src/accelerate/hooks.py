@@ -112,11 +112,10 @@ class AlignDevicesHook(ModelHook):
         self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._present: dict[str, tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = {}
         self._loose = True  # whether there may be others in the module
-        self._target: tuple[Any, torch.device | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies bring in weights of their own.
-        return {**self.__dict__, "_kept": {}, "_present": {}, "_loose": True, "_target": (None, None)}
+        return {**self.__dict__, "_kept": {}, "_present": {}, "_loose": True}
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -185,20 +184,12 @@ class AlignDevicesHook(ModelHook):
             self.input_device = find_device([args, kwargs])
         if self.execution_device is None:
             return args, kwargs
-        target = self._device()
+        target = exact_device(self.execution_device)
         if any_elsewhere(args, target):
             args = send_to_device(args, self.execution_device)
         if kwargs and any_elsewhere(kwargs, target):
             kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
         return args, kwargs
-
-    def _device(self) -> torch.device:
-        """The execution device, which others may replace at any time, as torch names it."""
-        given, found = self._target
-        if given is not self.execution_device:
-            given, found = self.execution_device, exact_device(self.execution_device)
-            self._target = (given, found)
-        return found
 
     def _arrive(self, module: nn.Module) -> None:
         if self.leads is not None:

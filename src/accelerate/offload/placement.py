@@ -27,6 +27,7 @@ _META = torch.device("meta")
 _AT_REST = "accelerate_at_rest"
 # Types of arguments that hold no tensors and have no `to`; others join when they are first seen.
 _INERT: set[type] = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_EXACT: dict[Device, torch.device] = {}
 # Tensors that are what their data is; the others have to be made by their class.
 _PLAIN = (nn.Parameter, torch.Tensor)
 
@@ -60,10 +61,11 @@ def exact_device(device: Device) -> torch.device:
     Args:
         device: The device, as it stands in a device map.
     """
-    found = as_device(device)
-    if found.index is None and found.type not in ("cpu", "meta"):
-        return torch.empty(0, device=found).device
-    return found
+    if device not in _EXACT:  # hooks ask at each forward
+        found = as_device(device)
+        indexed = found.index is not None or found.type in ("cpu", "meta")
+        _EXACT[device] = found if indexed else torch.empty(0, device=found).device
+    return _EXACT[device]
 
 
 def any_elsewhere(value: Any, device: torch.device) -> bool:
