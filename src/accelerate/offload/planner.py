@@ -219,6 +219,7 @@ class _Waiting:
         items: What waits, by name.
         stack: The same, the first at the end; what was placed or opened meanwhile is noticed when its turn comes.
         loose: The full names of the buffers that opened modules hold themselves.
+        doubled: Whether an opened module holds something under two names.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> None:
@@ -226,6 +227,7 @@ class _Waiting:
         self._layers: dict[str, list[int | float]] = {}
         layers = [size for name, child in model.named_children() for size in self._find_layers(name, child)]
         self.loose: list[str] = []
+        self.doubled = False
         first = self.pieces("", model)
         self.items = {item.name: item for item in first}
         self.reserve = _Reserve(layers, first)
@@ -242,6 +244,9 @@ class _Waiting:
         """Take a module apart: its own tensors, then its children."""
         found = parts(name, module)
         buffers = list(module.named_buffers(name, recurse=False))
+        tables = (module._parameters, module._modules, module._buffers)
+        held = sum(thing is not None for table in tables for thing in table.values())
+        self.doubled = self.doubled or held > len(found) + len(buffers)
         if name:
             # Buffers wait at the root alone, as upstream; those of other modules join the rest of it afterwards.
             self.loose += [full for full, _ in buffers]
@@ -351,7 +356,8 @@ class _Planner:
         offloaded = (name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED))
         buffers = sum(self.buffer_sizes.get(name, 0) for name in offloaded)
         uses = (DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], modules[d]) for d in self.devices)
-        self._add_second_names()
+        if self.waiting.doubled:
+            self._add_second_names()
         return Plan(self.placed, tuple(uses), tuple(self.refusals), self.ties.groups, buffers)
 
     @property

@@ -353,13 +353,13 @@ def compute_module_sizes(
     tensors: Iterable[tuple[str, torch.Tensor]]
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     sizes: dict[str, int] = defaultdict(int)
+    each: dict[torch.dtype, int | float] = {}
     for name, tensor in tensors:
-        bytes_each = special.get(name)
-        if bytes_each is None:
-            bytes_each = dtype_byte_size(tensor.dtype)
-            if tensor.is_floating_point() or tensor.is_complex():
-                bytes_each = min(bytes_each, most)  # a cast never enlarges them
-        size = tensor.numel() * bytes_each
+        own = tensor.dtype
+        if own not in each:
+            casts = own.is_floating_point or own.is_complex
+            each[own] = min(dtype_byte_size(own), most if casts else float("inf"))  # a cast never enlarges them
+        size = tensor.numel() * special.get(name, each[own])
         for part in ("", *reversed(list(name_and_parents(name)))):
             sizes[part] += size
     return sizes
