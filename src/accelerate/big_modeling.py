@@ -19,10 +19,10 @@ from accelerate.hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate.offload.device_map import check_devices, disjoint_map, get_balanced_memory, infer_auto_device_map
+from accelerate.offload.device_map import check_devices, computed_map, disjoint_map
 from accelerate.offload.hooks_base import collection_paused, guard_method
-from accelerate.offload.loading import load_checkpoint_in_model, load_into
-from accelerate.offload.placement import Device, as_device
+from accelerate.offload.loading import CheckpointLoad, load_checkpoint_in_model
+from accelerate.offload.placement import Device, as_device, as_parameter
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
 from accelerate.offload.store import OffloadedWeightsLoader
 from accelerate.offload.tensors import (
@@ -69,8 +69,6 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
-
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @contextlib.contextmanager
@@ -136,13 +134,7 @@ def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
         return parameter
     # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
     made = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-    kind = type(parameter)
-    if kind is not nn.Parameter and issubclass(kind, nn.Parameter):
-        new = torch.Tensor._make_subclass(kind, made, parameter.requires_grad)
-    else:
-        new = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    new.__dict__.update(getattr(parameter, "__dict__", {}))
-    return new
+    return as_parameter(parameter, made.detach())
 
 
 def cpu_offload(
@@ -317,6 +309,7 @@ def dispatch_model(
     check_devices(device_map)
     prefetch_budget(prefetch)  # before anything is changed
     devices = set(device_map.values())
+    tied = find_tied_parameters(model)
     if (getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)) and not devices & {
         "cpu",
         "disk",
@@ -324,7 +317,6 @@ def dispatch_model(
         # A quantised model cannot simply be moved.
         force_hooks = True
     if len(devices) == 1 and "disk" not in devices and not force_hooks:
-        tied = find_tied_parameters(model)
         check_data(model, device_map, set(), (), tied, offload_buffers)
         model.to(as_device(next(iter(devices))))
         retie_parameters(model, tied)
@@ -333,7 +325,6 @@ def dispatch_model(
     if main_device is None:
         main_device = next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
     offloaded_to = {"disk"} if main_device == "cpu" else {"cpu", "disk"}
-    tied = find_tied_parameters(model)
     places = disjoint_map(model, device_map)
     promised = promised_weights(model, tied, state_dict, offload_dir, offload_index)
     check_data(model, places, offloaded_to, promised, tied, offload_buffers)
@@ -365,7 +356,9 @@ def dispatch_model(
         retie_parameters(model, tied)
         aligning_hook(model).ties = tied
         attach_prefetcher(model, prefetch)
-    _guard_moves(model)
+    for name in _accelerate_added_attributes:
+        if hasattr(model, name):
+            guard_method(model, name, _refuse_move)
     if devices & offloaded_to:
         logger.info(
             "Modules are offloaded to %s; their parameters are on the meta device between forwards.",
@@ -384,12 +377,6 @@ def _refuse_move(model: nn.Module) -> None:
     logger.warning(
         "You shouldn't move a model that is dispatched using accelerate hooks: inputs keep going where they did."
     )
-
-
-def _guard_moves(model: nn.Module) -> None:
-    for name in _accelerate_added_attributes:
-        if hasattr(model, name):
-            guard_method(model, name, _refuse_move)
 
 
 def load_checkpoint_and_dispatch(
@@ -444,8 +431,9 @@ def load_checkpoint_and_dispatch(
     """
     prefetch_budget(prefetch)  # before anything is changed
     if isinstance(device_map, str):
-        device_map = _computed_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    index = load_into(
+        options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
+        device_map = computed_map(model, device_map, max_memory, offload_buffers, **options)
+    load = CheckpointLoad(
         model,
         checkpoint,
         device_map,
@@ -457,6 +445,7 @@ def load_checkpoint_and_dispatch(
         broadcast_from_rank0=broadcast_from_rank0,
         whole=True,
     )
+    index = load.run()
     if device_map is None:
         return model
     return dispatch_model(
@@ -469,35 +458,6 @@ def load_checkpoint_and_dispatch(
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
         prefetch=prefetch,
-    )
-
-
-def _computed_map(
-    model: nn.Module,
-    strategy: str,
-    max_memory: Mapping[int | str, int | str] | None,
-    no_split: Sequence[str] | str | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-) -> dict[str, Device]:
-    if strategy not in _AUTOMATIC:
-        raise ValueError(
-            f"device_map={strategy!r} is unknown. Give a dict, or one of {', '.join(map(repr, _AUTOMATIC))}."
-        )
-    if strategy != "sequential":
-        max_memory = get_balanced_memory(
-            model,
-            max_memory=max_memory,
-            no_split_module_classes=no_split,
-            dtype=dtype,
-            low_zero=strategy == "balanced_low_0",
-        )
-    return infer_auto_device_map(
-        model,
-        max_memory=max_memory,
-        no_split_module_classes=no_split,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
     )
 
 

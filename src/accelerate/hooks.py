@@ -5,7 +5,6 @@ it, and where other libraries patch `AlignDevicesHook`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +46,6 @@ __all__ = [
 
 # Classes of tensors that are what their data is; others (quantised weights) may have to be made anew.
 _PLAIN = (nn.Parameter, torch.Tensor)
-# Attributes of a hook that copies and pickles leave out.
-_OF_THIS_RUN = ("_kept", "_present", "_loose", "_target")
 
 
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
@@ -57,6 +54,8 @@ _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
     """A method that moves weights about, without `torch.compile`: that would look into all that is below, compile nothing of it,
     and fail at some. Its own decorator would take a second to import for those who never compile."""
+    if not torch.compiler.is_compiling():
+        return method
     if method not in _uncompiled:
         _uncompiled[method] = torch.compiler.disable(method)
     return _uncompiled[method]
@@ -108,22 +107,15 @@ class AlignDevicesHook(ModelHook):
         self.leads: Prefetcher | None = None
         # Set on the hook of an offloaded model: the groups of names that shared a parameter.
         self.ties: Sequence[Sequence[str]] = ()
-        self._forget()
-
-    def _forget(self) -> None:
         # Parameters made of weights that needed no copy, to be used again; and what is in the module now, by name, with the
         # table that it is in and the empty tensor that it replaced.
         self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._present: dict[str, tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = {}
         self._loose = True  # whether there may be others in the module
-        self._target: tuple[Any, torch.device | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_RUN}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        # Copies bring in weights of their own.
+        return {**self.__dict__, "_kept": {}, "_present": {}, "_loose": True}
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -187,28 +179,17 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Bring offloaded weights and the inputs to the execution device."""
         if self.leads is not None or self.offload:
-            if torch.compiler.is_compiling():
-                _outside_graphs(AlignDevicesHook._arrive)(self, module)
-            else:
-                self._arrive(module)
+            _outside_graphs(AlignDevicesHook._arrive)(self, module)
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.execution_device is None:
             return args, kwargs
-        target = self._device()
+        target = exact_device(self.execution_device)
         if any_elsewhere(args, target):
             args = send_to_device(args, self.execution_device)
         if kwargs and any_elsewhere(kwargs, target):
             kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
         return args, kwargs
-
-    def _device(self) -> torch.device:
-        """The execution device, which others may replace at any time, as torch names it."""
-        given, found = self._target
-        if given is not self.execution_device:
-            given, found = self.execution_device, exact_device(self.execution_device)
-            self._target = (given, found)
-        return found
 
     def _arrive(self, module: nn.Module) -> None:
         if self.leads is not None:
@@ -297,10 +278,7 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Drop offloaded weights again, and bring the output to the inputs' device."""
         if self.leads is not None or self.offload:
-            if torch.compiler.is_compiling():
-                _outside_graphs(AlignDevicesHook._leave)(self, module)
-            else:
-                self._leave(module)
+            _outside_graphs(AlignDevicesHook._leave)(self, module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
@@ -450,17 +428,11 @@ def attach_align_device_hook_on_blocks(
         tied_params_map: As for `AlignDevicesHook`.
     """
     common = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    preload = {"preload_module_classes": preload_module_classes, **common}
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
             attach_align_device_hook(
-                module,
-                execution_device=execution_device,
-                offload=True,
-                weights_map=weights_map,
-                offload_buffers=offload_buffers,
-                module_name=module_name,
-                preload_module_classes=preload_module_classes,
-                **common,
+                module, execution_device, True, weights_map, offload_buffers, module_name, **preload
             )
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **common)
@@ -470,75 +442,50 @@ def attach_align_device_hook_on_blocks(
         execution_device = dict.fromkeys(offload, execution_device)
     if not isinstance(offload, Mapping):
         offload = dict.fromkeys(execution_device, offload)
-    plan = _BlockPlan(execution_device, offload, weights_map, offload_buffers, preload_module_classes, common)
-    plan.attach(module, module_name)
-
-
-@dataclass(frozen=True)
-class _BlockPlan:
-    """What `attach_align_device_hook_on_blocks` was asked for, for every module on the way down."""
-
-    devices: Mapping[str, Device]
-    offload: Mapping[str, bool]
-    weights_map: Mapping | None
-    offload_buffers: bool
-    preload: Sequence[str] | None
-    common: dict[str, Any]
-
-    def attach(self, module: nn.Module, name: str) -> None:
-        """Hook one module if it is a block (or the root), then those below it."""
-        prefix = f"{name}." if name else ""
-        if name in self.devices and name in self.offload:
-            if self.offload[name]:
-                self._offload_block(module, name)
-            else:
-                self._place_block(module, name)
+    for name, current in module.named_modules(prefix=module_name):
+        if name not in execution_device or name not in offload:
+            _hook_split_module(current, name, execution_device, offload, weights_map, offload_buffers, common)
+        elif offload[name]:
+            device = execution_device[name]
+            attach_align_device_hook(current, device, True, weights_map, offload_buffers, name, **preload)
+            if "_hf_hook" not in current.__dict__:
+                # A block without weights of its own still has to bring its inputs along.
+                add_hook_to_module(current, AlignDevicesHook(device, io_same_device=name == "", **common))
+            attach_execution_device_hook(current, device, **preload)
         else:
-            self._hook_split_module(module, name, prefix)
-        for child_name, child in module.named_children():
-            self.attach(child, prefix + child_name)
+            hook = AlignDevicesHook(
+                execution_device[name],
+                offload_buffers=offload_buffers,
+                io_same_device=name == "",
+                place_submodules=True,
+                **common,
+            )
+            add_hook_to_module(current, hook)
+            attach_execution_device_hook(current, execution_device[name], **common)
 
-    def _place_block(self, module: nn.Module, name: str) -> None:
-        hook = AlignDevicesHook(
-            execution_device=self.devices[name],
-            offload_buffers=self.offload_buffers,
-            io_same_device=name == "",
-            place_submodules=True,
-            **self.common,
-        )
-        add_hook_to_module(module, hook)
-        attach_execution_device_hook(module, self.devices[name], **self.common)
 
-    def _hook_split_module(self, module: nn.Module, name: str, prefix: str) -> None:
-        """Hook the root, and modules whose own tensors have entries in the map because the module was split."""
-        own = [prefix + tensor for tensor, _ in named_module_tensors(module) if prefix + tensor in self.devices]
-        if not own and name != "":
-            return
-        offloaded = any(self.offload.get(tensor, False) for tensor in own) and self.weights_map is not None
-        hook = AlignDevicesHook(
-            self.devices.get(name, self.devices[own[0]] if own else None),
-            offload=offloaded,
-            io_same_device=name == "",
-            weights_map=PrefixedDataset(self.weights_map, prefix) if offloaded else None,
-            offload_buffers=self.offload_buffers if offloaded else False,
-            **self.common,
-        )
-        # The root's hook is that of the last dispatch; one below it may be another library's.
-        add_hook_to_module(module, hook, append=name != "")
-
-    def _offload_block(self, module: nn.Module, name: str) -> None:
-        device = self.devices[name]
-        attach_align_device_hook(
-            module,
-            execution_device=device,
-            offload=True,
-            weights_map=self.weights_map,
-            offload_buffers=self.offload_buffers,
-            module_name=name,
-            preload_module_classes=self.preload,
-            **self.common,
-        )
-        if "_hf_hook" not in module.__dict__:
-            # A block without weights of its own still has to bring its inputs along.
-            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=name == "", **self.common))
-        attach_execution_device_hook(module, device, preload_module_classes=self.preload, **self.common)
+def _hook_split_module(
+    module: nn.Module,
+    name: str,
+    devices: Mapping[str, Device],
+    offload: Mapping[str, bool],
+    weights_map: Mapping | None,
+    offload_buffers: bool,
+    common: dict[str, Any],
+) -> None:
+    """Hook the root, and modules whose own tensors have entries in the map because the module was split."""
+    prefix = f"{name}." if name else ""
+    own = [prefix + tensor for tensor, _ in named_module_tensors(module) if prefix + tensor in devices]
+    if not own and name != "":
+        return
+    offloaded = any(offload.get(tensor, False) for tensor in own) and weights_map is not None
+    hook = AlignDevicesHook(
+        devices.get(name, devices[own[0]] if own else None),
+        offload=offloaded,
+        io_same_device=name == "",
+        weights_map=PrefixedDataset(weights_map, prefix) if offloaded else None,
+        offload_buffers=offloaded and offload_buffers,
+        **common,
+    )
+    # The root's hook is that of the last dispatch; one below it may be another library's.
+    add_hook_to_module(module, hook, append=name != "")

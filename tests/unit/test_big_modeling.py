@@ -1,6 +1,5 @@
-"""Models spread over devices."""
+"""Models that are made empty, and spread over devices."""
 
-import json
 import logging
 
 import pytest
@@ -16,6 +15,7 @@ from accelerate.big_modeling import (
     disk_offload,
     dispatch_model,
     init_empty_weights,
+    init_on_device,
     load_checkpoint_and_dispatch,
 )
 from accelerate.hooks import UserCpuOffloadHook, remove_hook_from_submodules
@@ -75,16 +75,6 @@ def test_cpu_offload_with_hook_chains_models():
     assert "_hf_hook" not in second.__dict__
     first_hook.remove()
     assert "_hf_hook" not in first.__dict__
-
-
-def test_disk_offload_writes_once_and_reads_from_there(model, inputs, tmp_path):
-    plain = model(inputs)
-    disk_offload(model, tmp_path)
-    assert (tmp_path / "linear1.weight.dat").is_file() and (tmp_path / "index.json").is_file()
-    assert torch.equal(model(inputs), plain) and len(_on_meta(model)) == 6
-    other = _Net().eval()
-    disk_offload(other, tmp_path, offload_buffers=True)
-    assert torch.equal(other(inputs), plain)
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"linear1": "cpu", "norm": "cpu", "linear2": "cpu"}])
@@ -187,21 +177,9 @@ def test_models_without_data_are_not_offloaded(tmp_path, inputs):
         disk_offload(model, tmp_path)  # the hooks have it, but only they
 
 
-def _save(folder, state, safe):
-    names = list(state)
-    weight_map = {}
-    for number, part in enumerate((names[:4], names[4:])):
-        file = f"part{number}.{'safetensors' if safe else 'bin'}"
-        tensors = {name: state[name] for name in part}
-        save_file(tensors, folder / file) if safe else torch.save(tensors, folder / file)
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-@pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("device_map", [None, "auto", "balanced", "balanced_low_0", "sequential", {"": "cpu"}, MIXED])
-def test_load_checkpoint_and_dispatch(device_map, safe, model, inputs, tmp_path):
-    _save(tmp_path, model.state_dict(), safe)
+def test_load_checkpoint_and_dispatch(device_map, model, inputs, tmp_path):
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
         empty = _Net().eval()
     memory = {"cpu": 10**6} if isinstance(device_map, str) else None
@@ -213,17 +191,11 @@ def test_load_checkpoint_and_dispatch(device_map, safe, model, inputs, tmp_path)
 
 
 def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
-    _save(tmp_path, model.state_dict(), True)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
         empty = _Net().eval()
-    load_checkpoint_and_dispatch(
-        empty,
-        tmp_path,
-        device_map="auto",
-        max_memory={"cpu": 170},
-        offload_folder=tmp_path / "o",
-        offload_buffers=True,
-    )
+    options = {"max_memory": {"cpu": 170}, "offload_folder": tmp_path / "o", "offload_buffers": True}
+    load_checkpoint_and_dispatch(empty, tmp_path, device_map="auto", **options)
     assert empty.hf_device_map == {"linear1": "cpu", "norm": "disk", "linear2": "disk"}
     assert torch.equal(empty(inputs), model(inputs))
     with pytest.raises(ValueError, match="'foo'"):
@@ -231,14 +203,8 @@ def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
 
 
 def test_layerwise_casting_covers_linear_and_convolution_only():
-    model = nn.ModuleDict(
-        {
-            "conv": nn.Conv2d(1, 1, 1),
-            "norm": nn.LayerNorm(3),
-            "emb": nn.Embedding(2, 2),
-            "sub": nn.Sequential(nn.Linear(2, 2)),
-        }
-    )
+    layers = {"conv": nn.Conv2d(1, 1, 1), "norm": nn.LayerNorm(3), "emb": nn.Embedding(2, 2)}
+    model = nn.ModuleDict({**layers, "sub": nn.Sequential(nn.Linear(2, 2))})
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
     narrow = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.bfloat16}
     assert narrow == {"conv.weight", "conv.bias", "sub.0.weight", "sub.0.bias"}
@@ -258,3 +224,49 @@ def test_layerwise_casting_skips_what_is_named(skip):
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1), "sub": nn.Sequential(nn.Linear(2, 2))})
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, **skip)
     assert model["conv"].weight.dtype is torch.bfloat16 and model["sub"][0].weight.dtype is torch.float32
+
+
+# --- made elsewhere ---
+
+
+def _devices(module):
+    return {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
+
+
+def test_parameters_take_no_memory_and_buffers_on_request_and_by_environment(monkeypatch):
+    with init_empty_weights():
+        norm, loose = nn.BatchNorm1d(3), torch.ones(2)
+    assert norm.weight.device.type == "meta" and norm.running_mean.device.type == loose.device.type == "cpu"
+    assert _devices(nn.Linear(1, 1)) == {"cpu"}
+    with init_empty_weights(include_buffers=True):
+        assert _devices(nn.BatchNorm1d(3)) == {"meta"}
+    monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", "1")
+    with init_empty_weights():
+        assert _devices(nn.BatchNorm1d(3)) == {"meta"}
+    with init_empty_weights(include_buffers=False):
+        assert _devices(nn.BatchNorm1d(3)) == {"meta", "cpu"}
+
+
+def test_ties_classes_and_attributes_survive():
+    class Special(nn.Parameter):
+        pass
+
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        model.own = Special(torch.ones(1), requires_grad=False)
+        model.register_parameter("nothing", None)
+    assert model[1].weight is model[0].weight
+    assert type(model.own) is Special and not model.own.requires_grad
+
+
+def test_nesting_decorating_and_errors_restore_torch():
+    register = nn.Module.register_parameter
+    build = init_on_device("meta")(lambda: nn.Linear(1, 1))
+    assert _devices(build()) == _devices(build()) == {"meta"}
+    with pytest.raises(KeyError), init_empty_weights():
+        with init_on_device("cpu"):
+            assert _devices(nn.Linear(1, 1)) == {"cpu"}
+        assert _devices(nn.Linear(1, 1)) == {"meta"}
+        raise KeyError
+    assert nn.Module.register_parameter is register

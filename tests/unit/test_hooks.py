@@ -1,4 +1,9 @@
-"""Hooks that align devices, and attaching them."""
+"""Adding hooks to modules and taking them off; hooks that move or cast modules, and those that align devices."""
+
+import copy
+import functools
+import inspect
+import pickle
 
 import pytest
 import torch
@@ -7,7 +12,11 @@ from torch import nn
 import accelerate.hooks as hooks
 from accelerate.hooks import (
     AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    ModelHook,
     SequentialHook,
+    UserCpuOffloadHook,
     add_hook_to_module,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -15,8 +24,161 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from accelerate.offload.hooks_base import guard_method
 from accelerate.utils.modeling import align_module_device, has_offloaded_params
 from accelerate.utils.offload import OffloadedWeightsLoader
+
+
+class Note(ModelHook):
+    """Writes down what is called."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def init_hook(self, module):
+        self.log.append(f"init {self.name}")
+        return module
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.log.append(f"pre {self.name}")
+        return args, kwargs
+
+    def post_forward(self, module, output):
+        self.log.append(f"post {self.name}")
+        return output
+
+    def detach_hook(self, module):
+        self.log.append(f"detach {self.name}")
+        return module
+
+
+def _calls(log):
+    taken = list(log)
+    log.clear()
+    return taken
+
+
+def test_a_hooked_forward_is_a_partial_of_the_module_with_its_signature():
+    layer = nn.Linear(2, 2)
+    hook = ModelHook()
+    assert add_hook_to_module(layer, hook) is layer
+    assert isinstance(layer.forward, functools.partial) and layer.forward.args[0] is layer
+    assert layer.__dict__["_hf_hook"] is hook
+    assert layer.__dict__["_old_forward"].__func__ is nn.Linear.forward
+    assert list(inspect.signature(layer.forward).parameters) == ["input"]
+    assert layer.forward.__name__ == "forward"
+
+
+def test_removal_leaves_the_module_exactly_as_it_was():
+    layer = nn.Linear(2, 2)
+    for own in (None, lambda x: "own"):
+        if own is not None:
+            layer.forward = own
+        before = dict(layer.__dict__)
+        add_hook_to_module(layer, ModelHook())
+        assert own is None or layer(torch.ones(1, 2)) == "own"
+        for _ in range(2):
+            assert remove_hook_from_module(layer) is layer and layer.__dict__ == before
+
+
+def test_rebinding_the_old_forward_or_the_hook_takes_effect():
+    layer = add_hook_to_module(nn.Linear(2, 2), ModelHook())
+    layer._old_forward = lambda x: "rebound"
+    assert layer(torch.ones(1, 2)) == "rebound"
+    log = []
+    layer._hf_hook = Note("late", log)
+    layer(torch.ones(1, 2))
+    assert log == ["pre late", "post late"]
+
+
+def test_hooks_replace_append_and_nest_in_order():
+    log = []
+    layer = nn.Identity()
+    add_hook_to_module(layer, Note(1, log))
+    add_hook_to_module(layer, Note(2, log))
+    layer(torch.ones(1))
+    assert _calls(log) == ["init 1", "init 2", "pre 2", "post 2"]
+    add_hook_to_module(layer, Note(3, log), append=True)
+    assert _calls(log) == ["detach 2", "init 2", "init 3"]
+    assert type(layer._hf_hook) is SequentialHook and [hook.name for hook in layer._hf_hook.hooks] == [2, 3]
+    layer(torch.ones(1))
+    assert _calls(log) == ["pre 2", "pre 3", "post 2", "post 3"]
+    remove_hook_from_module(layer)
+    assert _calls(log) == ["detach 2", "detach 3"]
+
+
+def test_no_grad_hooks_record_nothing():
+    hook = ModelHook()
+    hook.no_grad = True
+    layer = add_hook_to_module(nn.Linear(2, 2), hook)
+    assert not layer(torch.ones(1, 2)).requires_grad
+    assert ModelHook.no_grad is False
+
+
+def test_copies_and_pickles_are_hooked_on_their_own():
+    layer = add_hook_to_module(nn.Linear(2, 2), SequentialHook(ModelHook(), ModelHook()))
+    blob = pickle.dumps(layer)
+    assert b"accelerate.hooks" in blob
+    for other in (copy.deepcopy(layer), pickle.loads(blob)):
+        assert other.forward.args[0] is other and other._old_forward.__self__ is other
+        assert torch.equal(other(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+        with torch.no_grad():
+            other.weight.zero_()
+        assert not torch.equal(other(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+
+
+def test_graph_modules_are_hooked_on_their_class_and_restored():
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    plain = graph(torch.ones(1, 2))
+    function = type(graph).forward
+    log = []
+    add_hook_to_module(graph, Note("g", log))
+    assert "forward" not in graph.__dict__ and graph.forward.args[0] is graph
+    assert torch.equal(graph(torch.ones(1, 2)), plain) and log == ["init g", "pre g", "post g"]
+    remove_hook_from_module(graph)
+    assert type(graph).forward is function and torch.equal(graph(torch.ones(1, 2)), plain)
+
+
+def test_guards_run_first_and_go_with_the_hooks():
+    layer = nn.Linear(2, 2)
+    seen = []
+    guard_method(layer, "to", seen.append)
+    guard_method(layer, "to", seen.append)
+    assert layer.to(torch.float64) is layer and seen == [layer]
+    assert layer.weight.dtype is torch.float64
+    remove_hook_from_module(layer)
+    assert "to" not in layer.__dict__
+    layer.cuda = lambda: "mine"
+    remove_hook_from_module(layer)
+    assert layer.cuda() == "mine"
+
+
+def test_cpu_offload_brings_model_and_inputs_to_the_device_and_its_predecessor_away():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.forward = lambda x: x
+    moved = []
+    user = UserCpuOffloadHook(first, CpuOffload("cpu"))
+    user.offload = lambda: moved.append(first)
+    add_hook_to_module(second, CpuOffload("meta", prev_module_hook=user))
+    assert second.weight.device.type == "cpu"
+    assert second(torch.ones(1, 2)).device.type == second.weight.device.type == "meta" and moved == [first]
+    second._hf_hook.prev_module_hook = None
+    second(torch.ones(1, 2))
+    assert moved == [first]
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float8_e4m3fn])
+def test_layerwise_casting_stores_narrow_and_computes_wide(storage):
+    layer = nn.Linear(2, 2)
+    add_hook_to_module(layer, LayerwiseCastingHook(storage, torch.float32, non_blocking=False))
+    assert layer.weight.dtype is storage
+    assert layer(torch.ones(1, 2)).dtype is torch.float32
+    assert layer.weight.dtype is storage
+    remove_hook_from_module(layer)
+    assert layer.weight.dtype is torch.float32
+
+
+# --- hooks that align devices ---
 
 
 class _Net(nn.Module):
@@ -50,12 +212,7 @@ def _devices(module):
 def test_attributes_other_libraries_read_are_plain_and_settable():
     hook = AlignDevicesHook(0, True, True, {}, True, True, "past", {})
     assert (hook.execution_device, hook.offload, hook.io_same_device, hook.weights_map) == (0, True, True, {})
-    assert (hook.offload_buffers, hook.place_submodules, hook.skip_keys, hook.tied_params_map) == (
-        True,
-        True,
-        "past",
-        {},
-    )
+    assert hook.offload_buffers and hook.place_submodules and (hook.skip_keys, hook.tied_params_map) == ("past", {})
     hook.offload = hook.io_same_device = False
     hook.original_devices = {"weight": torch.device("cpu")}
     assert type(hook).__name__ == "AlignDevicesHook" and type(hook).__module__ == "accelerate.hooks"
@@ -72,14 +229,12 @@ def test_weights_go_to_the_execution_device_at_once():
 
 
 def test_removal_brings_weights_back(model, inputs):
-    plain, before = model(inputs), {name: dict(m.__dict__) for name, m in model.named_modules()}
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain, before = model(inputs), {name: set(m.__dict__) for name, m in model.named_modules()}
     attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
     assert _devices(model)["norm.running_mean"] == "meta"
     remove_hook_from_submodules(model)
     assert set(_devices(model).values()) == {"cpu"} and torch.equal(model(inputs), plain)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    assert all(set(m.__dict__) == set(before[name]) for name, m in model.named_modules())
+    assert {name: set(m.__dict__) for name, m in model.named_modules()} == before
 
 
 def test_a_hook_told_not_to_offload_reloads_nothing_on_removal():
@@ -142,18 +297,13 @@ def test_weights_without_data_are_named():
 
 def test_execution_hooks_cover_modules_with_weights_down_to_preloaded_classes(model):
     attach_execution_device_hook(model, "cpu")
-    assert [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")] == [
-        "",
-        "linear1",
-        "norm",
-        "linear2",
-    ]
+    assert list(_kinds(model)) == ["", "linear1", "norm", "linear2"]
     first = model._hf_hook
     attach_execution_device_hook(model, "meta")
     assert model._hf_hook is first
     remove_hook_from_submodules(model)
     attach_execution_device_hook(model, "cpu", preload_module_classes=["_Net"])
-    assert [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")] == [""]
+    assert list(_kinds(model)) == [""]
 
 
 def _kinds(model):
@@ -164,6 +314,9 @@ def test_one_device_for_all_blocks_is_one_hook(model):
     attach_align_device_hook_on_blocks(model, "cpu")
     (hook,) = _kinds(model).values()
     assert hook.io_same_device and hook.place_submodules and not hook.offload
+    for _ in range(2):  # a second dispatch replaces the hook of the root
+        attach_align_device_hook_on_blocks(model, {"scale": "cpu", "linear1": "cpu"})
+        assert isinstance(model._hf_hook, AlignDevicesHook)
 
 
 def test_tensors_of_a_split_module_follow_their_own_entry(model, inputs):
@@ -178,12 +331,6 @@ def test_tensors_of_a_split_module_follow_their_own_entry(model, inputs):
     )
     assert _devices(model)["scale"] == "meta" and _devices(model)["local"] == "cpu"
     assert torch.equal(model(inputs), plain)
-
-
-def test_a_second_dispatch_replaces_the_hook_of_the_root(model):
-    for _ in range(2):
-        attach_align_device_hook_on_blocks(model, {"scale": "cpu", "linear1": "cpu"})
-    assert isinstance(model._hf_hook, AlignDevicesHook)
 
 
 def test_appending_to_a_hooked_block_keeps_both():
@@ -240,7 +387,7 @@ def test_what_is_said_of_gradients_while_weights_are_there_stays():
             assert layer.weight.is_meta and layer.weight.requires_grad is wanted
 
 
-def test_a_forward_that_raises_after_it_gave_a_weight_other_data_leaves_the_stored_one():
+def test_whatever_is_put_in_its_place_the_stored_weight_stays():
     layer = _offloaded_layer()
     x = torch.ones(1, 2)
     layer(x)
@@ -256,13 +403,7 @@ def test_a_forward_that_raises_after_it_gave_a_weight_other_data_leaves_the_stor
     layer._old_forward = forward
     for _ in range(2):
         assert (layer(x) == 2).all() and layer.weight.is_meta
-
-
-def test_a_weight_that_is_put_into_an_offloaded_module_makes_place_for_the_stored_one():
-    layer = _offloaded_layer()
-    x = torch.ones(1, 2)
-    layer(x)
-    layer.weight = nn.Parameter(torch.zeros(2, 2))
+    layer.weight = nn.Parameter(torch.zeros(2, 2))  # makes place for the stored one
     for _ in range(2):
         assert (layer(x) == 2).all() and layer.weight.is_meta
 

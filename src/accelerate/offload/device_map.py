@@ -29,6 +29,7 @@ logger = logging.getLogger("accelerate.utils.modeling")
 
 Item = tuple[str, nn.Module | torch.Tensor]
 
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 # The reserve per device in a balanced split, as a factor of the larger of: a whole block, an average leaf.
 _BALANCE_MARGIN = 1.25
 
@@ -130,11 +131,10 @@ def infer_auto_device_map(
 
 
 def _warn_of_buffers(plan: Plan) -> None:
-    offloaded = sum(use.buffers for use in plan.devices if use.device in ("cpu", "disk"))
     free = [use.budget - use.used - use.reserve for use in plan.devices if use.device not in ("cpu", "disk")]
-    if free and offloaded > max(0, *free):
+    if free and plan.buffers > max(0, *free):
         warnings.warn(
-            f"The offloaded layers have {offloaded} bytes of buffers, which stay on the device that runs them, and "
+            f"The offloaded layers have {plan.buffers} bytes of buffers, which stay on the device that runs them, and "
             "that fits the remaining memory of none. If memory runs out, pass `offload_buffers=True`.",
             stacklevel=3,
         )
@@ -145,7 +145,7 @@ def _warn_of_empty_devices(plan: Plan) -> None:
     empty = {use.device: use.budget for use in plan.devices if use.budget and not use.used}
     lines = {}
     for refusal in plan.refusals:
-        if refusal.emptied and refusal.device in empty:
+        if refusal.device in empty:  # the last one decides
             budget = empty[refusal.device]
             lines[refusal.device] = (
                 f"\n  - {refusal.device}: {refusal.size + refusal.reserve} bytes required ({refusal.size} for "
@@ -314,16 +314,6 @@ def _detected_memory() -> dict[int | str, int]:
     return free
 
 
-def _warn_of_missing_devices(indices: Sequence[int]) -> None:
-    device = detect()
-    available = range(device.count()) if device.type not in ("cpu", "mps") else range(0)
-    missing = [index for index in indices if index not in available]
-    if missing:
-        logger.warning(
-            "Devices in max_memory that are not available: %s; available devices are %s.", missing, list(available)
-        )
-
-
 def _bytes_of(device: Any, budget: Any) -> int | float:
     """Read one budget. Numbers stay as they are: transformers computes budgets as floats."""
     if isinstance(budget, numbers.Real) and budget >= 0:
@@ -372,7 +362,13 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     if max_memory is None:
         return _detected_memory()
     budgets = _ordered_budgets(max_memory)
-    _warn_of_missing_devices([device for device in budgets if isinstance(device, int)])
+    device = detect()
+    available = list(range(device.count())) if device.type not in ("cpu", "mps") else []
+    missing = [index for index in budgets if isinstance(index, int) and index not in available]
+    if missing:
+        logger.warning(
+            "Devices in max_memory that are not available: %s; available devices are %s.", missing, available
+        )
     return budgets
 
 
@@ -440,3 +436,31 @@ def get_balanced_memory(
         others = sum(budgets[device] for device in accelerators if device != low)
         budgets[low] = min(max(0, total - others), budgets[low])
     return budgets
+
+
+def computed_map(
+    model: nn.Module,
+    strategy: str,
+    max_memory: Mapping[int | str, int | str] | None,
+    offload_buffers: bool = False,
+    **options: Any,
+) -> dict[str, Device]:
+    """Return the device map that a name stands for.
+
+    Args:
+        model: The model.
+        strategy: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``.
+        max_memory: As for `get_max_memory`.
+        offload_buffers: Whether the buffers of offloaded layers are offloaded as well.
+        **options: Arguments that `get_balanced_memory` and `infer_auto_device_map` share.
+
+    Raises:
+        ValueError: The name is none of these, or an argument is wrong.
+    """
+    if strategy not in _AUTOMATIC:
+        raise ValueError(
+            f"device_map={strategy!r} is unknown. Give a dict, or one of {', '.join(map(repr, _AUTOMATIC))}."
+        )
+    if strategy != "sequential":
+        max_memory = get_balanced_memory(model, max_memory, low_zero=strategy == "balanced_low_0", **options)
+    return infer_auto_device_map(model, max_memory, offload_buffers=offload_buffers, **options)

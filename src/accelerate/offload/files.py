@@ -6,7 +6,7 @@ room, and drops it when there is none, because the file still has it. Nothing ha
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from accelerate.offload.placement import FOUR_BIT, scales_name
+from accelerate.offload.tensors import listed
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 Path_ = str | os.PathLike
 
 _FOREIGN_FORMATS = ("tf", "flax", "np", "mlx")
-# A message names this many of what is wrong, and counts the rest.
-_SHOWN = 8
 
 
 class WeightFile:
@@ -115,23 +114,12 @@ class Entry:
     Attributes:
         file: The file.
         key: Its name there.
-        shape: Its shape.
-        dtype: Its dtype there.
+        value: The weight on the CPU, as a view of the file.
     """
 
     file: WeightFile
     key: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes in the file."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    def tensor(self) -> torch.Tensor:
-        """Return it on the CPU, as a view of the file."""
-        return self.file.tensor(self.key)
+    value: torch.Tensor
 
     def reference(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return an entry for an offload index that reads it in place.
@@ -143,12 +131,12 @@ class Entry:
             "safetensors_file": self.file.path,
             "weight_name": self.key,
             "dtype": str(dtype).removeprefix("torch."),
-            "shape": list(self.shape),
+            "shape": list(self.value.shape),
         }
 
 
-def checkpoint_files(checkpoint: Path_) -> list[str]:
-    """Return the files that hold the weights of a checkpoint.
+def checkpoint_files(checkpoint: Path_) -> dict[str, list[str]]:
+    """Return the files that hold the weights of a checkpoint, each with the names that an index says are in it.
 
     Args:
         checkpoint: A file with a state dict, an index (any ``*.json``), or a folder with one of: a `model.safetensors`, a
@@ -158,11 +146,6 @@ def checkpoint_files(checkpoint: Path_) -> list[str]:
         FileNotFoundError: The index names files that are not there.
         ValueError: It is none of these, or a folder with several index files.
     """
-    return list(_located(checkpoint))
-
-
-def _located(checkpoint: Path_) -> dict[str, list[str]]:
-    """The files of a checkpoint, each with the names that an index says are in it."""
     path = Path(checkpoint)
     if path.is_dir():
         for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
@@ -214,13 +197,13 @@ def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
         ValueError: A file is truncated, or lacks what the index says is in it.
     """
     entries: dict[str, Entry] = {}
-    for path, expected in _located(checkpoint).items():
+    for path, expected in checkpoint_files(checkpoint).items():
         file = WeightFile(path)
         for key in file.keys:
             tensor = file.tensor(key)
             # Modules may keep extra state in other forms, which only their own `load_state_dict` understands.
             if isinstance(tensor, torch.Tensor):
-                entries[key] = Entry(file, key, tensor.shape, tensor.dtype)
+                entries[key] = Entry(file, key, tensor)
         absent = [name for name in expected if name not in entries]
         if absent:
             raise ValueError(
@@ -228,22 +211,6 @@ def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
                 "belong to different checkpoints; copy or download them again."
             )
     return entries
-
-
-def listed(names: Iterable[str], most: int = _SHOWN) -> str:
-    """Return names for a message: the first few, and how many more there are.
-
-    Args:
-        names: The names.
-        most: How many are shown.
-
-    Example:
-        >>> listed(["a", "b", "c"], 2)
-        'a, b and 1 more'
-    """
-    found = list(names)
-    shown = ", ".join(found[:most])
-    return f"{shown} and {len(found) - most} more" if len(found) > most else shown
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry], where: str) -> None:
@@ -259,16 +226,16 @@ def check_fit(tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry],
     """
     problems = []
     for name, tensor in tensors.items():
-        entry = entries.get(name)
-        if entry is None or type(tensor).__name__ in FOUR_BIT:
+        if name not in entries or type(tensor).__name__ in FOUR_BIT:
             continue
-        if entry.shape != tensor.shape:
-            problems.append(f"{name} has shape {tuple(entry.shape)}, the model {tuple(tensor.shape)}")
-        elif isinstance(tensor, nn.Parameter) and not (entry.dtype is torch.int8 and scales_name(name) in entries):
+        value = entries[name].value
+        if value.shape != tensor.shape:
+            problems.append(f"{name} has shape {tuple(value.shape)}, the model {tuple(tensor.shape)}")
+        elif isinstance(tensor, nn.Parameter) and not (value.dtype is torch.int8 and scales_name(name) in entries):
             # A cast would change what the numbers mean: of quantised weights without their scales, for example.
-            real = entry.dtype.is_floating_point or entry.dtype.is_complex
-            if real != (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-                problems.append(f"{name} is {entry.dtype}, the model's parameter {tensor.dtype}")
+            real = value.is_floating_point() or value.is_complex()
+            if real != (tensor.is_floating_point() or tensor.is_complex()):
+                problems.append(f"{name} is {value.dtype}, the model's parameter {tensor.dtype}")
     if problems:
         raise ValueError(
             f"{where} does not belong to this model, which is left as it was: {listed(problems)}. Check the model's "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.placement import Device, as_device, check_device_same, default_device
+from accelerate.offload.placement import Device, as_device, check_device_same, default_device, hooks_of
 from accelerate.offload.tensors import retie_parameters
 from accelerate.utils.operations import send_to_device
 
@@ -108,15 +108,6 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
         module.forward = forward
 
 
-def tied_names(hook: Any) -> Sequence[Sequence[str]]:
-    """Return the groups of names that shared a parameter when a model was offloaded, as its own hook remembers them.
-
-    Args:
-        hook: The hook of the model itself, of any class, or None.
-    """
-    return next((one.ties for one in (hook, *getattr(hook, "hooks", ())) if getattr(one, "ties", ())), ())
-
-
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Have a hook run around a module's forward.
 
@@ -162,7 +153,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         The same module.
     """
     own = module.__dict__
-    ties = tied_names(own.get("_hf_hook")) if recurse else ()
+    ties = next((hook.ties for hook in hooks_of(module) if getattr(hook, "ties", ())), ()) if recurse else ()
     if "_hf_hook" in own:
         own["_hf_hook"].detach_hook(module)
         del module._hf_hook

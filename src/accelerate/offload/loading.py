@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from accelerate.offload.files import (
     check_fit,
     check_format,
     checkpoint_files,
-    listed,
     open_checkpoint,
 )
 from accelerate.offload.placement import INT8, as_device, default_device, scales_name, set_module_tensor_to_device
@@ -32,6 +31,7 @@ from accelerate.offload.tensors import (
     check_tied_parameters_on_same_device,
     device_of,
     find_tied_parameters,
+    listed,
     retie_parameters,
     tensor_at,
 )
@@ -64,31 +64,22 @@ def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Any] | None
     if not path.endswith(".safetensors"):
         return torch.load(path, map_location="cpu", weights_only=True)
     try:
-        opened = safe_open(path, framework="pt")
+        file = safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise type(error)(
+        raise SafetensorError(
             f"{path} is truncated or no safetensors file: {error}. Copy or download it again."
         ) from error
-    with opened as file:
-        check_format(path, file.metadata())
-        places = {name: _reading_device(name, device_map) for name in file.keys()}  # noqa: SIM118 - not a dict
-    tensors: dict[str, Any] = {}
-    for place in dict.fromkeys(places.values()):
-        with safe_open(path, framework="pt", device="cpu" if place == "meta" else place) as file:
-            for name in (name for name in places if places[name] == place):
-                tensor = file.get_tensor(name)
-                tensors[name] = tensor.to("meta") if place == "meta" else tensor
-    return {name: tensors[name] for name in places}
+    check_format(path, file.metadata())
+    names = list(file.keys())
+    return {name: file.get_tensor(name).to(_reading_device(name, device_map or {})) for name in names}
 
 
-def _reading_device(name: str, device_map: Mapping[str, Any] | None) -> str:
-    if device_map is None:
-        return "cpu"
+def _reading_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
     try:
         device = device_of(name, device_map)
     except ValueError:
-        return "cpu"
-    return "cpu" if device == "disk" else str(as_device(device))
+        device = "cpu"
+    return as_device("cpu" if device == "disk" else device)
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, offload_folder: Path_) -> None:
@@ -100,18 +91,14 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, o
             nothing happens.
         offload_folder: The folder with the files; it may be deleted afterwards.
     """
-    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
-
-    def read(name: str) -> torch.Tensor:
-        # The files may be temporary, so their content must not stay mapped.
-        return weights[name].clone()
-
-    for name in index or {}:
-        scales = scales_name(name)
+    index = index or {}
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in index:
         if name.endswith("SCB"):
             continue  # goes along with its weight
-        value = read(name)
-        statistics = read(scales) if value.dtype == torch.int8 and scales in index else None
+        # Copies, because the files may be temporary, so that nothing may stay mapped to them.
+        value, scales = weights[name].clone(), scales_name(name)
+        statistics = weights[scales].clone() if value.dtype == torch.int8 and scales in index else None
         set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=statistics)
 
 
@@ -143,7 +130,7 @@ def quantize_and_offload_8bit(
     """
     value, scales = _quantized(model, param, param_name, new_dtype, fp16_statistics)
     with OffloadWriter(offload_folder, indexed=False) as writer:
-        _leave_quantized(model, param_name, value, scales, writer)
+        _put_quantized(model, param_name, value, scales, writer)
     offload_index.update(writer.index)
     if detect().type != "cpu":
         detect().empty_cache()
@@ -167,21 +154,20 @@ def _quantized(
     return value.to("cpu"), None if scales is None else scales.to("cpu")
 
 
-def _leave_quantized(
-    model: nn.Module, name: str, value: torch.Tensor, scales: torch.Tensor | None, writer: OffloadWriter
+def _put_quantized(
+    model: nn.Module, name: str, value: torch.Tensor, scales: torch.Tensor | None, writer: OffloadWriter | None
 ) -> None:
-    if scales is not None:
-        # Small, and wanted in the state dict, so they stay in memory too.
-        writer.add(scales_name(name), scales)
-    writer.add(name, value)
+    """Put a tensor on the CPU; or, with a writer, into a file."""
+    dtype = value.dtype
+    if writer is not None:
+        if scales is not None:
+            # Small, and wanted in the state dict, so they stay in memory too.
+            writer.add(scales_name(name), scales)
+        writer.add(name, value)
+        value = value.to("meta")
     set_module_tensor_to_device(
-        model, name, "meta", value=value.to("meta"), dtype=value.dtype, fp16_statistics=scales, clear_cache=False
+        model, name, value.device, value=value, dtype=dtype, fp16_statistics=scales, clear_cache=False
     )
-
-
-def _kept_in_fp32(name: str, kept: Iterable[str]) -> bool:
-    """Whether a tensor is one of those named, or lies in a module whose name ends like that, such as `input_norm` for ``norm``."""
-    return any(name == part or f"{part}." in name for part in kept)
 
 
 @dataclass
@@ -204,32 +190,62 @@ class _Step:
 
     def on_disk_as(self, old: torch.Tensor) -> torch.dtype:
         """The dtype of the weight when it comes from the disk, which must be that of what is in memory."""
-        stored = self.entry.dtype
+        stored = self.entry.value.dtype
         return (self.dtype or old.dtype) if stored.is_floating_point or stored.is_complex else stored
 
     def scales(self) -> torch.Tensor | None:
         """The scales of an 8-bit weight."""
-        return None if self.statistics is None else self.statistics.tensor()
+        return None if self.statistics is None else self.statistics.value
 
 
 @dataclass
-class _Loader:
-    """Loads a checkpoint as a device map says: plans every weight, checks the plan, then carries it out.
+class CheckpointLoad:
+    """A checkpoint on its way into a model: every weight is planned, the plan is checked, and then carried out.
 
-    Until the plan is checked nothing is changed; if carrying it out fails, the offload folder is as it was.
+    Until the plan is checked nothing is changed; if carrying it out fails, the offload folder is as it was. Unlike with
+    `load_checkpoint_in_model`, whose arguments these are, weights that can be read in place need no ``offload_folder``.
+
+    Attributes:
+        whole: Whether it is an error, before anything is changed, if a tensor of a model with a ``device_map`` would be without data.
     """
 
     model: nn.Module
     checkpoint: Path_
-    device_map: Mapping[str, Any]
-    offload_folder: Path_ | None
-    dtype: torch.dtype | None
-    kept_in_fp32: Sequence[str]
-    offload_buffers: bool
-    offload_8bit: bool
-    tied: Sequence[Sequence[str]]
+    device_map: Mapping[str, Any] | None
+    offload_folder: Path_ | None = None
+    dtype: str | torch.dtype | None = None
+    offload_buffers: bool = False
+    keep_in_fp32_modules: Sequence[str] | None = None
+    offload_8bit_bnb: bool = False
+    strict: bool = False
+    full_state_dict: bool = True
+    broadcast_from_rank0: bool = False
+    whole: bool = False
 
-    def __post_init__(self) -> None:
+    def run(self) -> dict[str, dict[str, Any]]:
+        """Load it, and return the index of the weights that stay on disk."""
+        self.tied = find_tied_parameters(self.model)
+        if not self.tied and check_tied_parameters_in_config(self.model):
+            logger.warning(
+                "The model weights are not tied, although its configuration says that they should be. Call "
+                "`model.tie_weights()` before loading a checkpoint."
+            )
+        self.target = _get_proper_dtype(self.dtype)
+        self.source = f"The checkpoint {os.fspath(self.checkpoint)}"
+        index: dict[str, dict[str, Any]] = {}
+        if self.device_map is not None:
+            index = self._carry_out(self._plan())
+        elif model_has_dtensor(self.model):
+            self._fill_shards()
+        else:
+            self._fill()
+        retie_parameters(self.model, self.tied)
+        return index
+
+    # -- with a device map ----------------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[_Step]:
+        """Return what is to be done, file by file, once all of it is known to be possible."""
         self.device_map = disjoint_map(self.model, self.device_map)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.extra: dict[str, nn.Module] = {}
@@ -241,28 +257,33 @@ class _Loader:
                 self.extra[f"{prefix}_extra_state"] = module
         self.buffers = set(buffers)
         self.tensors = {**dict(self.model.named_parameters(remove_duplicate=False)), **buffers}
-
-    def plan(self) -> list[_Step]:
-        """Return what is to be done, file by file, once all of it is known to be possible."""
         check_devices(self.device_map)
         entries = open_checkpoint(self.checkpoint)
-        check_fit(self.tensors, entries, f"The checkpoint {os.fspath(self.checkpoint)}")
+        check_fit(self.tensors, entries, self.source)
         self.files: list[WeightFile] = list(dict.fromkeys(entry.file for entry in entries.values()))
-        self.read = entries.keys() & self.tensors.keys()
-        self.read |= self.extra.keys() & {name for file in self.files for name in file.keys}
-        self.unexpected = {name for name in entries.keys() - self.read if not name.endswith(_BELONG_TO_WEIGHTS)}
+        read = entries.keys() & self.tensors.keys()
+        read |= self.extra.keys() & {name for file in self.files for name in file.keys}
         steps = [self._step(name, entry, entries) for name, entry in entries.items() if name in self.tensors]
-        return steps + [self._step(name, entry, entries) for name, entry in self._aliases(entries)]
+        steps += [self._step(name, entry, entries) for name, entry in self._aliases(entries)]
+        self._compare(read, {name for name in entries.keys() - read if not name.endswith(_BELONG_TO_WEIGHTS)})
+        if self.whole:
+            arrives = {name for group in self.tied if not read.isdisjoint(group) for name in group} | read
+            places = set(self.device_map.values()) - {"meta"}
+            check_data(self.model, self.device_map, places, arrives, self.tied, offload_buffers=True)
+        return steps
 
     def _step(self, name: str, entry: Entry, entries: Mapping[str, Entry]) -> _Step:
         device = device_of(name, self.device_map)
         if device == "disk" and name in self.buffers and not self.offload_buffers:
             device = "cpu"
-        dtype = self.dtype
-        if dtype is not None and _kept_in_fp32(name, self.kept_in_fp32):
-            dtype = torch.float32
-        statistics = entries.get(scales_name(name)) if entry.dtype == torch.int8 else None
-        return _Step(name, entry, device, dtype, statistics)
+        statistics = entries.get(scales_name(name)) if entry.value.dtype == torch.int8 else None
+        return _Step(name, entry, device, self._dtype_of(name), statistics)
+
+    def _dtype_of(self, name: str) -> torch.dtype | None:
+        """What a floating-point weight is cast to. A tensor is kept in float32 if it is named, or lies in a module whose name ends
+        like that, such as `input_norm` for ``norm``."""
+        kept = any(name == part or f"{part}." in name for part in self.keep_in_fp32_modules or ())
+        return torch.float32 if kept and self.target is not None else self.target
 
     def _aliases(self, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Entry]]:
         """Names of tied weights that the checkpoint has under another name only, and on another device."""
@@ -273,11 +294,10 @@ class _Loader:
                 if name not in entries and device_of(name, self.device_map) not in places:
                     yield name, entries[known[0]]
 
-    def carry_out(self, steps: Sequence[_Step]) -> dict[str, dict[str, Any]]:
+    def _carry_out(self, steps: Sequence[_Step]) -> dict[str, dict[str, Any]]:
         """Write what goes to disk, place the rest, and return the index of what is on disk."""
-        needs_folder = [
-            s.name for s in steps if s.device == "disk" and not (s.entry.file.in_place and not self.offload_8bit)
-        ]
+        on_disk = [step for step in steps if step.device == "disk"]
+        needs_folder = [step.name for step in on_disk if self.offload_8bit_bnb or not step.entry.file.in_place]
         if needs_folder and self.offload_folder is None:
             raise ValueError(
                 f"The device_map sends {listed(needs_folder, 3)} to the disk, and the checkpoint "
@@ -290,13 +310,13 @@ class _Loader:
                 index = writer.index
             with _progress(steps) as bar:
                 for step in steps:
-                    if self.offload_8bit and step.device in ("cpu", "disk"):
+                    if self.offload_8bit_bnb and step.device in ("cpu", "disk"):
                         self._quantize(step, writer)
                     elif step.device == "disk":
                         self._leave_on_disk(step, index, writer)
                     else:
                         self._place(step)
-                    bar.update(step.entry.nbytes)
+                    bar.update(step.entry.value.nbytes)
             # What modules keep beside tensors is in a form that only they understand.
             for file in self.files:
                 for name in self.extra.keys() & file.keys.keys():
@@ -308,26 +328,21 @@ class _Loader:
         if step.entry.file.in_place:
             index[step.name] = step.entry.reference(dtype)
         else:
-            writer.add(step.name, step.entry.tensor().to(dtype))
+            writer.add(step.name, step.entry.value.to(dtype))
         set_module_tensor_to_device(self.model, step.name, "meta", dtype=dtype)
 
     def _quantize(self, step: _Step, writer: OffloadWriter | None) -> None:
-        value = step.entry.tensor()
+        value = step.entry.value
         if value.is_floating_point():
             value = value.to(step.on_disk_as(self.tensors[step.name]))
         value, scales = _quantized(self.model, value, step.name, step.dtype, step.scales())
-        if step.device == "disk":
-            _leave_quantized(self.model, step.name, value, scales, writer)
-        else:
-            set_module_tensor_to_device(
-                self.model, step.name, "cpu", value=value, dtype=value.dtype, fp16_statistics=scales
-            )
+        _put_quantized(self.model, step.name, value, scales, writer if step.device == "disk" else None)
 
     def _place(self, step: _Step) -> None:
-        value = step.entry.tensor()
+        value = step.entry.value
         if step.dtype is not None and value.is_floating_point():
             value = value.to(step.dtype)
-        if not step.entry.file.in_place and step.device == "cpu" and value.dtype is step.entry.dtype:
+        if not step.entry.file.in_place and step.device == "cpu" and value.dtype is step.entry.value.dtype:
             # Files of torch.save are overwritten in place when they are saved again, so nothing stays mapped to them.
             value = value.clone()
         set_module_tensor_to_device(
@@ -340,6 +355,82 @@ class _Loader:
             clear_cache=False,
         )
 
+    # -- without --------------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Copy the weights into the tensors that the model has."""
+        entries = open_checkpoint(self.checkpoint)
+        state = self.model.state_dict(keep_vars=True)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        check_fit(tensors, entries, self.source)
+        names = {name for entry in entries.values() for name in entry.file.keys}
+        self._compare(names & state.keys(), names - state.keys())
+        # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together share one.
+        partly_empty = any(place.is_meta for place in tensors.values())
+        for path in checkpoint_files(self.checkpoint):
+            file = WeightFile(path)  # mapped, so that host memory need not hold all of it beside the model
+            values = {name: file.tensor(name) for name in file.keys}
+            for name in tensors.keys() & values.keys():
+                place, value = tensors[name], values[name]
+                if place.is_meta:  # has no memory to copy into
+                    value = value if file.in_place else value.clone()
+                    set_module_tensor_to_device(self.model, name, "cpu", value=value, dtype=value.dtype)
+                elif partly_empty and place.is_floating_point():
+                    place.data = place.data.to(value.dtype)  # stays the parameter that an optimizer may already hold
+            self.model.load_state_dict(values, strict=False)
+        for name, tensor in self.model.state_dict(keep_vars=True).items() if self.target is not None else ():
+            if name in names and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(self._dtype_of(name))
+
+    def _fill_shards(self) -> None:
+        """Give each rank its part of the weights of a model of DTensors."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        if self.target is not None and any(parameter.dtype != self.target for parameter in self.model.parameters()):
+            raise ValueError(
+                f"dtype={self.dtype!r} differs from that of a sharded model's parameters, which cannot change any more. Cast "
+                "the model before it is sharded, or leave `dtype` out."
+            )
+        if self.broadcast_from_rank0 and not self.full_state_dict:
+            raise ValueError(
+                "broadcast_from_rank0=True needs full_state_dict=True: what rank 0 sends are whole tensors, of which each rank "
+                "keeps its part."
+            )
+        files = checkpoint_files(self.checkpoint)
+        tensors: dict[str, torch.Tensor] = {}
+        if not self.broadcast_from_rank0 or torch.distributed.get_rank() == 0:
+            for file in files:
+                tensors.update(load_state_dict(file))
+        names = set(tensors)
+        options = StateDictOptions(
+            full_state_dict=self.full_state_dict, broadcast_from_rank0=self.broadcast_from_rank0, strict=False
+        )
+        unexpected = set(set_model_state_dict(self.model, tensors, options=options).unexpected_keys) & names
+        # Ranks that read no file cannot name what was in it; rank 0 speaks for them.
+        self._compare(names - unexpected if names else set(self.model.state_dict()), unexpected)
+
+    def _compare(self, read: set[str], unexpected: set[str]) -> None:
+        """Warn of, or with ``strict`` raise for, what the checkpoint and the model do not have in common."""
+        kind = type(self.model).__name__
+        if unexpected and not self.strict:
+            logger.warning(
+                "%s has weights that %s has no place for, which were not used: %s",
+                self.source,
+                kind,
+                listed(sorted(unexpected)),
+            )
+        if not self.strict:
+            return
+        tensors = self.model.state_dict(keep_vars=True)
+        # Tied weights and shared modules have several names, of which a checkpoint may hold one alone.
+        found = {id(tensor) for name, tensor in tensors.items() if name in read}
+        missing = [name for name, tensor in tensors.items() if name not in read and id(tensor) not in found]
+        if unexpected or missing:
+            raise RuntimeError(
+                f"{self.source} and {kind} differ, and strict=True. Unexpected key(s) in state_dict: {sorted(unexpected)}. "
+                f"Missing key(s) in state_dict: {missing}."
+            )
+
 
 def _progress(steps: Sequence[_Step]) -> Any:
     """One bar for all files, in bytes, which only a long load on a terminal shows."""
@@ -347,7 +438,7 @@ def _progress(steps: Sequence[_Step]) -> Any:
 
     others = storage.process.current.get("local_process_index", 0) != 0
     return tqdm(
-        total=sum(step.entry.nbytes for step in steps),
+        total=sum(step.entry.value.nbytes for step in steps),
         unit="B",
         unit_scale=True,
         desc="Loading weights",
@@ -403,7 +494,7 @@ def load_checkpoint_in_model(
         raise ValueError("The device_map sends modules to the disk: give an `offload_folder` to put them in.")
     if device_map is not None:
         check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
-    load_into(
+    CheckpointLoad(
         model,
         checkpoint,
         device_map,
@@ -415,146 +506,4 @@ def load_checkpoint_in_model(
         strict=strict,
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
-    )
-
-
-def load_into(
-    model: nn.Module,
-    checkpoint: Path_,
-    device_map: Mapping[str, Any] | None,
-    *,
-    offload_folder: Path_ | None = None,
-    dtype: str | torch.dtype | None = None,
-    offload_buffers: bool = False,
-    keep_in_fp32_modules: Sequence[str] | None = None,
-    offload_8bit_bnb: bool = False,
-    strict: bool = False,
-    full_state_dict: bool = True,
-    broadcast_from_rank0: bool = False,
-    whole: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Do what `load_checkpoint_in_model` says, and return the index of the weights that stay on disk.
-
-    Unlike there, weights that can be read in place need no ``offload_folder``; and with ``whole`` it is an error, before anything is
-    changed, if a tensor of a model with a ``device_map`` would be without data.
-    """
-    tied = find_tied_parameters(model)
-    if not tied and check_tied_parameters_in_config(model):
-        logger.warning(
-            "The model weights are not tied, although its configuration says that they should be. Call "
-            "`model.tie_weights()` before loading a checkpoint."
-        )
-    target = _get_proper_dtype(dtype)
-    kept = list(keep_in_fp32_modules or ())
-    index: dict[str, dict[str, Any]] = {}
-    if device_map is not None:
-        loader = _Loader(
-            model, checkpoint, device_map, offload_folder, target, kept, offload_buffers, offload_8bit_bnb, tied
-        )
-        steps = loader.plan()
-        _compare(model, checkpoint, loader.read, loader.unexpected, strict)
-        if whole:
-            arrives = {name for group in tied if not loader.read.isdisjoint(group) for name in group} | loader.read
-            check_data(model, loader.device_map, set(loader.device_map.values()) - {"meta"}, arrives, tied, True)
-        index = loader.carry_out(steps)
-    elif model_has_dtensor(model):
-        if target is not None and any(parameter.dtype != target for parameter in model.parameters()):
-            raise ValueError(
-                f"dtype={dtype!r} differs from that of a sharded model's parameters, which cannot change any more. Cast the "
-                "model before it is sharded, or leave `dtype` out."
-            )
-        files = checkpoint_files(checkpoint)
-        read, unexpected = _load_dtensors(model, files, full_state_dict, broadcast_from_rank0)
-        _compare(model, checkpoint, read, unexpected, strict)
-    else:
-        read, unexpected = _names_in_common(model, checkpoint)
-        _compare(model, checkpoint, read, unexpected, strict)
-        _load_plain(model, checkpoint_files(checkpoint))
-        _cast_loaded(model, read, target, kept)
-    retie_parameters(model, tied)
-    return index
-
-
-def _names_in_common(model: nn.Module, checkpoint: Path_) -> tuple[set[str], set[str]]:
-    """The names of a checkpoint that the model has, and those that it has not, once the weights are known to fit."""
-    entries = open_checkpoint(checkpoint)
-    state = model.state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    check_fit(tensors, entries, f"The checkpoint {os.fspath(checkpoint)}")
-    names = {name for entry in entries.values() for name in entry.file.keys}
-    return names & state.keys(), names - state.keys()
-
-
-def _load_plain(model: nn.Module, files: Sequence[str]) -> None:
-    # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together agree.
-    partly_empty = any(place.is_meta for place in (*model.parameters(), *model.buffers()))
-    for path in files:
-        file = WeightFile(path)  # mapped, so that host memory need not hold all of it beside the model
-        values = {name: file.tensor(name) for name in file.keys}
-        for name, place in model.state_dict(keep_vars=True).items():
-            if name not in values or not isinstance(place, torch.Tensor):
-                continue
-            if place.is_meta:  # has no memory to copy into
-                value = values[name].clone() if not file.in_place else values[name]
-                set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype)
-            elif partly_empty and place.is_floating_point():
-                place.data = place.data.to(
-                    values[name].dtype
-                )  # stays the parameter that an optimizer may already hold
-        model.load_state_dict(values, strict=False)
-
-
-def _load_dtensors(model: nn.Module, files: Sequence[str], full: bool, from_rank0: bool) -> tuple[set[str], set[str]]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    if from_rank0 and not full:
-        raise ValueError(
-            "broadcast_from_rank0=True needs full_state_dict=True: what rank 0 sends are whole tensors, of which each rank "
-            "keeps its part."
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    if not from_rank0 or torch.distributed.get_rank() == 0:
-        for file in files:
-            tensors.update(load_state_dict(file))
-    names = set(tensors)
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=from_rank0, strict=False)
-    unexpected = set(set_model_state_dict(model, tensors, options=options).unexpected_keys) & names
-    # Ranks that read no file cannot name what was in it; rank 0 speaks for them.
-    return (names - unexpected if names else set(model.state_dict())), unexpected
-
-
-def _cast_loaded(model: nn.Module, names: set[str], dtype: torch.dtype | None, kept: Sequence[str]) -> None:
-    if dtype is None:
-        return
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in names and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            # Assigning the data keeps the parameter that an optimizer may already hold.
-            tensor.data = tensor.data.to(torch.float32 if _kept_in_fp32(name, kept) else dtype)
-
-
-def _compare(
-    model: nn.Module,
-    checkpoint: Path_,
-    read: set[str],
-    unexpected: set[str],
-    strict: bool,
-) -> None:
-    """Warn of, or with ``strict`` raise for, what the checkpoint and the model do not have in common."""
-    if unexpected and not strict:
-        logger.warning(
-            "The checkpoint %s has weights that %s has no place for, which were not used: %s",
-            os.fspath(checkpoint),
-            type(model).__name__,
-            listed(sorted(unexpected)),
-        )
-    if not strict:
-        return
-    tensors = model.state_dict(keep_vars=True)
-    # Tied weights and shared modules have several names, of which a checkpoint may hold one alone.
-    found = {id(tensor) for name, tensor in tensors.items() if name in read}
-    missing = [name for name, tensor in tensors.items() if name not in read and id(tensor) not in found]
-    if unexpected or missing:
-        raise RuntimeError(
-            f"strict=True, but the checkpoint {os.fspath(checkpoint)} and {type(model).__name__} differ. "
-            f"Unexpected key(s) in state_dict: {sorted(unexpected)}. Missing key(s) in state_dict: {missing}."
-        )
+    ).run()

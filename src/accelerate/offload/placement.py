@@ -8,6 +8,7 @@ attributes: `SCB` (8 bit) or `quant_state` (4 bit).
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _META = torch.device("meta")
 _AT_REST = "accelerate_at_rest"
 # Types of arguments that hold no tensors and have no `to`; others join when they are first seen.
 _INERT: set[type] = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_EXACT: dict[Device, torch.device] = {}
 # Tensors that are what their data is; the others have to be made by their class.
 _PLAIN = (nn.Parameter, torch.Tensor)
 
@@ -59,10 +61,11 @@ def exact_device(device: Device) -> torch.device:
     Args:
         device: The device, as it stands in a device map.
     """
-    found = as_device(device)
-    if found.index is None and found.type not in ("cpu", "meta"):
-        return torch.empty(0, device=found).device
-    return found
+    if device not in _EXACT:  # hooks ask at each forward
+        found = as_device(device)
+        indexed = found.index is not None or found.type in ("cpu", "meta")
+        _EXACT[device] = found if indexed else torch.empty(0, device=found).device
+    return _EXACT[device]
 
 
 def any_elsewhere(value: Any, device: torch.device) -> bool:
@@ -119,8 +122,13 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     return (first_device.index or 0) == (second_device.index or 0)
 
 
-def _as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """Make a value a parameter of the old one's class, with the old one's attributes."""
+def as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """Make a value a parameter of the old one's class, with the old one's attributes.
+
+    Args:
+        old: A parameter.
+        value: A tensor that needs no gradient.
+    """
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
     kind = type(old)
     if (kind is nn.Parameter and type(value) in _PLAIN) or (
@@ -206,7 +214,8 @@ def set_module_tensor_to_device(
     if type(old) not in _PLAIN and quantizes(old):
         same = value is None and fp16_statistics is None and is_settled(old, dtype)
         stays = same and check_device_same(old.device, target)
-        new = old if stays else place_quantized(owner, name, value, target, dtype, fp16_statistics, non_blocking)
+        kept = QuantizedWeight(owner, name, value, target, dtype, fp16_statistics, non_blocking)
+        new = old if stays else kept.placed()
         table[name] = new
     else:
         new = _moved(old, value, target, dtype, table is owner._buffers, non_blocking)
@@ -242,18 +251,28 @@ def _moved(
         # `to` of a tensor subclass may take a cast and a move one at a time only.
         moved = (source if dtype is source.dtype else source.to(dtype)).to(target, non_blocking=non_blocking)
     if not is_buffer:
-        return _as_parameter(old, moved)
+        return as_parameter(old, moved)
     return moved.detach() if moved.requires_grad or isinstance(moved, nn.Parameter) else moved
 
 
-def offloading_hook(module: nn.Module) -> Any | None:
-    """The hook (or the one among several) that keeps a module's weights elsewhere. Known by its attributes, because
-    the hook classes are built on this file."""
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's hook, and those that it consists of if it is several; None alone without one.
+
+    Args:
+        module: Any module.
+    """
     hook = module.__dict__.get("_hf_hook")
-    for candidate in (hook, *getattr(hook, "hooks", ())):
-        if getattr(candidate, "offload", False) is True and hasattr(candidate, "weights_map"):
-            return candidate
-    return None
+    return (hook, *getattr(hook, "hooks", ()))
+
+
+def offloading_hook(module: nn.Module) -> Any | None:
+    """Return the hook that keeps a module's weights elsewhere, which is known by its attributes: the classes come later.
+
+    Args:
+        module: Any module.
+    """
+    offload = (h for h in hooks_of(module) if getattr(h, "offload", False) is True and hasattr(h, "weights_map"))
+    return next(offload, None)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -357,21 +376,14 @@ def is_settled(weight: torch.Tensor, dtype: torch.dtype | None) -> bool:
     return weight.dtype is torch.int8 or (weight.is_meta and dtype in (None, weight.dtype))
 
 
-def place_quantized(
-    owner: nn.Module,
-    name: str,
-    value: torch.Tensor | None,
-    target: torch.device,
-    dtype: torch.dtype | None,
-    scales: torch.Tensor | None,
-    non_blocking: bool,
-) -> nn.Parameter:
-    """Return the parameter to put in the place of a weight of bitsandbytes; the present one stays as it is.
+@dataclass
+class QuantizedWeight:
+    """A weight of bitsandbytes, and what is to be put in its place.
 
     On the meta device a weight keeps its scales, which are small (8 bit: one number per row; 4 bit: one per block of 64):
     numbers that come back later fit them, and the state dict is whole.
 
-    Args:
+    Attributes:
         owner: The module that has the weight.
         name: The weight's name in it.
         value: The new value: floating-point numbers, which are quantised, or quantised ones. None: the present weight.
@@ -379,20 +391,105 @@ def place_quantized(
         dtype: Floating-point numbers are cast to this before they are quantised. None: to the present weight's dtype.
         scales: Scales of an 8-bit value. None: those that the value, or else the present weight, has.
         non_blocking: Let copies overlap with computation where memory is pinned.
-
-    Raises:
-        ValueError: A quantised value without scales, or one of another shape.
-        RuntimeError: The installed bitsandbytes cannot quantise on this device.
     """
-    old = getattr(owner, name)
-    _take_scales_back(owner, old)
-    source = old if value is None else value
-    if type(old).__name__ == INT8:
-        return _int8(name, old, source, target, dtype, scales, non_blocking)
-    new = _four_bit(owner, name, old, source, target, dtype, non_blocking)
-    if getattr(owner, "weight", None) is old and hasattr(owner, "quant_state"):
-        owner.quant_state = new.quant_state  # else the layer holds on to the scales that were
-    return new
+
+    owner: nn.Module
+    name: str
+    value: torch.Tensor | None
+    target: torch.device
+    dtype: torch.dtype | None
+    scales: torch.Tensor | None
+    non_blocking: bool
+
+    def placed(self) -> nn.Parameter:
+        """Return the parameter to put in the place of the weight; the present one stays as it is.
+
+        Raises:
+            ValueError: A quantised value without scales, or one of another shape.
+            RuntimeError: The installed bitsandbytes cannot quantise on this device.
+        """
+        self.old = getattr(self.owner, self.name)
+        _take_scales_back(self.owner, self.old)
+        self.source = self.old if self.value is None else self.value
+        if type(self.old).__name__ == INT8:
+            return self._int8()
+        new = self._four_bit()
+        if getattr(self.owner, "weight", None) is self.old and hasattr(self.owner, "quant_state"):
+            self.owner.quant_state = new.quant_state  # else the layer holds on to the scales that were
+        return new
+
+    def _int8(self) -> nn.Parameter:
+        if self.source.dtype is not torch.int8:
+            # bitsandbytes quantises 8-bit weights on their way from the CPU, and only then.
+            from_cpu = self.source.data.to(_META if self.target.type == "meta" else "cpu")
+            return self._quantized(from_cpu, self.old.dtype is torch.int8, {"CB": None, "SCB": None})
+        scales = self.scales
+        if scales is None:
+            own = getattr(self.source, "SCB", None)
+            scales = self.old.SCB if own is None else own
+        if self.target.type == "meta":
+            return _remade(self.old, self.source.data.to(_META), {"CB": None, "SCB": scales})
+        if scales is None:
+            raise ValueError(
+                f"The value for {self.name!r} is an 8-bit weight without its scales: pass them as `fp16_statistics` ('SCB' in "
+                "checkpoints)."
+            )
+        data, scales = (one.to(self.target, non_blocking=self.non_blocking) for one in (self.source.data, scales))
+        return _remade(self.old, data, {"CB": data, "SCB": scales})
+
+    def _four_bit(self) -> nn.Parameter:
+        old, source = self.old, self.source
+        state = getattr(source, "quant_state", None)
+        if state is None and not source.is_floating_point() or _is_packed_like(source, old):
+            state = old.quant_state
+            if state is None:
+                raise ValueError(
+                    f"The value for {self.name!r} is a packed 4-bit weight without its scales: give a Params4bit with "
+                    "`quant_state`."
+                )
+        if state is not None:
+            return self._packed(state)
+        expected = (getattr(self.owner, "out_features", None), getattr(self.owner, "in_features", None))
+        if None not in expected and tuple(source.shape) != expected:
+            raise ValueError(
+                f"The value for {self.name!r} has shape {tuple(source.shape)}, but the layer's weight has {expected}. Check "
+                "that the checkpoint belongs to this model."
+            )
+        return self._quantized(source.data, old.quant_state is not None, {"quant_state": None, "bnb_quantized": False})
+
+    def _quantized(self, data: torch.Tensor, was_quantized: bool, attributes: dict[str, Any]) -> nn.Parameter:
+        """The weight made of floating-point numbers, which bitsandbytes quantises when they move."""
+        dtype = self.old.dtype if self.dtype is None and not was_quantized else self.dtype
+        made = _remade(self.old, data if dtype is None else data.to(dtype), attributes)
+        if self.target.type == "meta":
+            return _remade(made, made.data.to(_META), {})
+        made = made.to(self.target, non_blocking=self.non_blocking)
+        if made.dtype is not torch.int8 and getattr(made, "quant_state", None) is None:
+            import bitsandbytes
+
+            raise RuntimeError(
+                f"bitsandbytes {bitsandbytes.__version__} did not quantise a {type(made).__name__} on {self.target}. Install a "
+                "newer one (`pip install -U bitsandbytes`), or use a device that this one supports."
+            )
+        return made
+
+    def _packed(self, state: Any) -> nn.Parameter:
+        """A weight that is quantised. On some CPUs the first forward packs numbers and scales in another way, so what is put on a
+        device gets scales of its own, and goes back to the meta device with those of the numbers that it was filled from."""
+        source = self.source
+        if self.target.type == "meta":
+            at_rest, shape = source.__dict__.get(_AT_REST) or (_copied(state), source.shape)
+            empty = torch.empty(shape, dtype=source.dtype, device="meta")
+            made = _remade(self.old, empty, {"quant_state": at_rest})
+        else:
+            own = _copied(state)
+            own.to(self.target)
+            data = source.data.to(self.target, non_blocking=self.non_blocking)
+            made = _remade(self.old, data, {"quant_state": own})
+            if source is not self.old:
+                setattr(made, _AT_REST, (state, source.shape))
+        made.bnb_quantized = True
+        return made
 
 
 def _take_scales_back(owner: nn.Module, weight: torch.Tensor) -> None:
@@ -410,96 +507,6 @@ def _remade(old: nn.Parameter, data: torch.Tensor, attributes: dict[str, Any]) -
     made = torch.Tensor._make_subclass(type(old), data.detach(), False)
     made.__dict__.update({**old.__dict__, **attributes})
     made.__dict__.pop(_AT_REST, None)
-    return made
-
-
-def _floating(source: torch.Tensor, old: torch.Tensor, dtype: torch.dtype | None, quantized: bool) -> torch.Tensor:
-    """The data of a weight that is not quantised yet, in the dtype that it is to have before."""
-    if dtype is None and not quantized:
-        dtype = old.dtype
-    return source.data if dtype is None else source.data.to(dtype)
-
-
-def _int8(
-    name: str,
-    old: nn.Parameter,
-    source: torch.Tensor,
-    target: torch.device,
-    dtype: torch.dtype | None,
-    scales: torch.Tensor | None,
-    non_blocking: bool,
-) -> nn.Parameter:
-    if source.dtype is not torch.int8:
-        data = _floating(source, old, dtype, quantized=old.dtype is torch.int8)
-        if target.type == "meta":
-            return _remade(old, data.to(_META), {"CB": None, "SCB": scales})
-        # bitsandbytes quantises 8-bit weights on their way from the CPU, and only then.
-        made = _remade(old, data.to("cpu"), {"CB": None, "SCB": None}).to(target, non_blocking=non_blocking)
-        _check_quantized(made, made.dtype is torch.int8, target)
-        return made
-    if scales is None:
-        own = getattr(source, "SCB", None)
-        scales = old.SCB if own is None else own
-    if target.type == "meta":
-        return _remade(old, source.data.to(_META), {"CB": None, "SCB": scales})
-    if scales is None:
-        raise ValueError(
-            f"The value for {name!r} is an 8-bit weight without its scales: pass them as `fp16_statistics` ('SCB' in checkpoints)."
-        )
-    data = source.data.to(target, non_blocking=non_blocking)
-    return _remade(old, data, {"CB": data, "SCB": scales.to(target, non_blocking=non_blocking)})
-
-
-def _four_bit(
-    owner: nn.Module,
-    name: str,
-    old: nn.Parameter,
-    source: torch.Tensor,
-    target: torch.device,
-    dtype: torch.dtype | None,
-    non_blocking: bool,
-) -> nn.Parameter:
-    state = getattr(source, "quant_state", None)
-    if state is None and not source.is_floating_point() or _is_packed_like(source, old):
-        state = old.quant_state
-        if state is None:
-            raise ValueError(
-                f"The value for {name!r} is a packed 4-bit weight without its scales: give a Params4bit with `quant_state`."
-            )
-    if state is not None:
-        return _packed(old, source, state, target, non_blocking)
-    expected = (getattr(owner, "out_features", None), getattr(owner, "in_features", None))
-    if None not in expected and tuple(source.shape) != expected:
-        raise ValueError(
-            f"The value for {name!r} has shape {tuple(source.shape)}, but the layer's weight has {expected}. Check that the "
-            "checkpoint belongs to this model."
-        )
-    data = _floating(source, old, dtype, quantized=old.quant_state is not None)
-    made = _remade(
-        old, data.to(_META) if target.type == "meta" else data, {"quant_state": None, "bnb_quantized": False}
-    )
-    if target.type == "meta":
-        return made
-    made = made.to(target, non_blocking=non_blocking)
-    _check_quantized(made, made.quant_state is not None, target)
-    return made
-
-
-def _packed(
-    old: nn.Parameter, source: torch.Tensor, state: Any, target: torch.device, non_blocking: bool
-) -> nn.Parameter:
-    """A weight that is quantised. On some CPUs the first forward packs numbers and scales in another way, so what is put on a
-    device gets scales of its own, and goes back to the meta device with those of the numbers that it was filled from."""
-    if target.type == "meta":
-        at_rest, shape = source.__dict__.get(_AT_REST) or (_copied(state), source.shape)
-        made = _remade(old, torch.empty(shape, dtype=source.dtype, device="meta"), {"quant_state": at_rest})
-    else:
-        own = _copied(state)
-        own.to(target)
-        made = _remade(old, source.data.to(target, non_blocking=non_blocking), {"quant_state": own})
-        if source is not old:
-            setattr(made, _AT_REST, (state, source.shape))
-    made.bnb_quantized = True
     return made
 
 
@@ -523,14 +530,3 @@ def _is_twisted(state: Any) -> bool:
     """Whether `state_dict()` of bitsandbytes unpacked a weight that a forward on some CPUs had packed, and left its scales
     transposed: 0.50.2 and before do. Such a weight is wrong until the scales are turned back."""
     return state.absmax.dim() == 2 and not getattr(state, "packing_format_for_cpu", False)
-
-
-def _check_quantized(parameter: nn.Parameter, is_quantized: bool, target: torch.device) -> None:
-    if is_quantized:
-        return
-    import bitsandbytes
-
-    raise RuntimeError(
-        f"bitsandbytes {bitsandbytes.__version__} did not quantise a {type(parameter).__name__} on {target}. Install a newer "
-        "one (`pip install -U bitsandbytes`), or use a device that this one supports."
-    )

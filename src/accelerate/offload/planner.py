@@ -34,7 +34,6 @@ class DeviceUse:
         budget: Bytes that it may take; None: any number.
         reserve: Bytes kept free for the largest layer that was still waiting when the device was left.
         used: Bytes placed there.
-        buffers: Bytes of buffers among them that stay on the executing device, where this one is offloaded.
         modules: How many modules and single tensors are placed there.
     """
 
@@ -42,7 +41,6 @@ class DeviceUse:
     budget: int | float | None
     reserve: int | float
     used: int | float
-    buffers: int | float
     modules: int
 
 
@@ -50,7 +48,7 @@ class DeviceUse:
 class Refusal:
     """A module or tensor, `size` bytes with what is tied to it, that did not fit onto a device with `left` bytes, and why.
 
-    `reserve` is what the device keeps free for the largest layer; `emptied` says that the device was left without anything on it.
+    `reserve` is what the device keeps free for the largest layer.
     """
 
     name: str
@@ -59,7 +57,6 @@ class Refusal:
     left: int | float
     reserve: int | float
     cause: str
-    emptied: bool
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,14 @@ class Plan:
         devices: What happened to each device, in the order in which they were filled.
         refusals: What did not fit, in the order in which it was tried.
         tied: The groups of tied parameters of the model.
+        buffers: Bytes of the buffers of offloaded layers that stay on the device that runs those.
     """
 
     device_map: dict[str, Key]
     devices: tuple[DeviceUse, ...]
     refusals: tuple[Refusal, ...]
     tied: list[list[str]]
+    buffers: int | float
 
 
 def make_plan(
@@ -218,34 +217,30 @@ class _Waiting:
 
     Attributes:
         items: What waits, by name.
+        stack: The same, the first at the end; what was placed or opened meanwhile is noticed when its turn comes.
         loose: The full names of the buffers that opened modules hold themselves.
         doubled: Whether an opened module holds something under two names.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> None:
         self._sizes, self._no_split = sizes, no_split
-        self._layers: list[int | float] = []
-        self._spans: dict[str, tuple[int, int]] = {}
-        for name, child in model.named_children():
-            self._find_layers(name, child)
+        self._layers: dict[str, list[int | float]] = {}
+        layers = [size for name, child in model.named_children() for size in self._find_layers(name, child)]
         self.loose: list[str] = []
         self.doubled = False
-        first = self._pieces("", model)
+        first = self.pieces("", model)
         self.items = {item.name: item for item in first}
-        self.reserve = _Reserve(self._layers, first)
-        # Read from the end. What was placed or opened meanwhile is noticed when its turn comes.
-        self._stack: list[_Item] = first[::-1]
+        self.reserve = _Reserve(layers, first)
+        self.stack: list[_Item] = first[::-1]
 
-    def _find_layers(self, name: str, module: nn.Module) -> None:
-        begin = len(self._layers)
-        if is_whole(module, self._no_split):
-            self._layers.append(self._sizes.get(name, 0))
-        else:
-            for last, child in module.named_children():
-                self._find_layers(f"{name}.{last}", child)
-        self._spans[name] = (begin, len(self._layers))
+    def _find_layers(self, name: str, module: nn.Module) -> list[int | float]:
+        found = [self._sizes.get(name, 0)] if is_whole(module, self._no_split) else []
+        for last, child in module.named_children() if not found else ():
+            found += self._find_layers(f"{name}.{last}", child)
+        self._layers[name] = found
+        return found
 
-    def _pieces(self, name: str, module: nn.Module, seen: int = -1) -> list[_Item]:
+    def pieces(self, name: str, module: nn.Module, seen: int = -1) -> list[_Item]:
         """Take a module apart: its own tensors, then its children."""
         found = parts(name, module)
         buffers = list(module.named_buffers(name, recurse=False))
@@ -257,15 +252,16 @@ class _Waiting:
             self.loose += [full for full, _ in buffers]
         else:
             found += buffers
-        return [self._item(full, thing, seen) for full, thing in found]
+        return [
+            _Item(
+                full, part, self._sizes.get(full, 0), self._layers.get(full, []), is_whole(part, self._no_split), seen
+            )
+            for full, part in found
+        ]
 
-    def _item(self, name: str, thing: nn.Module | torch.Tensor, seen: int) -> _Item:
-        begin, end = self._spans[name] if isinstance(thing, nn.Module) else (0, 0)
-        whole = is_whole(thing, self._no_split)
-        return _Item(name, thing, self._sizes.get(name, 0), self._layers[begin:end], whole, seen)
-
-    def in_order(self, stack: list[_Item]) -> Iterator[_Item]:
-        """Take what waits from a stack, first to last."""
+    def in_order(self, stack: list[_Item] | None = None) -> Iterator[_Item]:
+        """Take what waits from a stack, first to last; None: from a copy of that of all."""
+        stack = list(self.stack) if stack is None else stack
         while stack:
             item = stack.pop()
             if item.pieces is not None:
@@ -275,39 +271,26 @@ class _Waiting:
 
     def pop(self) -> _Item | None:
         """Take the first item out; None if nothing waits."""
-        item = next(self.in_order(self._stack), None)
+        item = next(self.in_order(self.stack), None)
         if item is not None:
             self.remove(item)
         return item
 
-    def all(self) -> Iterator[_Item]:
-        """Yield what waits, first to last."""
-        return self.in_order(list(self._stack))
-
     def push(self, items: Sequence[_Item]) -> None:
         """Put items before all others."""
-        self._stack += reversed(items)
+        self.stack += reversed(items)
         for item in items:
             self.items[item.name] = item
             self.reserve.enter(item)
-
-    def advance(self, item: _Item) -> None:
-        """Make one that waits already the first."""
-        self._stack.append(item)
 
     def remove(self, item: _Item) -> None:
         """Take an item out, wherever it waits."""
         del self.items[item.name]
         self.reserve.leave(item)
 
-    def split(self, item: _Item) -> None:
-        """Have the pieces of an item that was taken out wait before all others."""
-        self.push(self._pieces(item.name, item.thing))
-        self.reserve.measure()
-
     def open(self, item: _Item) -> None:
         """Have the pieces of an item that waits wait in its place."""
-        item.pieces = self._pieces(item.name, item.thing, item.seen)
+        item.pieces = self.pieces(item.name, item.thing, item.seen)
         for piece in item.pieces:
             if not piece.is_module:
                 piece.seen = 0  # no layer of the first measurement
@@ -370,16 +353,12 @@ class _Planner:
         if self.waiting.loose:
             self._join_buffers()
         modules = Counter(self.placed.values())
-        buffers: Counter[Key] = Counter()
-        for name, device in self.placed.items():
-            buffers[device] += self.buffer_sizes.get(name, 0)
-        uses = (
-            DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], buffers[d], modules[d])
-            for d in self.devices
-        )
+        offloaded = (name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED))
+        buffers = sum(self.buffer_sizes.get(name, 0) for name in offloaded)
+        uses = (DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], modules[d]) for d in self.devices)
         if self.waiting.doubled:
             self._add_second_names()
-        return Plan(self.placed, tuple(uses), tuple(self.refusals), self.ties.groups)
+        return Plan(self.placed, tuple(uses), tuple(self.refusals), self.ties.groups, buffers)
 
     @property
     def left(self) -> int | float:
@@ -406,11 +385,12 @@ class _Planner:
             # What fills a device exactly is too large where it is tied, as upstream.
             elif item.size >= self.left and not item.whole:
                 self._refuse(item, item.size, "it was split")
-                self.waiting.split(item)
+                self.waiting.push(self.waiting.pieces(item.name, item.thing))
+                self.reserve.measure()
                 return
             else:
                 tied = f"tied to {', '.join(partner.name for partner in partners)}, and " if partners else ""
-                self._refuse(item, size, f"{tied}it cannot be split", emptied=not self.used[self.device])
+                self._refuse(item, size, f"{tied}it cannot be split")
                 self._next_device(item, size)
                 return
 
@@ -434,24 +414,19 @@ class _Planner:
             self.used[self.device] += item.size
 
     def _join_buffers(self) -> None:
-        """Put the buffers of modules that were opened onto a device that has other parts of the module, or on a later one."""
-        present: dict[str, set[int]] = {}
-
-        def note(name: str, device: Key) -> None:
+        """Put the buffers of modules that were opened onto the first device with parts of the module, or a later one with room."""
+        first: dict[str, int] = {}
+        for name, device in self.placed.items():  # in the order in which devices were filled
             for module in name_and_parents(name.rpartition(".")[0]):
-                present.setdefault(module, set()).add(self.devices.index(device))
-
-        for name, device in self.placed.items():
-            note(name, device)
+                first.setdefault(module, self.devices.index(device))
         for name in self.waiting.loose:
-            known = sorted(present.get(name.rpartition(".")[0], {len(self.devices) - 1}))
-            for device in (self.devices[position] for position in (*known, *range(known[0], len(self.devices)))):
+            size = self.sizes.get(name, 0)
+            for device in self.devices[first.get(name.rpartition(".")[0], -1) :]:
                 budget = self.budgets[device]
-                if budget is None or self.used[device] + self.sizes.get(name, 0) <= budget:
+                if budget is None or self.used[device] + size <= budget:
                     break
             self.placed[name] = device
-            self.used[device] += self.sizes.get(name, 0)
-            note(name, device)
+            self.used[device] += size
 
     def _next_device(self, item: _Item, size: int | float) -> None:
         self.waiting.push([item])
@@ -462,8 +437,8 @@ class _Planner:
             self.kept[self.device] = self.reserve.size
         self.device = self.devices[self.devices.index(self.device) + 1]
 
-    def _refuse(self, item: _Item, size: int | float, cause: str, emptied: bool = False) -> None:
-        self.refusals.append(Refusal(item.name, size, self.device, self.left, self.reserve_here, cause, emptied))
+    def _refuse(self, item: _Item, size: int | float, cause: str) -> None:
+        self.refusals.append(Refusal(item.name, size, self.device, self.left, self.reserve_here, cause))
         if self.verbose:
             space = f"space available {max(0, self.left)}, needed {size}"
             print(f"Not enough space on {self.device} for {item.name} ({space}): {cause}.")
@@ -472,13 +447,13 @@ class _Planner:
         """Look for a module further on, however deep, that fits onto an empty device, and have it treated next."""
         # What did not fit waits again, so there has to be room for it too, and for what is tied to it.
         limit = self.budgets[self.device] - max(self.reserve.size, needed)
-        tops = ((item.name, item.thing) for item in self.waiting.all() if item is not refused)
+        tops = ((item.name, item.thing) for item in self.waiting.in_order() if item is not refused)
         path = next(fitting(tops, self.sizes, limit, self.no_split, self.ties, self.waiting.holder), None)
         if path is None:
             return False
         for name in path[:-1]:
             self.waiting.open(self.waiting.items[name])
-        self.waiting.advance(self.waiting.items[path[-1]])
+        self.waiting.stack.append(self.waiting.items[path[-1]])
         return True
 
     def _add_second_names(self) -> None:

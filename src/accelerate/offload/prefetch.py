@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from accelerate.devices import probe
-from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, offloading_hook
+from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, hooks_of, offloading_hook
 from accelerate.offload.store import OffloadedWeightsLoader, resolved
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.utils.environment import str_to_bool
@@ -125,15 +125,15 @@ class StreamTransfer:
         self.namespace = namespace
         self._staging_bytes = staging_bytes
         self._stream: Any = None
-        self._buffers: list[torch.Tensor] = []
-        self._sent: list[Any] = [None, None]
-        self._turn = 0
+        self._buffers: list[tuple[torch.Tensor, Any]] = []  # with an event each: what was in it has arrived
 
     def bring(self, weights: dict[str, tuple[torch.Tensor, torch.dtype]]) -> tuple[Tensors, Any]:
         """Send the weights; the copies may still be under way when this returns, before the event behind them."""
         if self._stream is None:
-            self._buffers = [self._pinned(), self._pinned()]
             self._stream = self.namespace.Stream(device=self.device)
+            for _ in range(2):
+                buffer = torch.empty(self._staging_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._buffers.append((buffer, self.namespace.Event()))
         arrived = {name: self._send(tensor, dtype) for name, (tensor, dtype) in weights.items()}
         event = self.namespace.Event()
         event.record(self._stream)
@@ -148,36 +148,22 @@ class StreamTransfer:
             tensor.record_stream(stream)
         return tensors
 
-    def _pinned(self) -> torch.Tensor:
-        return torch.empty(self._staging_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
     def _send(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         tensor = tensor.detach()
         with torch.no_grad(), self.namespace.stream(self._stream):
             if not tensor.is_contiguous():
                 return tensor.to(self.device, dtype)  # keeps the strides, on which the bits of results may depend
-            flat = tensor.reshape(-1)
+            flat, step = tensor.reshape(-1), self._staging_bytes // dtype.itemsize
             arrived = torch.empty(flat.shape, dtype=dtype, device=self.device)
-            for begin, end in self._chunks(flat.numel(), dtype):
-                buffer = self._next_buffer()[: (end - begin) * dtype.itemsize].view(dtype)
-                buffer.copy_(flat[begin:end])  # reads the file and casts, while the chunk before is on its way
-                arrived[begin:end].copy_(buffer, non_blocking=True)
-                self._sent[self._turn].record(self._stream)
+            for source, target in zip(flat.split(step), arrived.split(step), strict=True):
+                self._buffers.reverse()
+                buffer, sent = self._buffers[0]  # the one that was sent longest ago
+                sent.synchronize()
+                staged = buffer[: source.numel() * dtype.itemsize].view(dtype)
+                staged.copy_(source)  # reads the file and casts, while the part before is on its way
+                target.copy_(staged, non_blocking=True)
+                sent.record(self._stream)
         return arrived.reshape(tensor.shape)
-
-    def _chunks(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        step = self._staging_bytes // dtype.itemsize
-        for begin in range(0, count, step):
-            yield begin, min(begin + step, count)
-
-    def _next_buffer(self) -> torch.Tensor:
-        """The buffer that was sent longest ago, once it has arrived."""
-        self._turn = 1 - self._turn
-        if self._sent[self._turn] is None:
-            self._sent[self._turn] = self.namespace.Event()
-        else:
-            self._sent[self._turn].synchronize()
-        return self._buffers[self._turn]
 
 
 @dataclass(frozen=True)
@@ -271,51 +257,53 @@ class Prefetcher:
         """End the thread; the prefetcher starts a new one if it is used again."""
         with self._lock:
             self._drop()
-            if self._jobs is not None and self._process == os.getpid():
+            if self._jobs is not None:
                 self._jobs.put(None)
             self._jobs = None
 
     def _find(self, unit: Unit) -> None:
         """Set what is expected now to where a unit comes next in the known order; to its end if it does not."""
-        for position in (*range(self._next, len(self._order)), *range(min(self._next, len(self._order)))):
-            if self._order[position] is unit:
-                self._next = position
-                return
-        self._next = len(self._order)
+        end = len(self._order)
+        positions = (*range(self._next, end), *range(min(self._next, end)))
+        self._next = next((position for position in positions if self._order[position] is unit), end)
 
     def _extend(self) -> None:
         """Ask for the modules that follow, as far as the budget goes."""
         position = self._next + len(self._ahead)
-        while position < len(self._order):
-            unit = self._order[position]
-            if self._bytes_ahead + unit.nbytes > self.budget:
-                return
-            self._ask(unit)
+        while position < len(self._order) and self._bytes_ahead + self._order[position].nbytes <= self.budget:
+            self._ask(self._order[position])
             position += 1
 
     def _ask(self, unit: Unit) -> None:
         if self._jobs is None or self._process != os.getpid():
-            self._start()
+            jobs: queue.SimpleQueue = queue.SimpleQueue()
+            try:
+                threading.Thread(target=_work, args=(jobs,), name="accelerate-prefetch", daemon=True).start()
+            except RuntimeError as error:  # the system has no thread left, or the interpreter is about to exit
+                self._turn_off(
+                    f"Weights are read when they are needed, because no thread can read them ahead: {error}"
+                )
+                return
+            weakref.finalize(self, jobs.put, None)
+            self._jobs, self._process = jobs, os.getpid()
         future: Future[tuple[Tensors, Any]] = Future()
         self._jobs.put((future, unit.bring))
         self._ahead.append((unit, future))
         self._bytes_ahead += unit.nbytes
 
-    def _start(self) -> None:
-        self._jobs, self._process = queue.SimpleQueue(), os.getpid()
-        threading.Thread(target=_work, args=(self._jobs,), name="accelerate-prefetch", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+    def _turn_off(self, reason: str) -> None:
+        if self.budget >= 0:
+            logger.warning(reason)
+        self.budget = -1
 
     def _received(self, unit: Unit, found: "Future[tuple[Tensors, Any]]") -> Tensors:
         try:
             return unit.transfer.receive(*found.result())
         except torch.OutOfMemoryError:
-            if self.budget >= 0:
-                logger.warning(
-                    "Reading weights ahead ran out of memory and is off from now on; they are read when they are needed. Give "
-                    "a smaller `prefetch` budget."
-                )
-            self.budget = -1
+            self._turn_off(
+                "Reading weights ahead ran out of memory and is off from now on; they are read when they are needed. Give a "
+                "smaller `prefetch` budget."
+            )
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # panics of Rust are no `Exception`
@@ -374,8 +362,7 @@ def aligning_hook(module: nn.Module) -> Any | None:
     Args:
         module: Any module.
     """
-    hook = module.__dict__.get("_hf_hook")
-    return next((one for one in (hook, *getattr(hook, "hooks", ())) if hasattr(one, "io_same_device")), None)
+    return next((hook for hook in hooks_of(module) if hasattr(hook, "io_same_device")), None)
 
 
 def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:

@@ -2,6 +2,7 @@
 ``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -13,7 +14,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from accelerate.offload.files import WeightFile
 from accelerate.offload.tensors import name_and_parents
@@ -47,12 +47,12 @@ def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
         return {}
     try:
         index = json.loads(path.read_text("utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+            raise ValueError("it does not map names to entries")
+    except ValueError as error:
         raise ValueError(
             f"{path} is no index of offloaded weights ({error}). Delete the folder and offload again."
         ) from error
-    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-        raise ValueError(f"{path} is no index of offloaded weights: it must map names to entries.")
     return index
 
 
@@ -120,10 +120,7 @@ class OffloadWriter:
                 if self._indexed:
                     entries = {**read_index(self.folder), **self.index}
                     self._write(INDEX_NAME, json.dumps(entries, indent=2).encode("utf-8"))
-                # The index last, so that it names nothing that is not there.
-                for aside in sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
-                    os.replace(aside, self.folder / aside.name)
-                _Publications.count += 1
+                self._publish()
         finally:
             if self._aside is not None:
                 shutil.rmtree(self._aside, ignore_errors=True)
@@ -147,6 +144,29 @@ class OffloadWriter:
             "dtype": str(weight.dtype).removeprefix("torch."),
             "shape": list(weight.shape),
         }
+
+    def _publish(self) -> None:
+        """Give every file its name, the index last, so that it names nothing that is not there; if one fails, undo all."""
+        former = self._aside / "former"  # links, so that other processes find every file all the time
+        files = sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME)
+        former.mkdir()
+        new: list[Path] = []
+        _Publications.count += 1
+        try:
+            for file in files:
+                target = self.folder / file.name
+                if target.exists():
+                    with contextlib.suppress(OSError):  # a file system without links
+                        os.link(target, former / file.name)
+                else:
+                    new.append(target)
+                os.replace(file, target)
+        except BaseException:
+            for target in new:
+                target.unlink(missing_ok=True)
+            for old in former.iterdir():
+                os.replace(old, self.folder / old.name)
+            raise
 
     def _write(self, file: str, data: memoryview | bytes) -> None:
         try:
@@ -206,31 +226,16 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    check_size(weight_file, weight_info)
-    return torch.from_file(os.fspath(weight_file), shared=False, size=count, dtype=dtype).reshape(shape)
-
-
-def check_size(weight_file: Folder, weight_info: Mapping[str, Any]) -> None:
-    """Check that a ``.dat`` file is there and as long as its index entry says.
-
-    Args:
-        weight_file: The file.
-        weight_info: Its entry.
-
-    Raises:
-        FileNotFoundError: It is not there.
-        ValueError: It has another size.
-    """
     path = os.fspath(weight_file)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"The offloaded weight {path} is gone; was its folder temporary?")
-    expected = torch.Size(weight_info["shape"]).numel() * getattr(torch, weight_info["dtype"]).itemsize
-    found = os.path.getsize(path)
+    expected, found = count * dtype.itemsize, os.path.getsize(path)
     if expected != found:
         raise ValueError(
             f"The offloaded weight {path} has {found:,} bytes, but {weight_info['dtype']} of shape {weight_info['shape']} takes "
             f"{expected:,}. Offload the model again."
         )
+    return torch.from_file(path, shared=False, size=count, dtype=dtype).reshape(shape)
 
 
 def save_offload_index(index: Mapping[str, dict] | None, offload_folder: Folder) -> None:
@@ -280,28 +285,22 @@ class PrefixedDataset(Mapping):
         self.dataset = dataset
         self.prefix = prefix
 
+    def full_name(self, key: str) -> str:
+        """Return the name that a key has in the dataset, whether it is what follows the prefix or the whole name."""
+        full = self.prefix + key
+        return key if key.startswith(self.prefix) and full not in self.dataset else full
+
     def __getitem__(self, key: str) -> Any:
-        try:
-            return self.dataset[self.prefix + key]
-        except KeyError:
-            if not key.startswith(self.prefix):
-                raise
-            return self.dataset[key]
+        return self.dataset[self.full_name(key)]
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, str):
-            return False
-        return self.prefix + key in self.dataset or (key.startswith(self.prefix) and key in self.dataset)
+        return isinstance(key, str) and self.full_name(key) in self.dataset
 
     def __iter__(self) -> Iterator[str]:
         return (key for key in self.dataset if key.startswith(self.prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-# Attributes of a loader that copies and pickles leave out.
-_OF_THIS_RUN = ("_files", "_views")
 
 
 class OffloadedWeightsLoader(Mapping):
@@ -341,32 +340,20 @@ class OffloadedWeightsLoader(Mapping):
         self.save_folder = save_folder
         self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
         self.device = device
-        self._forget()
-
-    def _forget(self) -> None:
         # What is open, by path, and what was mapped, by name: the entry that said where, the count of publications then, the view.
         self._files: dict[str, WeightFile] = {}
         self._views: dict[str, tuple[Mapping[str, Any], int, torch.Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_RUN}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        return {**self.__dict__, "_files": {}, "_views": {}}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        file = self.index[key].get("safetensors_file")
-        if self.device is None or file is None:
-            tensor = self.stored(key)
-        else:
-            device = str(self.device) if isinstance(self.device, torch.device) else self.device
-            with safe_open(file, framework="pt", device=device) as opened:
-                tensor = opened.get_tensor(self.index[key].get("weight_name", key))
-        dtype = self.index[key].get("dtype")
-        return tensor if dtype is None else tensor.to(getattr(torch, dtype))
+        tensor, entry = self.stored(key), self.index[key]
+        if self.device is not None and entry.get("safetensors_file") is not None:
+            tensor = tensor.to(self.device)
+        return tensor if entry.get("dtype") is None else tensor.to(getattr(torch, entry["dtype"]))
 
     def stored(self, key: str) -> torch.Tensor:
         """Return a weight as it is kept, the same tensor each time until this process writes files or the entry is replaced.
@@ -400,23 +387,6 @@ class OffloadedWeightsLoader(Mapping):
         # A tied weight has the file of the name that was written.
         return weight_path(self.save_folder, self.index[key].get("dat_name", key))
 
-    def stored_shape(self, key: str) -> Sequence[int]:
-        """Return the shape of a weight in a file, once the file is known to have it. The weight is not read.
-
-        Args:
-            key: Its name.
-
-        Raises:
-            FileNotFoundError: The file is not there.
-            KeyError: The file does not have it.
-            ValueError: The file is truncated, or there is no folder to find it in.
-        """
-        info = self.index[key]
-        if info.get("safetensors_file") is not None:
-            return self.stored(key).shape
-        check_size(self._dat_file(key), info)
-        return info["shape"]
-
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
 
@@ -435,9 +405,7 @@ def resolved(weights: Mapping, name: str) -> tuple[Mapping, str]:
         name: The weight's name in it.
     """
     while isinstance(weights, PrefixedDataset):
-        full = weights.prefix + name
-        name = full if full in weights.dataset or not name.startswith(weights.prefix) else name
-        weights = weights.dataset
+        weights, name = weights.dataset, weights.full_name(name)
     return weights, name
 
 

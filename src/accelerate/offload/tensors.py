@@ -202,18 +202,13 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
     Raises:
         ValueError: The map does not cover a tied parameter.
     """
-    apart = []
-    for group in tied_params:
-        placed = {name: device_of(name, device_map) for name in group}
-        if len(set(placed.values())) > 1:
-            apart.append(placed)
+    placed = [{name: device_of(name, device_map) for name in group} for group in tied_params]
+    apart = [str(group) for group in placed if len(set(group.values())) > 1]
     if apart:
-        more = f" and {len(apart) - _SHOWN} more groups" if len(apart) > _SHOWN else ""
         logger.warning(
-            "Tied parameters are on different devices: %s%s. Each device gets a copy of its own; put these modules on "
-            "one device, or use `device_map='auto'`.",
-            ", ".join(map(str, apart[:_SHOWN])),
-            more,
+            "Tied parameters are on different devices: %s. Each device gets a copy of its own; put these modules on one device, "
+            "or use `device_map='auto'`.",
+            listed(apart, _SHOWN),
         )
 
 
@@ -327,18 +322,6 @@ def _get_proper_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def _checked_dtype(argument: str, given: Any) -> torch.dtype | CustomDtype | None:
-    try:
-        found = _get_proper_dtype(given)
-    except ValueError:
-        found = ()
-    if found is not None and not isinstance(found, torch.dtype | CustomDtype):
-        raise ValueError(
-            f"{argument}={given!r} is no torch dtype. Use torch.float16, the name 'float16', or a CustomDtype."
-        )
-    return found
-
-
 def compute_module_sizes(
     model: nn.Module,
     dtype: str | torch.dtype | None = None,
@@ -365,23 +348,18 @@ def compute_module_sizes(
         >>> compute_module_sizes(nn.Linear(3, 4))["weight"]
         48
     """
-    wanted = _checked_dtype("dtype", dtype)
-    special = {name: _checked_dtype(f"special_dtypes[{name!r}]", d) for name, d in (special_dtypes or {}).items()}
+    most = float("inf") if dtype is None else dtype_byte_size(dtype)
+    special = {name: dtype_byte_size(of_one) for name, of_one in (special_dtypes or {}).items()}
     tensors: Iterable[tuple[str, torch.Tensor]]
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     sizes: dict[str, int] = defaultdict(int)
-    per_element: dict[torch.dtype, int | float] = {}
+    each: dict[torch.dtype, int | float] = {}
     for name, tensor in tensors:
         own = tensor.dtype
-        if name in special:
-            bytes_each = dtype_byte_size(special[name])
-        else:
-            if own not in per_element:
-                # A cast shrinks floating-point tensors, never enlarges them.
-                casts = wanted is not None and (own.is_floating_point or own.is_complex)
-                per_element[own] = min(dtype_byte_size(own), dtype_byte_size(wanted if casts else own))
-            bytes_each = per_element[own]
-        size = tensor.numel() * bytes_each
+        if own not in each:
+            casts = own.is_floating_point or own.is_complex
+            each[own] = min(dtype_byte_size(own), most if casts else float("inf"))  # a cast never enlarges them
+        size = tensor.numel() * special.get(name, each[own])
         for part in ("", *reversed(list(name_and_parents(name)))):
             sizes[part] += size
     return sizes
@@ -470,6 +448,22 @@ def is_whole(item: nn.Module | torch.Tensor, no_split: Collection[str]) -> bool:
     if not isinstance(item, nn.Module) or type(item).__name__ in no_split:
         return True
     return next(item.children(), None) is None
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Return names for a message: the first few, and how many more there are.
+
+    Args:
+        names: The names.
+        most: How many are shown.
+
+    Example:
+        >>> listed(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    found = list(names)
+    shown = ", ".join(found[:most])
+    return f"{shown} and {len(found) - most} more" if len(found) > most else shown
 
 
 def format_bytes(size: int | float) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.diagnostics.table import table
-from accelerate.offload.files import listed
-from accelerate.offload.placement import FOUR_BIT, Device, as_device, offloading_hook
+from accelerate.offload.placement import FOUR_BIT, Device, as_device, hooks_of, offloading_hook
 from accelerate.offload.store import (
     INDEX_NAME,
     Folder,
@@ -21,7 +20,7 @@ from accelerate.offload.store import (
     read_index,
     resolved,
 )
-from accelerate.offload.tensors import device_of, format_bytes, named_module_tensors
+from accelerate.offload.tensors import device_of, format_bytes, listed, name_and_parents, named_module_tensors
 
 logger = logging.getLogger("accelerate.big_modeling")
 
@@ -75,22 +74,21 @@ def gather_weights(
         OSError: The disk is full; then nothing is left behind.
         ValueError: There is no place for weights on disk, or what is there does not fit the model.
     """
-    checked = False
     if state_dict is None and on_cpu:
         state_dict = extract_submodules_state_dict(state_tensors(model), on_cpu)
-    if on_disk and offload_index is None:
+    given = offload_index is not None
+    if on_disk and not given:
         if offload_dir is None:
             raise ValueError(
                 f"The device_map sends {listed(map(repr, on_disk))} to the disk: give an `offload_dir` to put them in, or the "
                 "`offload_index` of where they are."
             )
         offload_index = write_missing(model, on_disk, offload_buffers, offload_dir)
-        checked = True
     if state_dict is None and not on_disk:
         return None
     in_memory = {name: tensor.to("cpu") for name, tensor in (state_dict or {}).items() if tensor.device.type != "meta"}
     weights = OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, offload_index)
-    if on_disk and not checked:
+    if on_disk and given:
         check_stored(weights, extract_submodules_state_dict(all_tensors(model), on_disk))
     return weights
 
@@ -152,7 +150,7 @@ def check_stored(weights: OffloadedWeightsLoader, tensors: Mapping[str, torch.Te
     for name, tensor in tensors.items():
         if name not in weights.index or name in weights.state_dict:
             continue
-        shape = weights.stored_shape(name)
+        shape = weights.stored(name).shape
         if tuple(shape) != tuple(tensor.shape) and type(tensor).__name__ not in FOUR_BIT:
             problems.append(f"{name} has shape {tuple(shape)}, the model {tuple(tensor.shape)}")
     if problems:
@@ -270,17 +268,15 @@ def shared_pointers(model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[int
     return {parameter.data_ptr(): {} for parameter in named if parameter.device.type != "meta"}
 
 
-def _offloaded_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a module's hook keeps elsewhere, by their name below the module."""
-    hook = offloading_hook(module)
-    if hook is None or hook.weights_map is None:
-        return {}
-    tensors = named_module_tensors(module, recurse=hook.place_submodules, remove_non_persistent=True)
-    return {
-        name: hook.weights_map[name].detach()
-        for name, tensor in tensors
-        if tensor.device.type == "meta" and name in hook.weights_map
-    }
+def _offloaded(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Yield the tensors that hooks keep elsewhere: each one's name, the hook, and its name below the hook's module."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        hook = offloading_hook(module)
+        if hook is None or hook.weights_map is None:
+            continue
+        for name, tensor in named_module_tensors(module, recurse=hook.place_submodules):
+            if tensor.device.type == "meta" and name in hook.weights_map:
+                yield f"{path}.{name}".removeprefix("."), hook, name
 
 
 def tensors_without_data(model: nn.Module) -> list[str]:
@@ -290,13 +286,7 @@ def tensors_without_data(model: nn.Module) -> list[str]:
         model: The model, dispatched or not.
     """
     empty = {name for name, tensor in all_tensors(model).items() if tensor.device.type == "meta"}
-    for path, module in model.named_modules(remove_duplicate=False) if empty else ():
-        hook = offloading_hook(module)
-        if hook is not None and hook.weights_map is not None:
-            prefix = f"{path}." if path else ""
-            below = named_module_tensors(module, recurse=hook.place_submodules)
-            empty -= {prefix + name for name, _ in below if name in hook.weights_map}
-    return sorted(empty)
+    return sorted(empty - {name for name, _, _ in _offloaded(model)} if empty else empty)
 
 
 def get_state_dict_from_offload(
@@ -318,11 +308,11 @@ def get_state_dict_from_offload(
     """
     prefix = module_name.rpartition(".")[0]
     prefix = f"{prefix}." if prefix else ""
-    own = dict(module.state_dict())
-    own.update({name: tensor.to(device_to_put_offload) for name, tensor in _offloaded_tensors(module).items()})
-    for name, tensor in own.items():
-        if prefix + name in state_dict:
-            state_dict[prefix + name] = tensor
+    own = {name: tensor for name, tensor in module.state_dict().items() if prefix + name in state_dict}
+    for name, hook, key in _offloaded(module):
+        if name in own:
+            own[name] = hook.weights_map[key].detach().to(device_to_put_offload)
+    state_dict.update({prefix + name: tensor for name, tensor in own.items()})
     return state_dict
 
 
@@ -339,11 +329,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         Name to tensor, offloaded ones on the CPU, the others where they are.
     """
     state_dict = model.state_dict()
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, tensor in _offloaded_tensors(module).items():
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = tensor
+    for name, hook, key in _offloaded(model):
+        if name in state_dict:
+            state_dict[name] = hook.weights_map[key].detach()
     empty = tensors_without_data(model)
     if empty:
         logger.warning("No hook of the model knows the data of these tensors on the meta device: %s", ", ".join(empty))
@@ -409,52 +397,39 @@ def device_map_report(model: nn.Module) -> DeviceMapReport:
         >>> [(place.device, place.parameters) for place in report.places]
         [('cpu', 24)]
     """
+    offloaded = {name: (hook, key) for name, hook, key in _offloaded(model) if hook.execution_device is not None}
+    movers = {  # `CpuOffload` moves modules as a whole
+        path: as_device(hook.execution_device)
+        for path, module in model.named_modules()
+        for hook in hooks_of(module)
+        if hasattr(hook, "prev_module_hook")
+    }
     places: dict[tuple[str, str, str], Place] = {}
     counted: set[Any] = set()
-    below: dict[str, tuple[str, Any] | None] = {}  # of each module the hook above that includes what is below it
-    for path, module in model.named_modules():
-        above = below.get(path.rpartition(".")[0]) if path else None
-        own = _governing_hook(path, module, above)
-        # CpuOffload moves modules as a whole, too.
-        whole = own and getattr(own[1], "place_submodules", hasattr(own[1], "prev_module_hook"))
-        below[path] = own if whole else above
-        tables = (("parameters", module._parameters), ("buffers", module._buffers))
-        for kind, name, tensor in ((kind, *pair) for kind, held in tables for pair in held.items()):
-            found = None if tensor is None else _where(tensor, f"{path}.{name}" if path else name, own)
-            if found is None or found[-1] in counted:
-                continue
-            device, kept, identity = found
-            runs_on = str(tensor.device if own is None else as_device(own[1].execution_device))
-            place = places.setdefault((device, kept, runs_on), Place(device, kept, runs_on))
-            counted.add(identity)
-            local = getattr(tensor, "_local_tensor", tensor)
-            setattr(place, kind, getattr(place, kind) + local.numel() * local.element_size())
+    tensors = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
+    for kind, name, tensor in ((kind, *pair) for kind, pairs in tensors.items() for pair in pairs):
+        if name in offloaded:
+            hook, key = offloaded[name]
+            device, kept, identity = _where(hook.weights_map, key)
+            runs_on = str(as_device(hook.execution_device))
+        else:
+            device, kept, identity = str(tensor.device), "there", id(tensor)
+            runs_on = str(next((movers[part] for part in (*name_and_parents(name), "") if part in movers), device))
+        if identity in counted or device == "meta":
+            continue
+        counted.add(identity)
+        place = places.setdefault((device, kept, runs_on), Place(device, kept, runs_on))
+        local = getattr(tensor, "_local_tensor", tensor)
+        setattr(place, kind, getattr(place, kind) + local.numel() * local.element_size())
     return DeviceMapReport(tuple(places.values()), tuple(tensors_without_data(model)))
 
 
-def _governing_hook(path: str, module: nn.Module, above: tuple[str, Any] | None) -> tuple[str, Any] | None:
-    """The hook that decides on a module's own tensors, and the name of the module that it is on: its own or one further up."""
-    found, hook = above, module.__dict__.get("_hf_hook")
-    for candidate in (hook, *getattr(hook, "hooks", ())):
-        offloads = getattr(candidate, "offload", False) is True
-        if getattr(candidate, "execution_device", None) is not None and (offloads or above is None):
-            found = (path, candidate)
-    return found
-
-
-def _where(tensor: torch.Tensor, name: str, governor: tuple[str, Any] | None) -> tuple[str, str, Any] | None:
-    """Return the device and manner in which a tensor is kept, and what tells tied ones; None if no hook has its data."""
-    if tensor.device.type != "meta":
-        return str(tensor.device), "there", id(tensor)
-    path, hook = governor or ("", None)
-    weights = getattr(hook, "weights_map", None)
-    key = name[len(path) + 1 :] if path else name
-    if weights is None or key not in weights:
-        return None
-    weights, key = resolved(weights, key)
-    if not isinstance(weights, OffloadedWeightsLoader) or key in weights.state_dict:
-        return str(weights[key].device), "host memory", (weights[key].data_ptr(), weights[key].shape)
-    entry = weights.index[key]
+def _where(weights: Mapping[str, torch.Tensor], name: str) -> tuple[str, str, Any]:
+    """Return the device and the manner in which a weight is kept, and what tied ones have in common."""
+    weights, name = resolved(weights, name)
+    if not isinstance(weights, OffloadedWeightsLoader) or name in weights.state_dict:
+        return str(weights[name].device), "host memory", (weights[name].data_ptr(), weights[name].shape)
+    entry = weights.index[name]
     if entry.get("safetensors_file") is not None:
-        return "disk", "safetensors", (entry["safetensors_file"], entry.get("weight_name", key))
-    return "disk", ".dat files", entry.get("dat_name", key)
+        return "disk", "safetensors", (entry["safetensors_file"], entry.get("weight_name", name))
+    return "disk", ".dat files", entry.get("dat_name", name)

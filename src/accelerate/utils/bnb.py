@@ -13,8 +13,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from accelerate.big_modeling import dispatch_model, init_empty_weights
 from accelerate.config.bnb import BnbQuantizationConfig
 from accelerate.config.enums import CustomDtype
-from accelerate.offload.device_map import check_device_map, get_balanced_memory, infer_auto_device_map
-from accelerate.offload.loading import load_into, quantize_and_offload_8bit
+from accelerate.offload.device_map import check_device_map, computed_map
+from accelerate.offload.loading import CheckpointLoad, quantize_and_offload_8bit
 from accelerate.offload.placement import Device, default_device, quantizes, set_module_tensor_to_device
 from accelerate.offload.tensors import device_of, find_tied_parameters
 from accelerate.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
@@ -31,7 +31,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 _PACKED_ROWS, _PACKED_COLUMNS = 32, 64
 
 
@@ -161,7 +160,7 @@ def _load_quantized(
 ) -> None:
     with init_empty_weights():
         replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
-    load_into(
+    CheckpointLoad(
         model,
         checkpoint,
         device_map,
@@ -170,7 +169,7 @@ def _load_quantized(
         keep_in_fp32_modules=config.keep_in_fp32_modules,
         offload_8bit_bnb=config.load_in_8bit and bool(_offloaded(device_map)),
         whole=True,
-    )
+    ).run()
 
 
 def _quantize_in_place(
@@ -248,10 +247,6 @@ def _computed_map(
     max_memory: Mapping[int | str, int | str] | None,
     no_split: Sequence[str] | None,
 ) -> dict[str, Device]:
-    if strategy not in _AUTOMATIC:
-        raise ValueError(
-            f"device_map={strategy!r} is unknown. Give a dict, or one of {', '.join(map(repr, _AUTOMATIC))}."
-        )
     kept = config.keep_in_fp32_modules or []
     quantised = {f"{name}.weight" for _, name, _ in _convertible(model, [*(config.skip_modules or []), *kept], [])}
     # Embeddings, norms and biases are not quantised, and count with what they take.
@@ -265,10 +260,7 @@ def _computed_map(
         "no_split_module_classes": no_split,
         "dtype": CustomDtype.INT4 if config.load_in_4bit else torch.int8,
     }
-    if strategy != "sequential":
-        low_zero = strategy == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory=max_memory, low_zero=low_zero, **options)
-    return infer_auto_device_map(model, max_memory=max_memory, **options)
+    return computed_map(model, strategy, max_memory, **options)
 
 
 def replace_with_bnb_layers(

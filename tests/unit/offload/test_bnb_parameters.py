@@ -8,12 +8,9 @@ from torch import nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
-from accelerate.offload.placement import (
-    align_module_device,
-    quantizes,
-    scales_name,
-    set_module_tensor_to_device,
-)
+from accelerate.offload.loading import quantize_and_offload_8bit
+from accelerate.offload.placement import align_module_device, quantizes, set_module_tensor_to_device
+from accelerate.offload.store import load_offloaded_weight
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -49,6 +46,10 @@ def emptied(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_value_is_quantised_as_the_library_does_it(kind):
     expected, source = quantised(kind), layer(kind)
+    there = layer(kind)
+    for _ in range(2):  # the second time nothing is left to do
+        set_module_tensor_to_device(there, "weight", "cpu")
+        assert torch.equal(there(INPUT), quantised(kind)(INPUT))
     made = emptied(kind)
     set_module_tensor_to_device(made, "bias", "cpu", value=source.bias)
     value = source.weight.data
@@ -60,16 +61,6 @@ def test_a_value_is_quantised_as_the_library_does_it(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_its_data_is_quantised_where_it_is(kind):
-    made = layer(kind)
-    set_module_tensor_to_device(made, "weight", "cpu")
-    assert torch.equal(made(INPUT), quantised(kind)(INPUT))
-    weight = made.weight
-    set_module_tensor_to_device(made, "weight", "cpu")
-    assert made.weight is weight
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_weight_is_handed_over_with_its_scales(kind):
     donor, made = quantised(kind, seed=1), quantised(kind)
     expected = quantised(kind, seed=1)(INPUT)
@@ -78,16 +69,10 @@ def test_a_quantised_weight_is_handed_over_with_its_scales(kind):
     set_module_tensor_to_device(made, "bias", "cpu", value=donor.bias)
     assert torch.equal(made(INPUT), expected) and torch.equal(made(INPUT), expected)
     assert torch.equal(donor(INPUT), expected), "the weight that was copied has changed"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_unquantised_value_replaces_a_quantised_weight(kind):
-    made = quantised(kind)
-    made(INPUT)
-    source = layer(kind, seed=1)
+    source = layer(kind, seed=2)  # and numbers that are not quantised yet
     for name in ("weight", "bias"):
         set_module_tensor_to_device(made, name, "cpu", value=getattr(source, name).data)
-    assert torch.equal(made(INPUT), quantised(kind, seed=1)(INPUT))
+    assert torch.equal(made(INPUT), quantised(kind, seed=2)(INPUT))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,24 +216,28 @@ def test_the_state_dict_of_an_offloaded_model_is_whole(kind, tmp_path):
     assert len(offloaded) > 3 and all(torch.equal(found[name], expected[name]) for name in offloaded)
 
 
-def test_offloaded_weights_take_no_memory_between_forwards(tmp_path):
+def test_offloaded_models_take_no_memory_between_forwards_and_are_copied_apart(tmp_path):
     made = model("int8", before=True)
+    expected = model("int8", before=False)(INPUT)
     disk_offload(made, tmp_path, "cpu")
-    for _ in range(2):
+    for one in (made, copy.deepcopy(made), made):
         with torch.no_grad():
-            made(INPUT)
-        for part in (made[0], made[2]):
+            assert torch.equal(one(INPUT), expected)
+        for part in (one[0], one[2]):
             assert part.weight.is_meta and part.weight.CB is None and part.state.CB is None and part.state.SCB is None
 
 
-def test_offloaded_models_are_copied_apart(tmp_path):
-    made = model("int8", before=False)
-    expected = model("int8", before=False)(INPUT)
-    disk_offload(made, tmp_path, "cpu")
-    other = copy.deepcopy(made)
-    assert torch.equal(other(INPUT), expected) and torch.equal(made(INPUT), expected)
-
-
-def test_only_the_end_of_a_name_tells_the_scales():
-    assert scales_name("weight") == "SCB"
-    assert scales_name("weighted.0.weight") == "weighted.0.SCB"
+@pytest.mark.parametrize("prequantised", [False, True])
+def test_layers_are_written_as_they_compute(prequantised, tmp_path):
+    # A name that holds the word once more: only the end tells the scales.
+    made = nn.ModuleDict({"weighting": layer("int8")})
+    value, expected = made["weighting"].weight.data.clone(), quantised("int8").weight
+    index, scales = {}, expected.SCB if prequantised else None
+    given = expected.data if prequantised else value
+    quantize_and_offload_8bit(made, given, "weighting.weight", torch.float16, tmp_path, index, scales)
+    assert set(index) == {"weighting.weight", "weighting.SCB"}
+    written = {name: load_offloaded_weight(tmp_path / f"{name}.dat", entry) for name, entry in index.items()}
+    assert torch.equal(written["weighting.weight"], expected.data)
+    assert torch.equal(written["weighting.SCB"], expected.SCB)
+    weight = made["weighting"].weight
+    assert weight.is_meta and weight.dtype is torch.int8 and torch.equal(weight.SCB, expected.SCB)

@@ -1,4 +1,4 @@
-"""Device maps: computed, cleaned, checked."""
+"""Memory budgets, and device maps: computed, cleaned, checked."""
 
 from collections import OrderedDict
 
@@ -11,6 +11,7 @@ from accelerate.offload.device_map import (
     clean_device_map,
     fallback_allocate,
     get_balanced_memory,
+    get_max_memory,
     infer_auto_device_map,
 )
 from accelerate.offload.tensors import compute_module_sizes
@@ -36,10 +37,10 @@ def test_devices_fill_in_order_and_the_first_keeps_room_for_the_largest_layer():
     assert found == {"": 0} and isinstance(found, OrderedDict)
     assert infer_auto_device_map(model, {0: 200, "cpu": 1000}) == {"linear1": 0, "norm": "cpu", "linear2": "cpu"}
     assert infer_auto_device_map(model, {0: 200, 1: 72, "cpu": 1000}) == {"linear1": 0, "norm": 1, "linear2": "cpu"}
-
-
-def test_what_fits_nowhere_goes_to_disk():
-    assert infer_auto_device_map(_Net(), {0: 0, "cpu": 0}, offload_buffers=True) == {"": "disk"}
+    assert infer_auto_device_map(model, {0: 0, "cpu": 0}, offload_buffers=True) == {"": "disk"}
+    model.scale = nn.Parameter(torch.ones(1))
+    device_map = infer_auto_device_map(model, {"cpu": 1000}, clean_result=False)
+    assert device_map == dict.fromkeys(["scale", "linear1", "norm", "linear2"], "cpu")
 
 
 def test_blocks_stay_whole_when_asked():
@@ -50,11 +51,10 @@ def test_blocks_stay_whole_when_asked():
 
 
 def test_tied_modules_go_together():
-    model = nn.ModuleDict({"emb": _tied()["emb"], "x": nn.Linear(4, 4, bias=False), "y": nn.Linear(4, 4, bias=False)})
-    model["head"] = nn.Linear(4, 4, bias=False)
-    model["head"].weight = model["emb"].weight
+    model = _tied()
+    model["late"] = nn.Linear(4, 4, bias=False)
     device_map = infer_auto_device_map(model, {0: 128, "cpu": 1000}, clean_result=False)
-    assert device_map == {"emb": 0, "head": 0, "x": "cpu", "y": "cpu"}
+    assert device_map == {"emb": 0, "head": 0, "mid": "cpu", "late": "cpu"}
 
 
 def test_a_tied_block_is_opened_so_that_only_the_shared_part_comes_along():
@@ -63,13 +63,6 @@ def test_a_tied_block_is_opened_so_that_only_the_shared_part_comes_along():
     device_map = infer_auto_device_map(model, {0: 1680 + 64, 1: 64, "cpu": 10**5}, clean_result=False)
     assert device_map["emb"] == device_map["head.0"] == 0
     assert device_map["head.1"] == "cpu"
-
-
-def test_tensors_and_uncleaned_maps():
-    model = _Net()
-    model.scale = nn.Parameter(torch.ones(1))
-    device_map = infer_auto_device_map(model, {"cpu": 1000}, clean_result=False)
-    assert device_map == dict.fromkeys(["scale", "linear1", "norm", "linear2"], "cpu")
 
 
 def test_fallback_gives_an_empty_device_something_deeper():
@@ -149,19 +142,25 @@ def test_an_explanation_names_what_is_split_and_what_is_tied(capsys):
     [
         ({"max_memory": {0: -5}}, r"max_memory\[0\]=-5"),
         ({"max_memory": {"cpu": "5"}}, r"max_memory\['cpu'\]='5'.*5GB"),
+        ({"max_memory": {0: float("nan")}}, r"max_memory\[0\]=nan"),
+        ({"max_memory": {0: None}}, r"max_memory\[0\]=None"),
         ({"max_memory": {"gpu": 5}}, "max_memory names the device 'gpu'"),
-        ({"max_memory": 5}, "max_memory=5"),
+        ({"max_memory": {"0": 5}}, "max_memory names the device '0'"),
+        ({"max_memory": [1]}, r"max_memory=\[1\]"),
         ({"no_split_module_classes": 5}, "no_split_module_classes.*5"),
         ({"no_split_module_classes": [5]}, "no_split_module_classes.*5"),
         ({"dtype": "bf16"}, "dtype='bf16'.*float16"),
-        ({"dtype": 16}, "dtype=16.*float16"),
-        ({"special_dtypes": {"norm.weight": "half_float"}}, r"special_dtypes\['norm.weight'\]='half_float'"),
+        ({"dtype": 16}, "dtype=16 is not a torch.dtype"),
+        ({"special_dtypes": {"norm.weight": "half_float"}}, "'half_float'.*float16"),
     ],
 )
 def test_mistakes_are_named(wrong, told):
     for function in (infer_auto_device_map, get_balanced_memory):
         with pytest.raises(ValueError, match=told):
             function(_Net(), **{"max_memory": {0: 1000, 1: 1000}, **wrong})
+    if "max_memory" in wrong:
+        with pytest.raises(ValueError, match=told):
+            get_max_memory(**wrong)
 
 
 def test_what_matches_nothing_does_no_harm():
@@ -202,3 +201,55 @@ def test_check_device_map_names_what_is_missing_and_warns_of_strangers():
         check_device_map(model, {"linear1": 0, "norm": 0, "linear2": 0, "stranger": 0})
     model.norm.register_buffer("loose", torch.ones(1), persistent=False)
     check_device_map(model, {"linear1": 0, "norm": 0, "linear2": 0, "norm.loose": "cpu"})
+
+
+# --- budgets ---
+
+
+def _six(count=6):
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(count)))  # 64 bytes each
+
+
+def test_budgets_are_parsed_and_put_in_filling_order():
+    budgets = get_max_memory({"disk": "1KB", "cpu": 3, 1: 5, 0: "2KiB"})
+    assert list(budgets.items()) == [(0, 2048), (1, 5), ("cpu", 3), ("disk", 1000)]
+    assert get_max_memory({"cpu": 1.5}) == {"cpu": 1.5}
+
+
+def test_devices_that_are_not_there_are_warned_about_once(caplog):
+    get_max_memory({101: 5, 100: 5, "cpu": 5})
+    (message,) = caplog.messages
+    assert message.startswith("Devices in max_memory that are not available: [100, 101]; available devices are [")
+    caplog.clear()
+    get_balanced_memory(_six(), {100: 5})  # the warning comes when the budgets are used
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "options", "balanced"),
+    [
+        # An even share plus the margin, and the rest on the last device.
+        (_six(), {0: 1000, 1: 1000, 2: 1000, "cpu": 7}, {}, {0: 128 + 80, 1: 128 + 80, 2: 1000, "cpu": 7}),
+        (_six(), {0: "1KB", 1: 500}, {}, {0: 192 + 80, 1: 500}),
+        # As much as possible of the first device is free, as far as the others hold the model.
+        (_six(), {0: 1000, 1: 1000, 2: 1000}, {"low_zero": True}, {0: 0, 1: 192 + 80, 2: 1000}),
+        (_six(), {0: 1000, 1: 300}, {"low_zero": True}, {0: 384 - 300, 1: 300}),
+        # Indices need not begin at zero or follow each other; 1.15.0 takes positions for indices here.
+        (_six(), {1: 1000, 3: 1000}, {}, {1: 192 + 80, 3: 1000}),
+        (_six(), {0: 1000, 1: 0, 2: 300}, {"low_zero": True}, {0: 384 - 300, 1: 0, 2: 300}),
+        (_six(), {1: 1000, 3: 1000}, {"low_zero": True}, {1: 0, 3: 1000}),
+        # A model without modules has no margin, and whole blocks widen it.
+        (nn.ParameterList([torch.ones(16) for _ in range(4)]), {0: 1000, 1: 1000}, {}, {0: 128, 1: 1000}),
+        (nn.Sequential(_six(2), _six(1)[0]), {0: 999, 1: 999}, {}, {0: 96 + 80, 1: 999}),
+        (
+            nn.Sequential(_six(2), _six(1)[0]),
+            {0: 999, 1: 999},
+            {"no_split_module_classes": "Sequential"},
+            {0: 96 + 160, 1: 999},
+        ),
+    ],
+)
+def test_balanced_budgets(model, budget, options, balanced):
+    before = dict(budget)
+    assert get_balanced_memory(model, budget, **options) == balanced
+    assert budget == before

@@ -1,19 +1,27 @@
-"""Checkpoints into models."""
+"""Checkpoints into models; broken in one way or another they give a clear error, and change nothing."""
 
+import errno
 import json
 import logging
+import os
+import shutil
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.offload.loading import (
-    load_checkpoint_in_model,
-    load_offloaded_weights,
-    load_state_dict,
+from accelerate.big_modeling import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
 )
+from accelerate.offload.files import open_checkpoint
+from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
 from accelerate.offload.store import OffloadWriter, offload_weight
 
 
@@ -30,22 +38,17 @@ def source():
     return {name: torch.randn_like(t) if t.is_floating_point() else t for name, t in _Net().state_dict().items()}
 
 
-def _empty():
+def _empty(kind=_Net):
     with init_empty_weights():
-        return _Net()
+        return kind()
 
 
 def _save_sharded(folder, state, safe):
     folder.mkdir()
-    names = list(state)
     weight_map = {}
-    for number, part in enumerate((names[:4], names[4:])):
+    for number, part in enumerate((list(state)[:4], list(state)[4:])):
         file = f"part{number}.{'safetensors' if safe else 'bin'}"
-        tensors = {name: state[name] for name in part}
-        if safe:
-            save_file(tensors, folder / file)
-        else:
-            torch.save(tensors, folder / file)
+        (save_file if safe else torch.save)({name: state[name] for name in part}, folder / file)
         weight_map.update(dict.fromkeys(part, file))
     (folder / "model.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -88,16 +91,11 @@ def test_disk_weights_are_written_and_stay_on_meta(checkpoint, source, tmp_path)
     assert set(index) == {"norm.weight", "norm.bias", "linear2.weight", "linear2.bias"}
     load_offloaded_weights(model, index, tmp_path / "o")
     assert _equal(model, source)
-
-
-def test_offloaded_buffers(checkpoint, tmp_path):
     model = _empty()
-    load_checkpoint_in_model(
-        model, checkpoint, device_map={"": "disk"}, offload_folder=tmp_path / "o", offload_buffers=True
-    )
+    load_checkpoint_in_model(model, checkpoint, {"": "disk"}, tmp_path / "b", offload_buffers=True)
     assert model.norm.running_mean.device.type == "meta"
-    entry = json.loads((tmp_path / "o" / "index.json").read_text())["norm.running_mean"]
-    assert ("safetensors_file" in entry) != (tmp_path / "o" / "norm.running_mean.dat").is_file()
+    entry = json.loads((tmp_path / "b" / "index.json").read_text())["norm.running_mean"]
+    assert ("safetensors_file" in entry) != (tmp_path / "b" / "norm.running_mean.dat").is_file()
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"linear1": "cpu", "norm": "cpu", "linear2": "disk"}])
@@ -171,19 +169,14 @@ def test_arguments_that_cannot_work_are_named(arguments, text, source, tmp_path)
         load_checkpoint_in_model(_empty(), tmp_path / "m.bin", **arguments)
 
 
-def test_state_dict_files_run_no_code_and_must_be_for_torch(tmp_path):
+def test_state_dict_files_run_no_code_must_be_for_torch_and_go_where_a_map_says(tmp_path):
     torch.save({"w": object}, tmp_path / "bad.bin")
     with pytest.raises(Exception, match="[Ww]eights"):
         load_state_dict(tmp_path / "bad.bin")
-    save_file({"w": torch.ones(1)}, tmp_path / "tf.safetensors", metadata={"format": "tf"})
-    with pytest.raises(ValueError, match="'tf'"):
-        load_state_dict(tmp_path / "tf.safetensors")
-    save_file({"w": torch.ones(1)}, tmp_path / "odd.safetensors", metadata={"format": "odd"})
-    with pytest.raises(OSError, match="'odd'"):
-        load_state_dict(tmp_path / "odd.safetensors")
-
-
-def test_a_map_places_tensors_of_safetensors_while_reading(tmp_path):
+    for written_for, error in (("tf", ValueError), ("odd", OSError)):
+        save_file({"w": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"format": written_for})
+        with pytest.raises(error, match=repr(written_for)):
+            load_state_dict(tmp_path / "m.safetensors")
     save_file({"a.w": torch.ones(1), "b.w": torch.ones(1), "c": torch.ones(1)}, tmp_path / "m.safetensors")
     loaded = load_state_dict(tmp_path / "m.safetensors", device_map={"a": "meta", "b": "disk"})
     assert {name: tensor.device.type for name, tensor in loaded.items()} == {"a.w": "meta", "b.w": "cpu", "c": "cpu"}
@@ -282,8 +275,7 @@ def test_one_name_of_a_shared_module_is_enough(device_map, tmp_path):
         assert (model["two"].weight == 3).all()
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_eight_bit_weights_that_were_written_before_an_error_are_removed(there, source, tmp_path, monkeypatch):
+def test_eight_bit_weights_that_were_written_before_an_error_are_removed(source, tmp_path, monkeypatch):
     real, written = OffloadWriter.add, []
 
     def add(self, name, weight):
@@ -292,10 +284,246 @@ def test_eight_bit_weights_that_were_written_before_an_error_are_removed(there, 
         written.append(real(self, name, weight))
 
     torch.save(source, tmp_path / "m.bin")
-    if there:
-        offload_weight(torch.ones(1), "other", tmp_path / "o")
+    offload_weight(torch.ones(1), "other", tmp_path / "o")
     monkeypatch.setattr(OffloadWriter, "add", add)
-    model = _empty()
     with pytest.raises(RuntimeError, match="no more"):
-        load_checkpoint_in_model(model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "o", offload_8bit_bnb=True)
-    assert [path.name for path in (tmp_path / "o").iterdir()] == ["other.dat"] * there
+        load_checkpoint_in_model(_empty(), tmp_path / "m.bin", {"": "disk"}, tmp_path / "o", offload_8bit_bnb=True)
+    assert os.listdir(tmp_path / "o") == ["other.dat"]
+
+
+# --- broken checkpoints ---
+
+
+class _Pair(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("flags", torch.zeros(width, dtype=torch.uint8))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def _save_parts(folder, state, kind):
+    parts = {
+        f"part1.{kind}": ["first.weight", "first.bias"],
+        f"part2.{kind}": ["second.weight", "second.bias", "flags"],
+    }
+    for file, names in parts.items():
+        tensors = {name: state[name] for name in names if name in state}
+        save_file(tensors, folder / file) if kind == "safetensors" else torch.save(tensors, folder / file)
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    (folder / "model.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def parts(kind, tmp_path):
+    """The folder of a checkpoint in two files and an index."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    _save_parts(folder, _Pair().state_dict(), kind)
+    return folder
+
+
+def _lose(folder, kind):
+    (folder / f"part2.{kind}").unlink()
+
+
+def _truncate(folder, kind):
+    data = (folder / f"part2.{kind}").read_bytes()
+    (folder / f"part2.{kind}").write_bytes(data[:-20])
+
+
+def _mix_up(folder, kind):
+    shutil.copy(folder / f"part1.{kind}", folder / f"part2.{kind}")
+
+
+def _change(name, value):
+    def change(folder, kind):
+        _save_parts(folder, {**_Pair().state_dict(), name: value}, kind)
+
+    return change
+
+
+def _lack(folder, kind):
+    state = _Pair().state_dict()
+    del state["second.bias"]
+    _save_parts(folder, state, kind)
+    index = json.loads((folder / "model.index.json").read_text())
+    del index["weight_map"]["second.bias"]
+    (folder / "model.index.json").write_text(json.dumps(index))
+
+
+def _break_index(folder, kind):
+    (folder / "model.index.json").write_text('{"weight_map": ["first.weight"]}')
+
+
+FAULTS = {
+    "lost": (_lose, FileNotFoundError, r"names 2 files, of which 1 are not in .*part2"),
+    "truncated": (_truncate, ValueError, r"part2.* is truncated or no"),
+    "other names": (_mix_up, ValueError, r"lacks weights .*index says.*second\.weight"),
+    "other shape": (
+        _change("second.weight", torch.ones(3, 4)),
+        ValueError,
+        r"does not belong to this model.*second\.weight has shape \(3, 4\), the model \(4, 4\)",
+    ),
+    "other kind": (
+        _change("second.weight", torch.ones(4, 4, dtype=torch.int8)),
+        ValueError,
+        r"second\.weight is torch\.int8, the model's parameter torch\.float32",
+    ),
+    "index": (_break_index, ValueError, r"is no index of a sharded checkpoint"),
+}
+
+
+def _snapshot(model):
+    """What a load may not change: which tensors there are, where, with which memory, and whether the model has hooks."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
+    return [(name, id(t), t.device, t.data_ptr()) for name, t in tensors], hooked, hasattr(model, "hf_device_map")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "device_map", [None, {"": "cpu"}, {"first": "disk", "second": "cpu", "flags": "cpu"}, {"": "disk"}], ids=str
+)
+def test_a_broken_checkpoint_changes_nothing(fault, device_map, kind, parts, tmp_path):
+    damage, error, message = FAULTS[fault]
+    damage(parts, kind)
+    for empty in (True, False):
+        model = _empty(_Pair) if empty else _Pair()
+        before = _snapshot(model)
+        with pytest.raises(error, match=message):
+            load_checkpoint_and_dispatch(model, parts, device_map, offload_folder=tmp_path / "offload")
+        assert _snapshot(model) == before and os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_safetensors_on_disk_need_no_folder_and_other_formats_do(kind, parts, tmp_path):
+    model = _empty(_Pair)
+    if kind == "safetensors":
+        load_checkpoint_and_dispatch(model, parts, {"": "disk"})
+        assert model(torch.ones(1, 4)).shape == (1, 4)
+        assert sorted(os.listdir(tmp_path)) == ["checkpoint"] and len(os.listdir(parts)) == 3
+    else:
+        with pytest.raises(
+            ValueError,
+            match=r"sends first\.weight, first\.bias, second\.weight and 1 more to the disk.*`offload_folder`",
+        ):
+            load_checkpoint_and_dispatch(model, parts, {"": "disk"})
+        assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def test_a_full_disk_while_loading_leaves_nothing_behind(tmp_path, monkeypatch):
+    _save_parts(tmp_path, _Pair().state_dict(), "bin")
+    real, calls = Path.write_bytes, []
+
+    def full(path, data):
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    model = _empty(_Pair)
+    before = _snapshot(model)
+    with pytest.raises(OSError, match=r"Offloading second\.weight.* failed: No space left") as caught:
+        load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"}, offload_folder=tmp_path / "o")
+    assert caught.value.errno == errno.ENOSPC and not os.listdir(tmp_path / "o")
+    assert _snapshot(model) == before
+
+
+def test_a_load_shows_one_bar_and_says_nothing(kind, parts, tmp_path, monkeypatch, caplog, capfd):
+    import tqdm.auto
+
+    bars = []
+
+    class Bar(tqdm.auto.tqdm):
+        def __init__(self, *arguments, **options):
+            bars.append(options)
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
+    model = _empty(_Pair)
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint_and_dispatch(
+            model, parts, {"first": "disk", "second": "cpu", "flags": "cpu"}, offload_folder=tmp_path / "o"
+        )
+        model(torch.ones(1, 4))
+    assert [bar["total"] for bar in bars] == [164] and bars[0]["delay"] > 0 and bars[0]["disable"] is None
+    assert caplog.text == "" and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "message"),
+    [
+        ({"safetensors_file": "absent.safetensors"}, FileNotFoundError, r"absent\.safetensors does not exist"),
+        ({"safetensors_file": "part1.safetensors", "weight_name": "x"}, KeyError, r"no tensor 'x'"),
+        (
+            {"safetensors_file": "part1.safetensors", "weight_name": "first.bias"},
+            ValueError,
+            r"first\.weight has shape \(4,\)",
+        ),
+        ({"dtype": "float32", "shape": [4, 4]}, ValueError, r"no `save_folder`"),
+    ],
+)
+def test_an_offload_index_is_checked_before_dispatch(entry, error, message, tmp_path):
+    _save_parts(tmp_path, _Pair().state_dict(), "safetensors")
+    model = _Pair()
+    index = {
+        name: {"safetensors_file": str(tmp_path / f"part{1 + (not name.startswith('first'))}.safetensors")}
+        for name in model.state_dict()
+    }
+    if "safetensors_file" in entry:
+        entry = {**entry, "safetensors_file": str(tmp_path / entry["safetensors_file"])}
+    index["first.weight"] = entry
+    before = _snapshot(model)
+    with pytest.raises(error, match=message):
+        dispatch_model(model, {"": "disk"}, offload_index=index)
+    assert _snapshot(model) == before
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"first": "cpu", "second": "disk", "flags": "cpu"}], ids=str)
+def test_a_checkpoint_without_a_weight_that_the_model_lacks_changes_nothing(device_map, kind, parts, tmp_path):
+    _lack(parts, kind)
+    model = _empty(_Pair)
+    before = _snapshot(model)
+    with pytest.raises(ValueError, match=r"nobody has their data: second\.bias \(for"):
+        load_checkpoint_and_dispatch(model, parts, device_map, offload_folder=tmp_path / "offload")
+    assert _snapshot(model) == before and os.listdir(tmp_path) == ["checkpoint"]
+    with pytest.raises(ValueError, match=r"nobody has their data: first\.bias"):
+        dispatch_model(model, {"": "cpu"})
+    load_checkpoint_in_model(model, parts, {"": "cpu"})  # the rest may come from elsewhere
+    assert model.second.bias.is_meta and not model.second.weight.is_meta
+
+
+def test_devices_that_are_not_there_are_named(parts):
+    model = _empty(_Pair)
+    for call in (
+        lambda: load_checkpoint_and_dispatch(model, parts, {"first": 7, "second": "cpu", "flags": "cpu"}),
+        lambda: dispatch_model(_Pair(), {"first": "cuda:7", "second": "cpu", "flags": "cpu"}),
+        lambda: dispatch_model(_Pair(), {"": "dsk"}),
+    ):
+        with pytest.raises(ValueError, match=r"7|cuda|dsk"):
+            call()
+    assert model.first.weight.device.type == "meta"
+
+
+def test_an_index_may_have_any_name(parts):
+    model, index = _Pair(), parts / "model.index.json"
+    load_checkpoint_in_model(model, index.rename(parts / "weights.json"))
+    assert model.state_dict().keys() == open_checkpoint(parts / "weights.json").keys()
+    for folder, text in (
+        (parts, "exactly one `.index.json`.*found: none"),
+        (parts / "no", "does not exist"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            load_checkpoint_in_model(model, folder)
+    (parts / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(ValueError, match="config.json is no index"):
+        load_checkpoint_in_model(model, parts / "config.json")

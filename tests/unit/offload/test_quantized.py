@@ -6,7 +6,6 @@ from torch import nn
 
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.offload.loading import load_offloaded_weights, quantize_and_offload_8bit
-from accelerate.offload.store import load_offloaded_weight
 from accelerate.utils.offload import OffloadedWeightsLoader
 
 
@@ -45,22 +44,3 @@ def test_hooks_hand_the_scales_to_the_weight(tmp_path):
     add_hook_to_module(layer, hook)
     hook.pre_forward(layer)
     assert torch.equal(layer.weight, state["weight"]) and torch.equal(layer.weight.SCB, state["SCB"])
-
-
-@pytest.mark.parametrize("prequantised", [False, True])
-def test_layers_of_bitsandbytes_are_written_as_they_compute(prequantised, tmp_path):
-    bnb = pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    # A name that holds the word once more: only the end tells the scales.
-    model = nn.ModuleDict({"weighting": bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False)})
-    value = model["weighting"].weight.data.clone()
-    expected = bnb.nn.Int8Params(value.clone(), requires_grad=False).to("cpu")
-    index, scales = {}, expected.SCB if prequantised else None
-    given = expected.data if prequantised else value
-    quantize_and_offload_8bit(model, given, "weighting.weight", torch.float16, tmp_path, index, scales)
-    assert set(index) == {"weighting.weight", "weighting.SCB"}
-    written = {name: load_offloaded_weight(tmp_path / f"{name}.dat", entry) for name, entry in index.items()}
-    assert torch.equal(written["weighting.weight"], expected.data)
-    assert torch.equal(written["weighting.SCB"], expected.SCB)
-    weight = model["weighting"].weight
-    assert weight.is_meta and weight.dtype is torch.int8 and torch.equal(weight.SCB, expected.SCB)

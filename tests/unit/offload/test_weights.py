@@ -1,4 +1,6 @@
-"""Reports of where the tensors of a model are."""
+"""Where the tensors of an offloaded model are: reports, and state dicts."""
+
+import logging
 
 import torch
 import torch.distributed as dist
@@ -9,8 +11,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.big_modeling import cpu_offload, cpu_offload_with_hook, dispatch_model, init_empty_weights
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
-from accelerate.offload.weights import DeviceMapReport, Place
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
+from accelerate.offload.weights import (
+    DeviceMapReport,
+    Place,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    tensors_without_data,
+)
 from accelerate.utils import device_map_report
 
 
@@ -96,13 +104,46 @@ def test_a_tied_weight_counts_once_wherever_it_is(tmp_path):
     assert (_only(model).kept, _only(model).parameters) == ("safetensors", 64)
 
 
-def test_tensors_without_data_are_named():
+def test_tensors_without_data_are_named(caplog):
     with init_empty_weights():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     report = device_map_report(model)
     assert report == DeviceMapReport((), ("0.bias", "0.weight", "1.weight"))
     assert str(report).endswith("Without data (on meta, and no hook has them): 0.bias, 0.weight, 1.weight")
+    with caplog.at_level(logging.WARNING):
+        get_state_dict_offloaded_model(model)
+    assert "0.bias, 0.weight, 1.weight" in caplog.text
     # A hook that does not have the weight does not help; one that does, does.
     add_hook_to_module(model[1], AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(4, 4)}))
     model[0]._hf_hook = AlignDevicesHook("cpu", offload=True, weights_map={"bias": torch.ones(4)})
     assert device_map_report(model).without_data == ("0.weight",)
+
+
+# --- state dicts ---
+
+
+def _scaled():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.scale = nn.Parameter(torch.ones(1))
+    return model
+
+
+def test_the_whole_state_dict_comes_back_without_moving_the_model():
+    for options in ({"offload_buffers": True}, {"preload_module_classes": ["Sequential"]}):
+        model = _scaled()
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        attach_align_device_hook(model, "cpu", offload=True, **options)
+        gathered = get_state_dict_offloaded_model(model)
+        assert list(gathered) == list(state) and gathered._metadata[""] == {"version": 1}
+        assert all(torch.equal(gathered[name], state[name]) and not gathered[name].requires_grad for name in state)
+        assert model[0].weight.device.type == "meta" and tensors_without_data(model) == []
+
+
+def test_one_module_fills_the_names_that_are_asked_for():
+    model = _scaled()
+    weight = model[0].weight.detach().clone()
+    attach_align_device_hook(model, "cpu", offload=True)
+    assert torch.equal(get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None})["0.weight"], weight)
+    assert get_state_dict_from_offload(model[0], "0.weight", {}) == {}
+    on_meta = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None}, device_to_put_offload="meta")
+    assert on_meta["0.weight"].device.type == "meta"
