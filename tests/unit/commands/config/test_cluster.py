@@ -2,10 +2,10 @@
 
 import pytest
 
-from accelerate.commands.config import cluster, rules
+from accelerate.commands.config import cluster
 from accelerate.commands.config.cluster import KINDS, ask_cluster
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.config.interview import Interview
+from accelerate.commands.config.interview import Interview, check
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.options import OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
 from accelerate.config.options.features import CHAPTERS
@@ -81,7 +81,7 @@ def test_launch_reads_back_what_was_answered(place, at_random, machine, monkeypa
     assert switch is None or merged[switch].value is True
     assert file.unused == ()
     assert load_config_from_file(path).to_dict() == config.to_dict()
-    problems, notes = rules.check(config_file.inspect(path))
+    problems, notes = check(config_file.inspect(path))
     assert ([problem.text for problem in problems], notes) == ([], [])
 
 
