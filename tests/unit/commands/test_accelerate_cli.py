@@ -38,7 +38,7 @@ def test_parser_of_every_command(accelerate, name):
             assert explained or isinstance(action, argparse._SubParsersAction), (words, action.dest, action.help)
         status, out, err = accelerate(*words, "--help")  # a stray % would fail here
         assert (status, err) == (0, "")
-        assert out.startswith(f"usage: accelerate {' '.join(words)}")
+        assert out.startswith(f"usage: accelerate {' '.join(words)}") and (name != "config" or "<command>" not in out)
     other = argparse.ArgumentParser()
     assert parser_of(name, other.add_subparsers()) is not None
     assert name in other.format_help()
@@ -76,12 +76,10 @@ def test_unknown_command(accelerate, word, answer):
         ("env more", "more is not expected here."),
         ("config default --config_fill=x", "--config_fill is unknown; did you mean --config_file?"),
         ("launch", "the following arguments are required: training_script\n"),
-        ("launch --num_processes two train.py", "num_processes is 'two'; it must be an integer."),
-        ("launch --mixed_precision fp17 train.py", "choose from"),
         ("launch --config_file", "expected one argument"),
         ("launch none.py", "There is no script 'none.py'"),
         ("launch --config_file none.yaml none.py", "none.yaml"),
-        ("config default --mixed_precision fp17", "choose from"),
+        ("config shwo", "shwo"),
         ("merge-weights", "required"),
         ("to-fsdp2", "required"),
         ("tpu-config --config_file none.yaml", "none.yaml"),
