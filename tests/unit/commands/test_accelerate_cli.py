@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -91,16 +92,22 @@ def test_usage_errors_have_no_traceback(accelerate, words, problem):
     assert status == 2 and problem in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["config", "default"]], ids=" ".join)
-def test_help_loads_nothing_heavy(words):
-    program = (
-        "import sys\nfrom accelerate.commands.accelerate_cli import main\n"
-        f"sys.argv = ['accelerate', *{words!r}, '--help']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {'torch', 'numpy', 'yaml', 'huggingface_hub', 'psutil', 'safetensors', 'argcomplete', 'difflib'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+HELP = """
+import sys
+from accelerate.commands.accelerate_cli import COMMANDS, main
+heavy = {"torch", "numpy", "yaml", "huggingface_hub", "psutil", "safetensors", "argcomplete", "difflib"}
+for words in ([], *([name] for name in COMMANDS), ["config", "default"]):
+    sys.argv = ["accelerate", *words, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+    assert not heavy & set(sys.modules), (words, heavy & set(sys.modules))
+"""
+
+
+def test_help_loads_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -114,50 +121,51 @@ def test_without_argcomplete_nothing_is_said(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def complete(line, place, module="accelerate.commands.accelerate_cli"):
-    """Ask as bash asks; return the words, and fail where torch was loaded."""
-    answer = place / "answer"
-    program = (
-        f"import sys, {module} as program\nsys.argv = ['accelerate']\n"
-        "def end(status):\n    assert 'torch' not in sys.modules\n    sys.exit(status)\n"
-        "import argcomplete\nplain = argcomplete.autocomplete\n"
-        "argcomplete.autocomplete = lambda *args, **kw: plain(*args, exit_method=end, **kw)\n"
-        "program.main()"
-    )
-    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "COMP_TYPE": "9"}
-    asked |= {"_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    streams = {"capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run([sys.executable, "-c", program], cwd=place, env={**os.environ, **asked}, **streams)
-    assert done.returncode == 0, done.stderr
-    return answer.read_text().split("\v")
+# Asks as bash asks, a line after the other.
+ASKS = """
+import argcomplete, json, os, sys
+from accelerate.commands import accelerate_cli, launch
+plain = argcomplete.autocomplete
+argcomplete.autocomplete = lambda *args, **options: plain(*args, exit_method=sys.exit, **options)
+sys.argv = ["accelerate"]
+for number, line in enumerate(json.load(sys.stdin)):
+    point, answer = str(len(line)), f"answer{number}"
+    os.environ.update(COMP_LINE=line, COMP_POINT=point, _ARGCOMPLETE_STDOUT_FILENAME=answer)
+    try:
+        (launch if line.startswith("accelerate-launch ") else accelerate_cli).main()
+    except SystemExit as end:
+        assert not end.code, (line, end.code)
+assert "torch" not in sys.modules
+"""
+COMPLETIONS = {
+    "accelerate la": ["launch "],
+    "accelerate ": sorted(COMMANDS),
+    "accelerate launch --mixed_precision ": ["bf16", "fp16", "fp8", "no"],
+    "accelerate launch --fsdp_use_orig_params ": ["false", "true"],
+    "accelerate launch --num_p": ["--num_processes "],
+    "accelerate launch --cpu --num_processes 2 --num_m": ["--num_machines "],
+    "accelerate launch --num-p": ["--num-processes "],
+    "accelerate launch train.py --num_p": [""],  # the script's own
+    "accelerate-launch --mixed_p": ["--mixed_precision "],
+    "accelerate config sh": ["show "],
+    "accelerate launch tr": ["train.py "],
+    "accelerate launch sub/m": ["sub/more.py "],
+    "accelerate launch train.py n": ["notes.txt "],
+    "accelerate launch --config_file c": ["c.json", "c.yaml"],
+    "accelerate env --conf": ["--config_file "],
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("accelerate la", ["launch "]),
-        ("accelerate ", sorted(COMMANDS)),
-        ("accelerate launch --mixed_precision ", ["no", "fp16", "bf16", "fp8"]),
-        ("accelerate launch --fsdp_use_orig_params ", ["true", "false"]),
-        ("accelerate launch --num_p", ["--num_processes "]),
-        ("accelerate launch --cpu --num_processes 2 --num_m", ["--num_machines "]),
-        ("accelerate launch --num-p", ["--num-processes "]),
-        ("accelerate launch train.py --num_p", [""]),  # the script's own
-        ("accelerate config sh", ["show "]),
-        ("accelerate launch tr", ["train.py "]),
-        ("accelerate launch sub/m", ["sub/more.py "]),
-        ("accelerate launch train.py n", ["notes.txt "]),
-        ("accelerate launch --config_file c", ["c.json", "c.yaml"]),
-        ("accelerate env --conf", ["--config_file "]),
-    ],
-)
-def test_in_a_shell(place, line, words):
+def test_in_a_shell(place):
     pytest.importorskip("argcomplete", reason="completion is optional: pip install argcomplete")
     with open(accelerate_cli.__file__, encoding="utf-8") as file:
         assert "PYTHON_ARGCOMPLETE_OK" in file.read(1024), "the marker for shells that complete everything"
     (place / "sub").mkdir()
     for name in ("train.py", "c.yaml", "c.json", "notes.txt", "sub/more.py"):
         (place / name).touch()
-    assert sorted(complete(line, place)) == sorted(words)
-    if line.endswith("launch --num_p"):  # other console scripts complete, too
-        assert complete("accelerate-launch --mixed_p", place, "accelerate.commands.launch") == ["--mixed_precision "]
+    asking = {"_ARGCOMPLETE": "1", "COMP_TYPE": "9", "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
+    streams = {"input": json.dumps(list(COMPLETIONS)), "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", ASKS], env={**os.environ, **asking}, **streams)
+    assert done.returncode == 0, done.stderr
+    answers = [(place / f"answer{number}").read_text().split("\v") for number in range(len(COMPLETIONS))]
+    assert {line: sorted(words) for line, words in zip(COMPLETIONS, answers, strict=True)} == COMPLETIONS
