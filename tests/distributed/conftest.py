@@ -1,16 +1,23 @@
 """How distributed tests run: real processes under our own ``accelerate launch``, on GPUs where there are enough."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 240
+LAUNCH_ON_CPU = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+# What a launcher, a scheduler or the tests themselves put into the environment.
+OUTER = ("ACCELERATE_", "OMP_", "SLURM", "OMPI_", "PMI", "PBS_", "LSB_", "PYTEST_")
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launch_command(processes: int, *, cpu: bool | None = None) -> list[str]:
@@ -19,6 +26,58 @@ def launch_command(processes: int, *, cpu: bool | None = None) -> list[str]:
         cpu = torch.cuda.device_count() < processes
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", str(processes)]
     return [*command, "--cpu"] if cpu else command
+
+
+def plain_environment(home: Path, **more: str) -> dict[str, str]:
+    """Return the variables of a shell that neither a launcher nor a scheduler has started, and some more."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OUTER) and name not in RANKS}
+    return {**kept, "HF_HOME": str(home), **more}
+
+
+def until(question: Callable[[], object], what: str, seconds: float = 60) -> None:
+    """Ask until the answer is yes."""
+    deadline = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.05)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended, its status read by its parent or not."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def gone(processes: Iterable[psutil.Process]) -> None:
+    """Require that processes end."""
+    processes = list(processes)
+    try:
+        until(lambda: all(map(has_ended, processes)), "all processes are gone")
+    finally:
+        for process in processes:
+            if not has_ended(process):
+                process.kill()
+
+
+def stop(programs: Iterable[subprocess.Popen]) -> None:
+    """Ask programs to end, and kill those that do not."""
+    for program in programs:
+        program.terminate()
+        try:
+            program.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            program.wait()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let launchers be interruptible where the suite itself ignores SIGINT, as in a background shell."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
 
 
 @pytest.fixture

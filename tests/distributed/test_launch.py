@@ -10,8 +10,8 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import runners
 from accelerate.launch.resolve import resolve
+from distributed.conftest import LAUNCH_ON_CPU, plain_environment
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
 MEET = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -32,16 +32,14 @@ def script(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path):
-    outer = ("ACCELERATE_", "OMP_", "PYTEST_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(outer) and k not in ("RANK", "WORLD_SIZE")}
-    return {**kept, "HF_HOME": str(tmp_path / "home")}
+    return plain_environment(tmp_path / "home")
 
 
 @pytest.fixture
 def start(tmp_path, environment):
     """Start a command, by default a launch with further words; its output is read by `communicate`."""
 
-    def start(*words, command=LAUNCH):
+    def start(*words, command=LAUNCH_ON_CPU):
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([*command, *words], cwd=tmp_path, env=environment, **streams)
 
@@ -60,7 +58,9 @@ def run(start):
     return run
 
 
-def test_two_processes_and_two_jobs_at_once(start, script):
+def test_one_process_replaces_the_launcher_and_two_jobs_run_at_once(start, script):
+    alone = start(script("import os, sys; print(os.getpid(), 'torch' in sys.modules)"))
+    assert alone.communicate(timeout=60)[0] == f"{alone.pid} False\n"
     jobs = [start("--num_processes", "2", script(MEET)) for _ in range(2)]
     for job in jobs:
         out, err = job.communicate(timeout=120)
@@ -68,11 +68,6 @@ def test_two_processes_and_two_jobs_at_once(start, script):
         lines = sorted(line for line in out.splitlines() if line)
         assert [line[:21] for line in lines] == ["rank 0 of 2 sum 2 thr", "rank 1 of 2 sum 2 thr"]
         assert "OMP_NUM_THREADS=" in err
-
-
-def test_one_process_replaces_the_launcher(start, script):
-    job = start(script("import os, sys; print(os.getpid(), 'torch' in sys.modules)"))
-    assert job.communicate(timeout=60)[0] == f"{job.pid} False\n"
 
 
 # Rank 1 fails; rank 0 loses its peer in a collective, or waits without torch where that is not the question.

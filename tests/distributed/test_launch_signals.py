@@ -9,9 +9,12 @@ import threading
 import psutil
 import pytest
 
-from distributed.conftest import LIMIT_S, launch_command
+from distributed.conftest import LAUNCH_ON_CPU, LIMIT_S, gone
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX"),
+    pytest.mark.usefixtures("interruptible"),
+]
 
 # Each rank starts a process of its own, as loaders and compilers do, and says when all are up.
 RANK = """
@@ -25,21 +28,13 @@ WAITS = RANK + "time.sleep(300)"
 WITH_STATE = "from accelerate import PartialState\nstate = PartialState()" + WAITS
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """Let the launchers be interruptible where the suite itself ignores SIGINT, as in a background shell."""
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, former)
-
-
 class Job:
     """A launch whose ranks are up."""
 
     def __init__(self, folder, text=WAITS, ignored=(), shell=(), options=()):
         script = folder / "script.py"
         script.write_text(text.replace("{ignored!r}", repr(list(ignored))))
-        command = [*shell, *launch_command(2, cpu=True), *options, str(script)]
+        command = [*shell, *LAUNCH_ON_CPU, "--num_processes", "2", *options, str(script)]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, start_new_session=True, **streams)
         self.timer = threading.Timer(LIMIT_S, self.process.kill)
@@ -56,15 +51,6 @@ class Job:
         self.timer.cancel(), self.timer.join()
         gone(self.all)
         return self.process.returncode, errors
-
-
-def gone(processes):
-    """Require that processes end; one that is dead and not yet waited for by its new parent has ended."""
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    for process in alive:
-        process.kill()
-    assert not alive, alive
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from accelerate.utils.other import get_free_port as free_port
+from distributed.conftest import LAUNCH_ON_CPU, plain_environment, stop, until
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+pytestmark = pytest.mark.usefixtures("interruptible")
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 LIMIT_S = 120
 MEET = """
@@ -33,14 +32,6 @@ print("done\\n", end="")
 """
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """Let the launchers be interruptible where the suite itself ignores SIGINT, as in a background shell."""
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, former)
-
-
 class Job:
     """Launchers of one run, one a machine."""
 
@@ -49,9 +40,8 @@ class Job:
         self.launchers: dict[int, subprocess.Popen] = {}
 
     def start(self, machine: int, *words: str, **variables: str) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "SLURM_"))}
-        environment = {**kept, "HF_HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1", **variables}
-        command = [*self.inside(machine), *LAUNCH, *words]
+        environment = plain_environment(self.folder / "home", OMP_NUM_THREADS="1", **variables)
+        command = [*self.inside(machine), *LAUNCH_ON_CPU, *words]
         # Files, not pipes: what a launcher has said can be read while it runs.
         with open(self.folder / f"out{machine}", "w") as out, open(self.folder / f"err{machine}", "w") as err:
             streams = {"stdout": out, "stderr": err}
@@ -69,20 +59,13 @@ class Job:
 
     def wait_for(self, found: Callable[[], object], what: str) -> None:
         """Wait for something while the launchers run."""
-        deadline = time.monotonic() + LIMIT_S
-        while not found():
-            running = all(each.poll() is None for each in self.launchers.values())
-            assert time.monotonic() < deadline and running, (what, [self.said(each) for each in self.launchers])
-            time.sleep(0.05)
 
-    def stop(self) -> None:
-        for launcher in self.launchers.values():
-            launcher.terminate()
-            try:
-                launcher.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                launcher.kill()
-                launcher.wait()
+        def found_or_ended() -> bool:
+            ended = [machine for machine, launcher in self.launchers.items() if launcher.poll() is not None]
+            assert not ended or found(), (what, [self.said(machine) for machine in ended])
+            return bool(found())
+
+        until(found_or_ended, what, LIMIT_S)
 
 
 @pytest.fixture
@@ -90,7 +73,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     (tmp_path / "script.py").write_text(MEET)
     job = Job(tmp_path)
     yield job
-    job.stop()
+    stop(job.launchers.values())
 
 
 def at(port: int, machine: int | None = None, processes: int = 4, **conf: int) -> list[str]:
@@ -141,19 +124,6 @@ def test_machines_that_disagree(job):
     for machine in (0, 1):
         status, out, err = job.end(machine)
         assert status == 2 and "do not agree on processes of each machine" in err and "rank" not in out, err
-
-
-@pytest.mark.slow  # waits until machine 0 has waited long enough; tests/unit/launch/test_machine_rendezvous.py tries it in threads
-def test_two_machines_with_one_number(job):
-    port = free_port()
-    for launcher, machine in enumerate((0, 1, 1)):
-        words = at(port, machine, processes=3, join_timeout=25)
-        words[words.index("--num_machines") + 1] = "3"
-        job.start(launcher, *words, "script.py")
-    ends = [job.end(launcher) for launcher in range(3)]
-    assert ends[0][0] == 1 and "machine 2 of 3" in ends[0][2], ends
-    refused = [err for status, _, err in ends[1:] if status == 2]
-    assert len(refused) == 1 and "--machine_rank is 1 on this machine" in refused[0], ends
 
 
 @pytest.mark.slow
@@ -230,19 +200,6 @@ def test_a_machine_that_is_stopped_says_so(running, stopped, number):
     assert "frame #" not in err, "what torch writes about its connections"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
-def test_a_signal_ends_a_launcher_that_waits_for_a_restart(running):
-    """Its processes are gone: the signal has no process to go on to."""
-    job = running(options=("--max_restarts", "1"), heartbeat_timeout=3)
-    job.launchers[1].send_signal(signal.SIGINT)
-    job.end(1)
-    job.wait_for(lambda: "Waiting up to 60 s" in job.said(0), "machine 0 to wait")
-    job.launchers[0].send_signal(signal.SIGTERM)
-    status, _, err = job.end(0)
-    assert status == 143 and "in vain" not in err, err
-
-
 # -- two network namespaces ------------------------------------------------------------------------------------------
 
 
@@ -301,7 +258,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Hosts, Job]]:
         pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
     job = Job(tmp_path, hosts.inside)
     yield hosts, job
-    job.stop()
+    stop(job.launchers.values())
     hosts.remove()
 
 

@@ -5,9 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
+import psutil
 import pytest
+
+from distributed.conftest import LAUNCH_ON_CPU as LAUNCH
+from distributed.conftest import gone, plain_environment, until
 
 MAKERS = ("openmpi", "mpich")
 MEET = """
@@ -43,14 +46,9 @@ def environment(request, tmp_path):
     folder.mkdir()
     (folder / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
     (folder / "mpirun").chmod(0o755)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "OMP_")) and name not in ("RANK", "WORLD_SIZE")
-    }
     # Tests run as root in containers.
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**kept, **allowed, "HF_HOME": str(tmp_path / "home"), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return plain_environment(tmp_path / "home", PATH=f"{folder}{os.pathsep}{os.environ['PATH']}", **allowed)
 
 
 def _is(maker):
@@ -65,12 +63,11 @@ def _is(maker):
 def command(tmp_path):
     """Return the command that launches a program text on the slots of a host file."""
 
-    def make(text, slots, *arguments, options=()):
+    def make(text, slots, options=()):
         (tmp_path / "script.py").write_text(text)
         (tmp_path / "hosts").write_text(f"# this machine\nlocalhost slots={slots}\n")
-        launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--quiet"]
-        launch += ["--num_processes", str(slots), "--mpirun_hostfile", "hosts", *options]
-        return [*launch, "script.py", *arguments]
+        more = ["--quiet", "--num_processes", str(slots), "--mpirun_hostfile", "hosts", *options]
+        return [*LAUNCH, *more, "script.py"]
 
     return make
 
@@ -92,15 +89,11 @@ def test_two_jobs_side_by_side(environment, tmp_path):
     """Here mpirun starts the launches, or the script itself; a shell in between hides neither."""
     (tmp_path / "script.py").write_text(MEET)
     (tmp_path / "wrapper.sh").write_text('"$@"\n:\n')
-    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_cpu_threads_per_process", "1"]
+    launch = [*LAUNCH[1:], "--num_cpu_threads_per_process", "1"]
     start = ["mpirun", "-n", "2", "sh", "wrapper.sh", sys.executable]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    jobs = [
-        subprocess.Popen(
-            [*start, *words, "script.py"], cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, **streams
-        )
-        for words in (launch, [])
-    ]
+    streams |= {"cwd": tmp_path, "env": {**environment, "OMP_NUM_THREADS": "1"}}
+    jobs = [subprocess.Popen([*start, *words, "script.py"], **streams) for words in (launch, [])]
     for said in [job.communicate(timeout=180)[0] for job in jobs]:
         assert sorted(line for line in said.splitlines() if line) == [f"at {rank} {rank} 2 2 1 no" for rank in (0, 1)]
 
@@ -118,25 +111,11 @@ def test_signals_leave_no_orphans(command, environment, tmp_path, number):
         command(WAIT, 2), cwd=tmp_path, env=environment, stdout=-1, stderr=-1, start_new_session=True
     )
     files = [tmp_path / "pid0", tmp_path / "pid1"]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline and job.poll() is None, job.communicate()
-        time.sleep(0.05)
+    until(lambda: job.poll() is not None or all(file.exists() for file in files), "both processes are up")
+    assert job.poll() is None, job.communicate()
+    processes = [psutil.Process(int(file.read_text())) for file in files]
     # As a terminal does with Ctrl-C; a scheduler's SIGTERM goes to the launcher.
     os.killpg(job.pid, number) if number == signal.SIGINT else os.kill(job.pid, number)
     job.communicate(timeout=60)
     assert job.returncode != 0
-    for file in files:
-        _wait_until_gone(int(file.read_text()))
-
-
-def _wait_until_gone(process):
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    os.kill(process, signal.SIGKILL)
-    pytest.fail(f"process {process} outlived the run")
+    gone(processes)

@@ -4,17 +4,17 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from accelerate.utils.other import get_free_port
+from distributed.conftest import LAUNCH_ON_CPU as LAUNCH
+from distributed.conftest import gone, plain_environment, stop, until
 
 LIMIT_S = 200
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
 # Addresses of this host, so that the names of the nodes can be found without a name server.
 NODES = ("127.0.0.1", "127.0.0.2")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue")
@@ -73,11 +73,7 @@ class Slurm:
 
     def __init__(self, configuration: Path, folder: Path) -> None:
         self.folder = folder
-        outer = ("SLURM", "ACCELERATE_", "OMPI_", "PMI", "PBS_", "LSB_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-        self.environment = {**kept, "SLURM_CONF": str(configuration), "HF_HOME": str(folder), "OMP_NUM_THREADS": "1"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            self.environment.pop(name, None)
+        self.environment = plain_environment(folder, SLURM_CONF=str(configuration), OMP_NUM_THREADS="1")
         (folder / "script.py").write_text(SCRIPT)
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
@@ -88,14 +84,6 @@ class Slurm:
         with open(self.folder / "said", "w") as said:
             place = {"cwd": self.folder, "env": self.environment}
             return subprocess.Popen(command, **place, stdout=said, stderr=subprocess.STDOUT, text=True)
-
-
-def until(question: Callable[[], object], what: str, seconds: float = 60) -> None:
-    """Ask until the answer is yes."""
-    deadline = time.monotonic() + seconds
-    while not question():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -122,37 +110,26 @@ def configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     commands = [[programs["slurmctld"], "-D"], *([programs["slurmd"], "-D", "-N", node] for node in NODES)]
     environment = {**os.environ, "SLURM_CONF": str(file)}
     daemons = []
+
+    def nodes_are_ready() -> bool:
+        assert all(daemon.poll() is None for daemon in daemons), "a daemon has ended"
+        asked = subprocess.run(
+            [programs["sinfo"], "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True
+        )
+        return asked.stdout.strip() == f"idle {len(NODES)}"
+
     try:
         for number, command in enumerate(commands):
             with open(folder / f"daemon{number}", "w") as said:
                 daemons.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
-        if problem := _not_up(daemons, programs["sinfo"], environment):
+        try:
+            until(nodes_are_ready, "the nodes are ready", 40)
+        except AssertionError as problem:
             said = "\n".join((folder / f"daemon{number}").read_text()[-300:] for number in range(len(commands)))
             pytest.skip(f"Slurm does not run here: {problem}\n{said}")
         yield file
     finally:
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in daemons:
-            try:
-                daemon.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
-
-
-def _not_up(daemons: list[subprocess.Popen], sinfo: str, environment: dict[str, str]) -> str | None:
-    deadline = time.monotonic() + 40
-    answer = ""
-    while time.monotonic() < deadline:
-        if any(daemon.poll() is not None for daemon in daemons):
-            return "a daemon has ended"
-        asked = subprocess.run([sinfo, "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True)
-        answer = asked.stdout.strip() or asked.stderr.strip()
-        if answer == f"idle {len(NODES)}":
-            return None
-        time.sleep(0.2)
-    return f"the nodes are not ready: {answer}"
+        stop(reversed(daemons))
 
 
 @pytest.fixture
@@ -167,18 +144,12 @@ def ranks(text: str) -> list[str]:
     return sorted(line for line in text.splitlines() if line.startswith("rank "))
 
 
-def test_tasks_of_srun_are_the_processes(slurm):
-    done = slurm.run("srun", "-n2", *LAUNCH, "script.py")
-    assert done.returncode == 0, done.stderr
-    assert ranks(done.stdout) == [f"rank {rank} local {rank} of 2 on 127.0.0.1 all [0, 1]" for rank in range(2)]
-
-
-def test_one_task_a_node_starts_the_processes_of_the_node(slurm):
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "4", "script.py")
-    assert done.returncode == 0, done.stderr
-    assert ranks(done.stdout) == [
-        f"rank {rank} local {rank % 2} of 2 on {NODES[rank // 2]} all [0, 1, 2, 3]" for rank in range(4)
-    ]
+def test_tasks_of_srun_are_the_processes_and_one_task_a_node_starts_those_of_the_node(slurm):
+    for words, count in ((("-n2", *LAUNCH), 2), (("-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "4"), 4)):
+        done = slurm.run("srun", *words, "script.py")
+        assert done.returncode == 0, done.stderr
+        where = [f"rank {rank} local {rank % 2} of 2 on {NODES[rank // 2]}" for rank in range(count)]
+        assert ranks(done.stdout) == [f"{line} all {list(range(count))}" for line in where]
 
 
 @pytest.mark.slow
@@ -205,18 +176,10 @@ def test_scancel_ends_all_processes(slurm, words):
     files = [slurm.folder / f"here{rank}" for rank in range(2)]
     try:
         until(lambda: all(file.exists() and file.read_text() for file in files), "both processes are up", LIMIT_S)
-        processes = [int(file.read_text()) for file in files]
-        assert all(map(_is_alive, processes))
+        processes = [psutil.Process(int(file.read_text())) for file in files]
         assert slurm.run("scancel", "--full", "--user", "root").returncode == 0
         assert srun.wait(timeout=60) != 0
-        until(lambda: not any(map(_is_alive, processes)), "both processes are gone")
+        gone(processes)
     finally:
         srun.kill()
         srun.wait()
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False

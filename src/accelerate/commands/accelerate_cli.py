@@ -1,10 +1,15 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The console script `accelerate`: it imports only the command that was asked for."""
+"""The console script `accelerate`: it imports only the command that was asked for.
+
+It completes command lines in a shell, through argcomplete, which is optional: `eval "$(register-python-argcomplete accelerate)"` in the
+shell's start file switches it on. While the shell asks, argcomplete's variable is in the environment.
+"""
 
 import argparse
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -50,9 +55,7 @@ def main() -> None:
     """
     with as_program("accelerate"):
         if COMPLETING in os.environ:
-            from accelerate.commands import completion  # only a shell needs it
-
-            completion.answer(completion.parser_of_all(COMMANDS))
+            complete(_parser_of_all())
         name, *rest = sys.argv[1:] or [None]
         if name in COMMANDS:
             _run(COMMANDS[name], f"accelerate {name}", rest)
@@ -90,6 +93,50 @@ def _without_command(word: str | None) -> NoReturn:
     near = nearest(word.lower().replace("_", "-"), COMMANDS)
     hint = f"did you mean {near}?" if near else f"choose one of {', '.join(COMMANDS)}."
     parser.error(f"{word!r} is no command; {hint}")
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell how the word under the cursor may go on, and end the process.
+
+    One spelling of each option is offered: the one with underscores, unless the word has hyphens already. After a script, whose
+    options follow, none is. What has no words of its own is completed by the names of files.
+
+    Args:
+        parser: the parser of the program that is being typed.
+
+    Raises:
+        SystemExit: argcomplete is not installed.
+    """
+    try:
+        import argcomplete
+    except ImportError:
+        raise SystemExit(1) from None  # the shell would show an error in the middle of the line
+    from accelerate.config.options import BY_NAME
+
+    *words, word = os.environ.get("COMP_LINE", "").split(" ")
+    over = any(each.endswith(".py") for each in words)
+    unwanted = []
+    for action in _actions(parser):
+        unwanted += [flag for flag in action.option_strings if over or ("-" in flag[2:]) != ("-" in word[2:])]
+        if words_of := getattr(BY_NAME.get(action.dest), "words", None):
+            action.completer = argcomplete.ChoicesCompleter(words_of)
+    argcomplete.autocomplete(parser, always_complete_options=False, exclude=unwanted)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                yield from _actions(inner)
+
+
+def _parser_of_all() -> argparse.ArgumentParser:
+    parser = CustomArgumentParser("accelerate", allow_abbrev=False)
+    subparsers = parser.add_subparsers()
+    for row in COMMANDS.values():
+        getattr(importlib.import_module(f"accelerate.commands.{row.module}"), row.parser)(subparsers)
+    return parser
 
 
 if __name__ == "__main__":

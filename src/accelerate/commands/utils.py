@@ -42,9 +42,9 @@ class CustomArgumentParser(Parser):
     ) -> argparse.Namespace:
         """Parse the command line, or answer a shell that asks how a word of it goes on."""
         if args is None and COMPLETING in os.environ:
-            from accelerate.commands import completion  # only a shell needs it
+            from accelerate.commands.accelerate_cli import complete  # only a shell needs it
 
-            completion.answer(self)
+            complete(self)
         return super().parse_args(args, namespace)
 
 

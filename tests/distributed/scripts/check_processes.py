@@ -1,4 +1,4 @@
-"""What processes have in common and what each has to itself: triggers, seeds, order, groups, copies."""
+"""What processes have in common and what each has to itself: seeds, order, groups, copies; triggers are in the self check."""
 
 import copy
 import os
@@ -28,19 +28,6 @@ from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed, synchronize_rng_states
 
 
-def a_trigger_reaches_every_rank():
-    accelerator = fresh_accelerator()
-    assert accelerator.check_trigger() is False
-    if accelerator.is_last_process:
-        accelerator.set_trigger()
-    assert accelerator.check_trigger() is True
-    assert accelerator.check_trigger() is False
-    for _ in range(2):  # on all ranks, twice
-        accelerator.set_trigger()
-    assert accelerator.check_trigger() is True
-    assert accelerator.check_trigger() is False
-
-
 def draws():
     """Return a number from each generator."""
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
@@ -67,9 +54,6 @@ def seeds_are_common_or_each_rank_s_own():
     synchronize_rng_states(["torch"])
     assert torch.equal(torch.get_rng_state(), first)
     assert not differs_between_ranks(torch.rand(3))
-    generator = torch.Generator().manual_seed(accelerator.process_index)
-    synchronize_rng_states(["generator"], generator)
-    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(0).get_state())
     with raised(AssertionError, "generator"):
         synchronize_rng_states(["generator"])
 
@@ -190,7 +174,6 @@ def training_ends_and_begins_again():
 
 if __name__ == "__main__":
     run(
-        a_trigger_reaches_every_rank,
         seeds_are_common_or_each_rank_s_own,
         inputs_are_shared_out,
         the_main_process_goes_first,

@@ -57,22 +57,25 @@ def train_in_a_used_process() -> None:
     notebook_launcher(train, num_processes=2)
 
 
-def fail_on_one() -> None:
-    """Fail on rank 1, which the others notice in a collective."""
+def meet_on_others() -> bool:
+    """Meet the others, and once more on each rank but 1; return whether this one is rank 1."""
     state = PartialState()
     state.wait_for_everyone()
-    if state.process_index == 1:
+    if state.process_index != 1:
+        state.wait_for_everyone()
+    return state.process_index == 1
+
+
+def fail_on_one() -> None:
+    """Fail on rank 1, which the others notice in a collective."""
+    if meet_on_others():
         raise KeyError("what went wrong")
-    state.wait_for_everyone()
 
 
 def vanish_on_one() -> None:
     """Be killed on rank 1, which the others notice in a collective."""
-    state = PartialState()
-    state.wait_for_everyone()
-    if state.process_index == 1:
+    if meet_on_others():
         os.kill(os.getpid(), signal.SIGKILL)
-    state.wait_for_everyone()
 
 
 def slip_away() -> None:
@@ -83,10 +86,7 @@ def slip_away() -> None:
 
 def return_on_one() -> None:
     """Return on rank 1, for which the others wait in a collective."""
-    state = PartialState()
-    state.wait_for_everyone()
-    if state.process_index == 0:
-        state.wait_for_everyone()
+    meet_on_others()
 
 
 def fail_at_first() -> None:

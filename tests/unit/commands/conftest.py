@@ -1,6 +1,5 @@
 """Commands run in a clean place, in process."""
 
-import os
 import sys
 
 import pytest
@@ -9,17 +8,12 @@ from accelerate.commands import accelerate_cli
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("ACCELERATE_", "FSDP_", "OMP_", "SLURM_", "OMPI_", "PMI", "MASTER_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def clean(place):
+    """Every test of a command runs in a place of its own."""
 
 
 @pytest.fixture
-def accelerate(monkeypatch, capsys):
+def accelerate(place, monkeypatch, capsys):
     """Run the console script; returns exit status, output and errors."""
 
     def run(*words):
@@ -31,5 +25,18 @@ def accelerate(monkeypatch, capsys):
             status = exit.code or 0
         captured = capsys.readouterr()
         return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def refused(accelerate):
+    """Run what is refused: with status 2, nothing on stdout, and one line on stderr, which is returned."""
+
+    def run(*words):
+        status, out, err = accelerate(*map(str, words))
+        assert (status, out, len(err.splitlines())) == (2, "", 1) and err.startswith("accelerate "), err
+        assert ": error: " in err
+        return err
 
     return run

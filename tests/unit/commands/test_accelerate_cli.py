@@ -1,13 +1,16 @@
-"""The console script: commands, help, and what it answers to requests that cannot be run."""
+"""The console script: commands, help, what a shell is offered, and answers to requests that cannot be run."""
 
 import argparse
 import importlib
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from accelerate import __version__
+from accelerate.commands import accelerate_cli
 from accelerate.commands.accelerate_cli import COMMANDS
 
 
@@ -36,7 +39,7 @@ def test_parser_of_every_command(accelerate, name):
             assert explained or isinstance(action, argparse._SubParsersAction), (words, action.dest, action.help)
         status, out, err = accelerate(*words, "--help")  # a stray % would fail here
         assert (status, err) == (0, "")
-        assert out.startswith(f"usage: accelerate {' '.join(words)}")
+        assert out.startswith(f"usage: accelerate {' '.join(words)}") and (name != "config" or "<command>" not in out)
     other = argparse.ArgumentParser()
     assert parser_of(name, other.add_subparsers()) is not None
     assert name in other.format_help()
@@ -74,12 +77,10 @@ def test_unknown_command(accelerate, word, answer):
         ("env more", "more is not expected here."),
         ("config default --config_fill=x", "--config_fill is unknown; did you mean --config_file?"),
         ("launch", "the following arguments are required: training_script\n"),
-        ("launch --num_processes two train.py", "num_processes is 'two'; it must be an integer."),
-        ("launch --mixed_precision fp17 train.py", "choose from"),
         ("launch --config_file", "expected one argument"),
         ("launch none.py", "There is no script 'none.py'"),
         ("launch --config_file none.yaml none.py", "none.yaml"),
-        ("config default --mixed_precision fp17", "choose from"),
+        ("config shwo", "shwo"),
         ("merge-weights", "required"),
         ("to-fsdp2", "required"),
         ("tpu-config --config_file none.yaml", "none.yaml"),
@@ -91,14 +92,80 @@ def test_usage_errors_have_no_traceback(accelerate, words, problem):
     assert status == 2 and problem in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["config", "default"]], ids=" ".join)
-def test_help_loads_nothing_heavy(words):
-    program = (
-        "import sys\nfrom accelerate.commands.accelerate_cli import main\n"
-        f"sys.argv = ['accelerate', *{words!r}, '--help']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {'torch', 'numpy', 'yaml', 'huggingface_hub', 'psutil', 'safetensors', 'argcomplete', 'difflib'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+HELP = """
+import sys
+from accelerate.commands.accelerate_cli import COMMANDS, main
+heavy = {"torch", "numpy", "yaml", "huggingface_hub", "psutil", "safetensors", "argcomplete", "difflib"}
+for words in ([], *([name] for name in COMMANDS), ["config", "default"]):
+    sys.argv = ["accelerate", *words, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+    assert not heavy & set(sys.modules), (words, heavy & set(sys.modules))
+"""
+
+
+def test_help_loads_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+
+def test_without_argcomplete_nothing_is_said(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    with pytest.raises(SystemExit):
+        accelerate_cli.complete(parser_of("launch"))
+    assert capsys.readouterr() == ("", "")
+
+
+# Asks as bash asks, a line after the other.
+ASKS = """
+import argcomplete, json, os, sys
+from accelerate.commands import accelerate_cli, launch
+plain = argcomplete.autocomplete
+argcomplete.autocomplete = lambda *args, **options: plain(*args, exit_method=sys.exit, **options)
+sys.argv = ["accelerate"]
+for number, line in enumerate(json.load(sys.stdin)):
+    point, answer = str(len(line)), f"answer{number}"
+    os.environ.update(COMP_LINE=line, COMP_POINT=point, _ARGCOMPLETE_STDOUT_FILENAME=answer)
+    try:
+        (launch if line.startswith("accelerate-launch ") else accelerate_cli).main()
+    except SystemExit as end:
+        assert not end.code, (line, end.code)
+assert "torch" not in sys.modules
+"""
+COMPLETIONS = {
+    "accelerate la": ["launch "],
+    "accelerate ": sorted(COMMANDS),
+    "accelerate launch --mixed_precision ": ["bf16", "fp16", "fp8", "no"],
+    "accelerate launch --fsdp_use_orig_params ": ["false", "true"],
+    "accelerate launch --num_p": ["--num_processes "],
+    "accelerate launch --cpu --num_processes 2 --num_m": ["--num_machines "],
+    "accelerate launch --num-p": ["--num-processes "],
+    "accelerate launch train.py --num_p": [""],  # the script's own
+    "accelerate-launch --mixed_p": ["--mixed_precision "],
+    "accelerate config sh": ["show "],
+    "accelerate launch tr": ["train.py "],
+    "accelerate launch sub/m": ["sub/more.py "],
+    "accelerate launch train.py n": ["notes.txt "],
+    "accelerate launch --config_file c": ["c.json", "c.yaml"],
+    "accelerate env --conf": ["--config_file "],
+}
+
+
+def test_in_a_shell(place):
+    pytest.importorskip("argcomplete", reason="completion is optional: pip install argcomplete")
+    with open(accelerate_cli.__file__, encoding="utf-8") as file:
+        assert "PYTHON_ARGCOMPLETE_OK" in file.read(1024), "the marker for shells that complete everything"
+    (place / "sub").mkdir()
+    for name in ("train.py", "c.yaml", "c.json", "notes.txt", "sub/more.py"):
+        (place / name).touch()
+    asking = {"_ARGCOMPLETE": "1", "COMP_TYPE": "9", "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
+    streams = {"input": json.dumps(list(COMPLETIONS)), "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", ASKS], env={**os.environ, **asking}, **streams)
+    assert done.returncode == 0, done.stderr
+    answers = [(place / f"answer{number}").read_text().split("\v") for number in range(len(COMPLETIONS))]
+    assert {line: sorted(words) for line, words in zip(COMPLETIONS, answers, strict=True)} == COMPLETIONS

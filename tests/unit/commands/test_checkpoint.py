@@ -74,7 +74,7 @@ def test_ls(accelerate, project, tmp_path):
     assert facts.items() <= found[2].items() and found[4]["state"] == "incomplete"
 
 
-def test_ls_of_nothing(accelerate, tmp_path):
+def test_nothing_and_no_folder(accelerate, tmp_path):
     assert run(accelerate, "ls", tmp_path) == f"There is no checkpoint in {tmp_path}.\n"
     err = run(accelerate, "ls", tmp_path / "nowhere", status=2)
     assert err == f"accelerate checkpoint: error: {str(tmp_path / 'nowhere')!r}: there is no such folder.\n"
@@ -137,14 +137,10 @@ def test_info_of_others(accelerate, project):
     assert "5 with 66 numbers" in run(accelerate, "info", samples.foreign(project / "epoch_1"))
 
 
-def test_info_of_shards(accelerate, sharded, tmp_path):
-    from accelerate.checkpoint.convert import reshard
-
-    reshard(str(sharded), str(tmp_path / "checkpoint_1"), "sharded", 2)
-    for folder in (sharded, tmp_path / "checkpoint_1"):
-        out = run(accelerate, "info", folder, "--tensors")
-        assert "2 with 215 numbers (215 F32)" in out
-        assert ["b", "3x5", "F32", "pytorch_model_fsdp_0/.metadata"] in rows(out)
+def test_info_of_shards(accelerate, sharded):
+    out = run(accelerate, "info", sharded, "--tensors")
+    assert "2 with 215 numbers (215 F32)" in out
+    assert ["b", "3x5", "F32", "pytorch_model_fsdp_0/.metadata"] in rows(out)
     (sharded / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"nonsense")
     run(accelerate, "info", sharded)
 
@@ -190,17 +186,15 @@ def test_what_cannot_be_converted_is_one_line(accelerate, tmp_path, monkeypatch)
     for command in (["export"], ["reshard", "--layout", "full"]):
         assert "and is not run." in run(accelerate, *command, tmp_path, tmp_path / "out", status=2)
     assert not (tmp_path / "ran").exists()
-    for error in (IndexError("tuple index out of range"), RuntimeError("a\nb"), MemoryError()):
-        monkeypatch.setattr("accelerate.checkpoint.convert.reshard", Mock(side_effect=error))
-        err = run(accelerate, "reshard", tmp_path, tmp_path / "out", "--layout", "full", status=2)
-        assert len(err.splitlines()) == 1
+    monkeypatch.setattr("accelerate.checkpoint.convert.reshard", Mock(side_effect=RuntimeError("a\nb")))
+    assert len(run(accelerate, "reshard", tmp_path, tmp_path / "out", "--layout", "full", status=2).splitlines()) == 1
 
 
 # -- prune -------------------------------------------------------------------------------------------------------------
 
 
 def left_in(project):
-    return sorted(path.name for path in (project / "checkpoints").iterdir())
+    return sorted(os.listdir(project / "checkpoints"))
 
 
 def prune(accelerate, folder, keep, *words, status=0):
@@ -208,19 +202,22 @@ def prune(accelerate, folder, keep, *words, status=0):
 
 
 def test_prune(accelerate, project):
+    """Each folder for itself: one of a former run, in the project itself, stays."""
     samples.write(project / "checkpoints" / "best", age=99_999)
+    samples.write(project / "checkpoint_9", age=99_999)
+    assert [row[0] for row in rows(run(accelerate, "ls", project))[1:3]] == ["checkpoint_9", "checkpoints/best"]
     out = prune(accelerate, project, 2)
     assert left_in(project) == ["best", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
     assert [row[0] for row in rows(out)[:2]] == ["checkpoints/checkpoint_0", "checkpoints/checkpoint_1"]
     assert "--incomplete removes it, too" in out and out.endswith("2 removed.\n")
+    assert (project / "checkpoint_9").exists()
 
 
 def test_prune_that_removes_nothing(accelerate, project):
     before = left_in(project)
     assert "3 would be removed (" in run(accelerate, "prune", project, "--keep", "1", "--dry-run")
     assert "There is nothing to remove." in prune(accelerate, project, "4")
-    for keep in ("0", "-1"):
-        prune(accelerate, project, keep, status=2)
+    prune(accelerate, project, "0", status=2)
     run(accelerate, "prune", project, status=2)
     prune(accelerate, project / "checkpoints" / "checkpoint_0", 1, status=2)
     assert left_in(project) == before
@@ -321,30 +318,18 @@ def test_prune_never_removes_the_folder_itself(accelerate, tmp_path, how):
     assert (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("how", ["newer", "broken", "pipe"])
-def test_prune_leaves_what_cannot_be_read_here(accelerate, tmp_path, how):
-    numbered(tmp_path, 2)
-    path = tmp_path / "checkpoint_0" / NAME
-    if how == "newer":
-        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    elif how == "broken":
-        path.write_text("{")
-    else:
-        path.unlink()
-        os.mkfifo(path)
-    (tmp_path / "checkpoint_2").mkdir()
+def test_prune_leaves_what_cannot_be_read_here(accelerate, tmp_path):
+    numbered(tmp_path, 4)
+    newer, broken, pipe = (tmp_path / f"checkpoint_{number}" / NAME for number in range(3))
+    newer.write_text(json.dumps({**json.loads(newer.read_text()), "format": 99}))
+    broken.write_text("{")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    (tmp_path / "checkpoint_4").mkdir()
     samples.touch(tmp_path, 9999)
-    assert "checkpoint_0 stays" in prune(accelerate, tmp_path, 1, "--incomplete")
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint_0", "checkpoint_1"]
-
-
-def test_prune_takes_each_folder_for_itself(accelerate, tmp_path):
-    samples.write(tmp_path / "checkpoint_9", age=99_999)  # of a former run
-    numbered(tmp_path / "checkpoints")
-    listed = [row[0] for row in rows(run(accelerate, "ls", tmp_path))[1:]]
-    assert listed == ["checkpoint_9", *(f"checkpoints/checkpoint_{number}" for number in range(3))]
-    prune(accelerate, tmp_path, 1)
-    assert left_in(tmp_path) == ["checkpoint_2"] and (tmp_path / "checkpoint_9").exists()
+    out = prune(accelerate, tmp_path, 1, "--incomplete")
+    assert all(f"checkpoint_{number} stays" in out for number in range(3))
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint_{number}" for number in range(4)]
 
 
 def test_prune_puts_back_the_only_copy(accelerate, tmp_path):

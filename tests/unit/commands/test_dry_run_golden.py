@@ -23,6 +23,7 @@ def test_dry_run_of_every_configuration_file(place, monkeypatch, accelerate, cou
     found = hardware.Hardware("cuda", count, "CUDA_VISIBLE_DEVICES") if count else hardware.Hardware("cpu", 0)
     monkeypatch.setattr(hardware, "detect", lambda environ: found)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 8)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     (place / "train.py").touch()
     sections = []
     for config in sorted((FIXTURES / "configs").glob("*.[yj]*")):

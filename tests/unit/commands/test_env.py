@@ -1,6 +1,7 @@
 """The report for bug reports."""
 
 import importlib.metadata
+from unittest.mock import Mock
 
 import torch
 
@@ -14,7 +15,7 @@ def test_report(accelerate, place, monkeypatch):
     )
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     status, out, _ = accelerate("env", "--config_file", "c.yaml")
-    assert status == 0
+    assert status == 0 and f"\t- safetensors: {importlib.metadata.version('safetensors')}" in out
     lines = [f"- PyTorch version: {torch.__version__}", f"- `Accelerate` version: {__version__}"]
     lines += ["\t- ACCELERATE_MIXED_PRECISION: bf16", "Configuration file: c.yaml"]
     assert all(line in out for line in (*lines, "\t\t- fsdp_version: 2", "\t- num_processes: 2"))
@@ -28,17 +29,6 @@ def test_without_a_configuration(accelerate, place):
     assert status == 2 and "none.yaml" in err
 
 
-def test_libraries(accelerate, monkeypatch):
-    def version(name):
-        if name == "deepspeed":
-            return "9.9"
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    out = accelerate("env")[1]
-    assert "\t- deepspeed: 9.9" in out and "\t- wandb:" not in out
-
-
 def test_a_file_that_cannot_be_read_is_a_line_of_the_report(accelerate, place):
     (place / "c.yaml").write_text("num_processes: [1\naws_secret_access_key: hunter2: x\n")
     status, out, err = accelerate("env", "--config_file", "c.yaml")
@@ -47,14 +37,10 @@ def test_a_file_that_cannot_be_read_is_a_line_of_the_report(accelerate, place):
 
 
 def test_a_torch_that_does_not_load_is_a_line_of_the_report(accelerate, monkeypatch):
-    def fail():
-        raise ImportError("libtorch_cpu.so: cannot open shared object file")
-
-    monkeypatch.setattr(command, "_torch", fail)
+    monkeypatch.setattr(command, "_torch", Mock(side_effect=ImportError("libtorch_cpu.so: cannot open")))
     status, out, _ = accelerate("env")
-    assert status == 0
+    assert status == 0 and "cannot open" in out
     assert f"- PyTorch version: {torch.__version__.partition('+')[0]}" in out
-    assert "cannot open shared object file" in out
 
 
 def test_secrets_stay_secret(accelerate, place, monkeypatch):

@@ -1,4 +1,4 @@
-"""Sizes of models; the Hub is never asked."""
+"""Sizes of models: the arithmetic by hand and against what torch allocates, and the command. The Hub is never asked."""
 
 import json
 import re
@@ -7,10 +7,13 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
 
 from accelerate import infer_auto_device_map
 from accelerate.commands import estimate
+from accelerate.commands.estimate import inventory_of_model, training
 from accelerate.launch.errors import LaunchError
 from accelerate.utils import calculate_maximum_sizes
 
@@ -25,7 +28,7 @@ CONFIGURATIONS = {
 @pytest.fixture
 def model(monkeypatch):
     with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
     monkeypatch.setattr(estimate, "create_empty_model", lambda *args: model)
     return model
 
@@ -39,13 +42,6 @@ def answer(accelerate, *words):
     status, out, err = accelerate("estimate-memory", *map(str, words), "--json")
     assert status == 0, err
     return json.loads(out)
-
-
-def refused(accelerate, *words):
-    """Require one line on stderr and nothing on stdout; return the line."""
-    status, out, err = accelerate("estimate-memory", *map(str, words))
-    assert (status, out, len(err.splitlines())) == (2, "", 1) and err.startswith("accelerate estimate-memory: error: ")
-    return err
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -66,7 +62,7 @@ def test_command_prints_two_tables(accelerate, model):
         assert line in lines
 
 
-def test_ranks_and_strategies(accelerate, model):
+def test_ranks_and_strategies(accelerate, refused, model):
     report = answer(accelerate, "some-model", "--num_processes", 2, "--dtypes", "float32")
     rows = [(one["strategy"], one["processes"]) for one in report["training"]]
     assert rows == [(name, 2) for name in ("ddp", "fsdp", "shard_grad_op", "zero1", "zero2", "zero3")]
@@ -74,7 +70,7 @@ def test_ranks_and_strategies(accelerate, model):
     (only,) = answer(accelerate, *words)["training"]
     assert (only["strategy"], only["dtype"]) == ("zero3", "float16"), "int4 cannot be trained in"
     assert "each of 2 processes" in accelerate("estimate-memory", *words)[1]
-    assert "--num_processes is 0" in refused(accelerate, "some-model", "--num_processes", 0)
+    assert "--num_processes is 0" in refused("estimate-memory", "some-model", "--num_processes", 0)
 
 
 def test_data_is_as_recorded(model):
@@ -90,7 +86,6 @@ def test_data_is_as_recorded(model):
 
 
 def test_recorded_helpers():
-    assert estimate.estimate_training_usage(100, "float32")["step"] == 400
     half = {"model": 100, "optimizer": 200, "gradients": 150, "step": 200}
     assert estimate.estimate_training_usage(100, "float16") == half
     for arguments in (("int8",), ("fp8", "O1")):
@@ -121,7 +116,7 @@ def test_file_of_weights(accelerate, place, no_hub):
         assert float16["training"] == 16 * 56 + 8 + 2 * 56
 
 
-def test_index_of_weights(accelerate, place, no_hub):
+def test_index_of_weights(accelerate, refused, place, no_hub):
     index = place / "m" / "model.safetensors.index.json"
     index.parent.mkdir()
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -132,57 +127,50 @@ def test_index_of_weights(accelerate, place, no_hub):
     for name in (index, place / "m"):
         assert answer(accelerate, name)["sizes"][0]["total_size"] == 24, "what libraries load counts"
     (place / "m" / names["b"]).unlink()
-    assert f"{names['b']}': No such file" in refused(accelerate, index)
+    assert f"{names['b']}': No such file" in refused("estimate-memory", index)
     index.write_text('{"weight_map": {"a": "../../etc/passwd"}}')
-    assert "is no index of shards" in refused(accelerate, index)
+    assert "is no index of shards" in refused("estimate-memory", index)
     index.unlink()
-    assert f"several files of weights: consolidated.safetensors, {names['a']}. Name one" in refused(
-        accelerate, place / "m"
-    )
+    said = refused("estimate-memory", place / "m")
+    assert f"several files of weights: consolidated.safetensors, {names['a']}. Name one" in said
 
 
 def test_sharded_checkpoint(accelerate, place, no_hub):
     import sharded_io
 
-    sharded_io.save_model(torch.nn.Linear(8, 4), place / "c", layout="sharded")
+    sharded_io.save_model(nn.Linear(8, 4), place / "c", layout="sharded")
     for name in ("c", "c/pytorch_model_fsdp_0"):
         report = answer(accelerate, name)
         assert report["parameters"] == 36
         assert report["sizes"][0]["total_size"] == 144
 
 
-def test_packed_and_damaged_weights(accelerate, place):
+def test_packed_and_damaged_weights(refused, place):
     packed = {"l.qweight": torch.zeros(64, 8, dtype=torch.int32), "l.scales": torch.zeros(8, dtype=torch.float16)}
     save_file(packed, place / "gptq.safetensors")
-    error = refused(accelerate, "gptq.safetensors")
+    error = refused("estimate-memory", "gptq.safetensors")
     assert "packed into integers (2,064 bytes)" in error and "--library_name transformers" in error
     save_file({"a": torch.zeros(3)}, place / "x.safetensors")
     (place / "x.safetensors").write_bytes((place / "x.safetensors").read_bytes()[:-1])
-    assert "'x.safetensors' is damaged" in refused(accelerate, "x.safetensors")
+    assert "'x.safetensors' is damaged" in refused("estimate-memory", "x.safetensors")
 
 
 # -- folders and files that are no model -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("x.bin", b"", "without loading it"),
-        ("config.json", b"{", "is no JSON"),
-        ("config.json", b"[1]", "neither model_type"),
-        ("folder/pytorch_model.bin", b"", "neither a .safetensors file nor a config.json, but pytorch_model.bin"),
-    ],
-)
-def test_places_without_a_model(accelerate, place, name, content, message):
+def test_places_without_a_model(refused, place, no_hub):
     (place / "folder").mkdir()
-    (place / name).write_bytes(content)
-    assert message in refused(accelerate, name.partition("/")[0])
-    assert "has no model" in refused(accelerate, "folder")
-
-
-@pytest.mark.parametrize("name", ["", "./nothing", "a/b/c", "x y", "~/none/of/it"])
-def test_no_such_path(accelerate, no_hub, name):
-    assert "There is no file or folder" in refused(accelerate, name)
+    assert "'folder' has no model: " in refused("estimate-memory", "folder")
+    for name, content, message in (
+        ("x.bin", "", "without loading it"),
+        ("config.json", "{", "is no JSON"),
+        ("config.json", "[1]", "neither model_type"),
+        ("folder/pytorch_model.bin", "", "neither a .safetensors file nor a config.json, but pytorch_model.bin"),
+    ):
+        (place / name).write_text(content)
+        assert message in refused("estimate-memory", name.partition("/")[0])
+    for name in ("", "./nothing", "a/b/c", "x y", "~/none/of/it"):
+        assert "There is no file or folder" in refused("estimate-memory", name)
 
 
 # -- configurations ----------------------------------------------------------------------------------------------------
@@ -223,16 +211,13 @@ def test_configuration_without_architecture(accelerate, config, changed):
     assert (report["parameters"], report["sizes"][0]["largest_layer"]) == (BARE, 4 * (4 * 256 + 3 * 512 + 32))
 
 
-@pytest.mark.parametrize("changed", [{"model_type": "no_such_type"}, {"hidden_size": -1}])
-def test_configuration_that_cannot_be_built(accelerate, config, changed):
-    config(**changed)
-    assert "'llama'" in refused(accelerate, "llama")
-
-
-def test_code_of_others_does_not_run(accelerate, place, config):
+def test_what_cannot_be_built_and_code_of_others_which_does_not_run(refused, place, config):
+    for changed in ({"model_type": "no_such_type"}, {"hidden_size": -1}):
+        config(**changed)
+        assert "'llama'" in refused("estimate-memory", "llama")
     folder = config(auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"}, model_type="own")
     (folder / "own.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
-    refused(accelerate, "llama")
+    refused("estimate-memory", "llama")
     assert not (place / "ran").exists()
 
 
@@ -248,7 +233,7 @@ def test_timm(accelerate, place, monkeypatch, no_hub):
 
     def create_model(name, pretrained, **options):
         asked.append((name, options))
-        return torch.nn.Linear(3, 2)
+        return nn.Linear(3, 2)
 
     monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
     (place / "config.json").write_text('{"architecture": "resnet18", "num_classes": 7}')
@@ -272,25 +257,125 @@ def test_timm(accelerate, place, monkeypatch, no_hub):
         (types.SimpleNamespace(library_name="keras"), ValueError, "'keras'"),
     ],
 )
-def test_models_that_cannot_be_built(accelerate, monkeypatch, answer, kind, message):
+def test_models_that_cannot_be_built(refused, monkeypatch, answer, kind, message):
     monkeypatch.setattr(estimate, "verify_on_hub", lambda repo, token=None: answer)
     with pytest.raises(kind, match=message) as caught:
         estimate.create_empty_model("owner/name", None)
     assert isinstance(caught.value, LaunchError)
-    assert message in refused(accelerate, "owner/name")
+    assert message in refused("estimate-memory", "owner/name")
 
 
-def test_library_that_cannot_be_imported(accelerate, place, monkeypatch):
+def test_library_that_cannot_be_imported(refused, place, monkeypatch):
     """It is broken, as one with compiled parts for another version of torch."""
     (place / "timm.py").write_text("raise RuntimeError('operator x::y does not exist')")
     monkeypatch.delitem(sys.modules, "timm", raising=False)
     monkeypatch.syspath_prepend(place)
     with pytest.raises(ImportError, match="timm cannot be imported"):
         estimate.create_empty_model("x", "timm")
-    assert "timm cannot be imported: operator x::y" in refused(accelerate, "x", "--library_name", "timm")
+    assert "timm cannot be imported: operator x::y" in refused("estimate-memory", "x", "--library_name", "timm")
 
 
-# -- against what places models, and what torch allocates ----------------------------------------------------------------
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blocks():
+    """1000 numbers outside of blocks, and blocks of 300, 200 and 100: 1600 in all."""
+    layers = nn.ModuleList(nn.Linear(10, rows, bias=False) for rows in (30, 20, 10))
+    return inventory_of_model(nn.ModuleDict({"embed": nn.Linear(10, 100, bias=False), "layers": layers}), "a test")
+
+
+# Weights, gradients, optimizer, working, for the 1600 numbers on 4 ranks.
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "expected"),
+    [
+        ("ddp", "float32", (6400, 6400, 12800, 6400)),
+        ("ddp", "float16", (6400, 6400, 12800, 6400 + 3200)),
+        # 25 + 8 + 5 + 3 rows of 10; the root, the two largest blocks, and the gradients of the root.
+        ("fsdp", "float32", (4 * 410, 4 * 410, 8 * 410, 4 * (1000 + 300 + 200 + 1000))),
+        ("fsdp", "bfloat16", (4 * 410, 4 * 410, 8 * 410, 2 * (1000 + 300 + 200 + 1000))),
+        ("shard_grad_op", "float16", (4 * 410, 4 * 410, 8 * 410, 2 * (1600 + 1000))),
+        ("zero1", "float16", (3200, 3200, 12 * 400, 3200)),
+        ("zero1", "float32", (6400, 6400, 12 * 400, 6400)),
+        ("zero2", "float16", (3200, 800, 12 * 400, 3200)),
+        ("zero3", "float16", (800, 800, 12 * 400, 2 * 2 * 1000)),
+    ],
+)
+def test_ranks(blocks, strategy, dtype, expected):
+    needs = training(blocks, dtype, strategy, 4)
+    assert sizes(needs) == expected
+    assert needs["total"] == sum(expected)
+
+
+def sizes(needs):
+    return tuple(needs[part] for part in ("weights", "gradients", "optimizer", "working"))
+
+
+def test_one_process_and_odd_shapes(blocks):
+    """FSDP pads what it cannot cut: the first rank keeps a whole row. DeepSpeed's buckets have a limit."""
+    for words, bytes_of_a_number in ((("float32",), 16), (("float16",), 18), (("float16", "zero2", 1), 16)):
+        assert training(blocks, *words)["total"] == bytes_of_a_number * 1600, "no other rank, no bucket"
+    small = nn.ParameterDict({"weight": torch.zeros(2, 10), "scale": torch.zeros(())})
+    assert training(inventory_of_model(small, "a test"), "float32", "fsdp", 8)["weights"] == 4 * (10 + 1)
+    large = nn.ParameterDict({"weight": torch.zeros(10**9, device="meta")})
+    assert training(inventory_of_model(large, "a test"), "float16", "zero2", 2)["working"] == 2 * 500_000_000
+
+
+@pytest.fixture
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1001}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def step(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(10)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    return optimizer
+
+
+def allocated(model, optimizer):
+    """Bytes of a rank's weights with buffers, of its gradients, and of Adam's moments; each once."""
+
+    def size(tensors):
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in local}.values())
+
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return size([*model.parameters(), *model.buffers()]), size(gradients), size(moments)
+
+
+@pytest.fixture
+def group_of():
+    """A process group whose other ranks are not there: what a rank keeps does not depend on them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def make(size):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        return dist.init_device_mesh("cpu", (size,))
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_a_real_step(llama, group_of, ranks):
+    from torch.distributed.fsdp import fully_shard
+
+    needs = training(inventory_of_model(llama, "a test"), "float32", "ddp" if ranks == 1 else "fsdp", ranks)
+    if ranks > 1:
+        mesh = group_of(ranks)
+        for layer in llama.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(llama, mesh=mesh)
+    assert allocated(llama, step(llama)) == sizes(needs)[:3]
+    assert needs["working"] or ranks == 1
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -35,13 +35,6 @@ def same(mine, theirs):
     )
 
 
-def refused(accelerate, *words):
-    """Require one line on stderr; return it."""
-    status, out, err = accelerate("merge-weights", *map(str, words))
-    assert (status, out, len(err.splitlines())) == (2, "", 1) and err.startswith("accelerate merge-weights: error: ")
-    return err
-
-
 def test_merged(accelerate, place, shards, net):
     assert len(list(shards.glob("*.distcp"))) == 3
     status, out, _ = accelerate("merge-weights", str(shards), "new/folder")
@@ -53,7 +46,7 @@ def test_merged(accelerate, place, shards, net):
     assert shards.is_dir()
 
 
-def test_no_shards(accelerate, place, shards):
+def test_no_shards(refused, place, shards):
     (place / "empty").mkdir()
     (place / "file").touch()
     for folder, problem in {
@@ -63,24 +56,24 @@ def test_no_shards(accelerate, place, shards):
         shards.parent / "optimizer_0": "holds the state of an optimizer",
         "file": "'file' is a file; name the folder of shards",
     }.items():
-        assert problem in refused(accelerate, folder, "out")
+        assert problem in refused("merge-weights", folder, "out")
     assert not (place / "out").exists()
 
 
-def test_output_exists(accelerate, place, shards, net):
+def test_output_exists(accelerate, refused, place, shards, net):
     (place / "file").write_text("mine")
-    assert "'file' is a file; name a folder" in refused(accelerate, shards, "file")
+    assert "'file' is a file; name a folder" in refused("merge-weights", shards, "file")
     (place / "out").mkdir()
     (place / "out" / "model.safetensors").write_text("mine")
-    error = refused(accelerate, shards, "out", "--remove_checkpoint_dir")
+    error = refused("merge-weights", shards, "out", "--remove_checkpoint_dir")
     assert "has weights already: model.safetensors" in error and "--overwrite" in error
     assert (place / "out" / "model.safetensors").read_text() == "mine" and shards.is_dir()
-    assert "model.safetensors" in refused(accelerate, shards, "out", "--unsafe_serialization")
+    assert "model.safetensors" in refused("merge-weights", shards, "out", "--unsafe_serialization")
     assert accelerate("merge-weights", str(shards), "out", "--overwrite")[0] == 0
     assert same(load_file("out/model.safetensors"), net.state_dict())
 
 
-def test_lost_shard(accelerate, place, shards):
+def test_lost_shard(refused, place, shards):
     (shards / "__0_1.distcp").unlink()
-    assert "__0_1.distcp is missing" in refused(accelerate, shards, "out", "--remove_checkpoint_dir")
+    assert "__0_1.distcp is missing" in refused("merge-weights", shards, "out", "--remove_checkpoint_dir")
     assert not (place / "out").exists() and (shards / "__0_0.distcp").is_file()

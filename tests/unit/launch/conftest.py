@@ -1,29 +1,20 @@
 """A clean place to resolve in: no configuration file, no variables of ours, no devices."""
 
-import os
+import re
 
 import pytest
 
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import hardware
+from accelerate.launch.errors import LaunchError
 from accelerate.launch.resolve import resolve
-
-OURS = ("ACCELERATE_", "FSDP_", "OMP_", "MEGATRON_", "PARALLELISM_")
-# A scheduler may run the tests.
-OURS += ("SLURM_", "OMPI_", "PMI", "MV2_", "PBS_", "LSB_", "JSM_", "MASTER_")
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(OURS) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
+def no_devices(place, monkeypatch):
     monkeypatch.setattr(hardware, "detect", lambda environ: hardware.Hardware("cpu", 0))
     monkeypatch.setattr(hardware, "usable_cores", lambda: 8)
-    (tmp_path / "train.py").touch()
-    return tmp_path
+    (place / "train.py").touch()
 
 
 @pytest.fixture
@@ -54,3 +45,17 @@ def file(place):
         (folder / "default_config.yaml").write_text(text)
 
     return write
+
+
+@pytest.fixture
+def found_or_refused():
+    """Expect a value of a function, or a text of its refusal."""
+
+    def check(expected, function, *args):
+        if isinstance(expected, str):
+            with pytest.raises(LaunchError, match=re.escape(expected)):
+                function(*args)
+        else:
+            assert function(*args) == expected
+
+    return check

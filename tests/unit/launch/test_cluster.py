@@ -121,12 +121,12 @@ def test_what_else_srun_says():
     assert find({**BATCH, "MASTER_ADDR": "n1"}).address is None
 
 
-@pytest.mark.parametrize("environ", [BATCH, INTERACTIVE], ids=["batch", "salloc"])
-def test_without_srun_a_launch_uses_one_node_and_says_so(environ):
-    found = find(environ)
-    assert where(found) == ("Slurm", 1, 0, None, None)
-    assert "the allocation has 2 nodes, and this launch uses one" in found.notes[0]
-    assert "srun --ntasks-per-node=1 accelerate launch" in found.notes[0]
+def test_without_srun_a_launch_uses_one_node_and_says_so():
+    for environ in (BATCH, INTERACTIVE):
+        found = find(environ)
+        assert where(found) == ("Slurm", 1, 0, None, None)
+        assert "the allocation has 2 nodes, and this launch uses one" in found.notes[0]
+        assert "srun --ntasks-per-node=1 accelerate launch" in found.notes[0]
 
 
 def test_the_terminal_of_a_step_does_not_wait_for_the_other_tasks(monkeypatch):
@@ -239,38 +239,22 @@ def test_hosts_of_lsf(hosts, tmp_path):
     assert found.machines == 1 and "blaunch" in found.notes[0]
 
 
-# Malformed and hostile
+# Malformed
 
 
 @pytest.mark.parametrize(
-    ("environ", "fragments"),
+    ("environ", "message"),
     [
-        ({**SRUN, "SLURM_PROCID": "one"}, ("SLURM_PROCID", "'one'")),
-        ({**TASKS, "SLURM_PROCID": "9"}, ("SLURM_PROCID is 9", "SLURM_NTASKS")),
-        ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, ("SLURM_STEP_NODELIST", "'n[1-'")),
-        ({**TASKS, "SLURM_STEP_TASKS_PER_NODE": "x"}, ("SLURM_STEP_TASKS_PER_NODE", "'x'")),
-        ({**SRUN, "SLURM_JOB_ID": "abc"}, ("SLURM_JOB_ID", "'abc'")),
-        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "many"}, ("OMPI_COMM_WORLD_SIZE", "'many'")),
-        ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "2"}, ("OMPI_COMM_WORLD_RANK is 2", "0 to 1")),
-        ({**HYDRA, "WORLD_SIZE": "3"}, ("WORLD_SIZE is 3 but PMI_SIZE is 2",)),
+        ({**SRUN, "SLURM_PROCID": "one"}, "SLURM_PROCID.*'one'"),
+        ({**TASKS, "SLURM_PROCID": "9"}, "SLURM_PROCID is 9.*SLURM_NTASKS"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, r"SLURM_STEP_NODELIST.*'n\[1-'"),
+        ({**TASKS, "SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE.*'x'"),
+        ({**SRUN, "SLURM_JOB_ID": "abc"}, "SLURM_JOB_ID.*'abc'"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE.*'many'"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK is 2.*0 to 1"),
+        ({**HYDRA, "WORLD_SIZE": "3"}, "WORLD_SIZE is 3 but PMI_SIZE is 2"),
     ],
 )
-def test_malformed_variables_are_named(environ, fragments):
-    with pytest.raises(ValueError) as caught:
+def test_malformed_variables_are_named(environ, message):
+    with pytest.raises(ValueError, match=message):
         find(environ, "a")
-    for fragment in fragments:
-        assert fragment in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {**TASKS, "SLURM_STEP_TASKS_PER_NODE": "1(x999999999)"},
-        {**BATCH, "SLURM_HET_SIZE": "999999999", "SLURM_JOB_NODELIST": "[1-999999999]"},
-        mpirun(999999998, 999999999, 0, 1, 999999999),
-        {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 9999999 b 9999999"},
-    ],
-)
-def test_hostile_variables_cost_neither_memory_nor_time(environ):
-    found = find(environ, "b")
-    assert found is not None and len(repr(found)) < 2000

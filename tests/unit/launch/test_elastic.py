@@ -84,14 +84,8 @@ def run(tmp_path, monkeypatch):
         ("--tee 0:1,", "--tee is '0:1,'. Write 0"),
     ],
 )
-def test_streams(plan, options, expected):
-    request = plan(f"--cpu --num_processes 2 {options}")
-    if isinstance(expected, dict):
-        assert elastic.streams(request) == expected
-        return
-    with pytest.raises(LaunchError) as caught:
-        elastic.streams(request)
-    assert expected in str(caught.value)
+def test_streams(found_or_refused, plan, options, expected):
+    found_or_refused(expected, elastic.streams, plan(f"--cpu --num_processes 2 {options}"))
 
 
 def test_directories(tmp_path):
@@ -180,23 +174,18 @@ def test_a_signal_is_forwarded_once(run):
 @posix
 def test_a_signal_that_comes_again_later_ends_the_run(run, monkeypatch):
     monkeypatch.setattr(elastic, "_REPEAT_S", 0.05)
-    _, error = run(SAVES.replace("time.sleep(0.5)", "signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(60)"))
-    assert error.sigval == signal.SIGTERM
+    again = "signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(0.2); rank or os.kill(launcher, signal.SIGTERM)"
+    program = SAVES.replace("range(2)", "range(1)").replace("time.sleep(0.5)", f"{again}; time.sleep(60)")
+    assert run(program)[1].sigval == signal.SIGTERM
 
 
 @posix
-@pytest.mark.parametrize(
-    ("when", "number"),
-    [("start", signal.SIGTERM), ("run", signal.SIGTERM), ("start", signal.SIGINT), ("run", signal.SIGHUP)],
-)
-def test_a_signal_ends_the_run_and_the_handlers_come_back(run, number, when):
-    """Also one that comes while torch starts the processes: they are known to the launcher before it acts."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_processes_start_ends_the_run_and_the_handlers_come_back(run, number):
+    """The processes are known to the launcher before it acts."""
     former = {number: signal.getsignal(number) for number in (*elastic.FORWARDED, *elastic.STOPPING)}
-    sends = f"os.kill(launcher, {int(number)})" if when == "run" else ""
-    program = f"both_up()\nif rank == 0: {sends or 'pass'}\ntime.sleep(60)"
-    during = lambda name: name == "started" and when == "start" and signal.raise_signal(number)  # noqa: E731
     started = time.monotonic()
-    reporter, error = run(program, during)
+    reporter, error = run("time.sleep(60)", lambda name: name == "started" and signal.raise_signal(number))
     assert error.sigval == number and time.monotonic() - started < 25
     assert bool(reporter.of("stopping")) is (number in elastic.STOPPING)
     assert {number: signal.getsignal(number) for number in former} == former

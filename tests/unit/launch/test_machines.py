@@ -78,25 +78,17 @@ def test_settings_of_the_rendezvous(plan):
 # A scheduler
 
 
-def test_a_scheduler_fills_in(plan, srun):
+def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun, file):
     srun(1, 1, "1,1")
     result = plan("--cpu --num_processes 4")
     assert result.machines == Machines(2, 1) and result.local_processes == 2
     assert result.rendezvous == Rendezvous("static", "n1", 20007)
     resolved = result.settings["num_machines"]
     assert (resolved.source, resolved.origin) == (Source.ENVIRONMENT, "Slurm")
-
-
-def test_the_command_line_wins_over_a_scheduler(plan, srun):
-    srun(1, 1, "1,1")
     result = plan(f"{TWO} --machine_rank 0")
     assert result.machines == Machines(2, 0) and result.rendezvous.host == "10.0.0.1"
     result = plan("--cpu --num_machines 1")
     assert result.machines == Machines() and "not 2 as with Slurm" in result.notes[0]
-
-
-def test_a_scheduler_wins_over_a_file(plan, srun, file):
-    srun(1, 1, "1,1")
     file("{distributed_type: NO, num_machines: 1, machine_rank: 0, num_processes: 2, main_process_ip: old}")
     result = plan("--cpu")
     assert result.machines == Machines(2, 1) and result.rendezvous.host == "n1"

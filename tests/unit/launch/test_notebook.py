@@ -1,6 +1,9 @@
-"""What a launcher of functions refuses, and what the errors of a run become."""
+"""What a launcher of functions refuses, what runs in its processes, their output, and what the errors of a run become."""
 
+import functools
+import io
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -8,6 +11,7 @@ import sys
 import types
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -15,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from accelerate.launch import elastic, notebook
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import FailedElsewhere
-from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
+from accelerate.launch.notebook import MeetingError, Request, Worker, WorkerError, check, write_whole_lines
 from accelerate.runtime import failure, storage
 from accelerate.utils.constants import PREEMPTED
 
@@ -51,10 +55,6 @@ def test_what_is_refused(error, message, arguments):
 # -- a run ---------------------------------------------------------------------------------------------------------------
 
 
-def work():
-    pass
-
-
 @pytest.fixture
 def start(monkeypatch):
     """Let torch's launcher do something else; run a request on it."""
@@ -66,7 +66,7 @@ def start(monkeypatch):
                 raise error
 
         monkeypatch.setattr(elastic, "start", instead)
-        notebook.run(Request(work, **arguments), {"A": "1"}, 2)
+        notebook.run(Request(train, **arguments), {"A": "1"}, 2)
         return run.config
 
     return run
@@ -108,13 +108,8 @@ def test_errors_of_several_machines_speak_of_arguments(start, error, kind, messa
         start(error, num_nodes=2, use_port=29501)
 
 
-def test_an_address_that_is_unknown_is_named(start):
-    with pytest.raises(MeetingError, match=r"'no such host' cannot be looked up.*Check master_addr"):
-        start(num_nodes=2, master_addr="no such host")
-
-
 def failed(exitcode):
-    return ChildFailedError("work", {0: ProcessFailure(0, 7, exitcode, "nowhere")})
+    return ChildFailedError("train", {0: ProcessFailure(0, 7, exitcode, "nowhere")})
 
 
 @pytest.mark.parametrize(
@@ -126,7 +121,7 @@ def failed(exitcode):
     ],
 )
 def test_processes_without_a_traceback(start, exitcode, words):
-    with pytest.raises(WorkerError, match="^Rank 0 failed in work:\n\nThe process 7 ") as caught:
+    with pytest.raises(WorkerError, match="^Rank 0 failed in train:\n\nThe process 7 ") as caught:
         start(failed(exitcode))
     assert words in str(caught.value)
     assert (caught.value.exitcode, caught.value.rank, caught.value.traceback) == (exitcode, 0, None)
@@ -146,10 +141,10 @@ def test_a_failure_and_those_that_follow(start, tmp_path):
     ranks = {0: ended(0, 1, "RuntimeError: Connection closed by peer", 1.0), 3: ended(3, -15, "", 2.0)}
     ranks |= {rank: ended(rank, 1, poisoned, 1.0 + rank) for rank in (1, 2)}
     with pytest.raises(WorkerError) as caught:
-        start(ChildFailedError("work", ranks))
+        start(ChildFailedError("train", ranks))
     error = caught.value
     assert str(error) == (
-        f"Rank 1 failed in work:\n\nTraceback\n{poisoned}\n\n"
+        f"Rank 1 failed in train:\n\nTraceback\n{poisoned}\n\n"
         "rank 2 failed with the same error.\n"
         "rank 0 failed because another rank had gone: RuntimeError: Connection closed by peer"
     )
@@ -167,6 +162,134 @@ def test_signals_and_a_run_that_has_saved_itself(start):
     for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SignalException)):
         with pytest.raises(kind):
             start(SignalException("x", number))
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch):
+    """Run a function as a rank in a forked process; return its exit status, and what it has left."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    error_file = tmp_path / "error.json"
+    variables = {"RANK": "3", "LOCAL_RANK": "1", "ROLE_NAME": "role", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def run(function, *args, prefix=None):
+        worker = Worker(functools.partial(function, *args), prefix)
+        worker.may_run.set()
+        process = multiprocessing.get_context("fork").Process(target=worker)
+        process.start()
+        process.join(60)
+        left = json.loads(error_file.read_text())["accelerate"] if error_file.exists() else None
+        return process.exitcode, left
+
+    return run
+
+
+def test_a_forked_process_begins_afresh(ended, monkeypatch):
+    def function():
+        assert not storage.process.current and torch.get_num_threads() == 1 and os.environ["FORK_LAUNCHED"] == "1"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    monkeypatch.setitem(storage.process.current, "left", "behind")
+    former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert ended(function) == (0, None)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@forks
+def test_no_rank_runs_before_all_are_forked(tmp_path):
+    worker = Worker(lambda: (tmp_path / "ran").touch())
+    process = multiprocessing.get_context("fork").Process(target=worker)
+    process.start()
+    process.join(0.5)
+    assert process.is_alive() and not (tmp_path / "ran").exists()
+    worker.may_run.set()
+    process.join(30)
+    assert process.exitcode == 0 and (tmp_path / "ran").exists()
+
+
+def test_a_failure_leaves_its_traceback_without_frames_of_the_launcher(ended):
+    def work(number):
+        raise ValueError(number)
+
+    status, record = ended(work, 5)
+    assert (status, record["rank"], record["summary"]) == (1, 3, "ValueError: 5")
+    lines = record["traceback"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and lines[1].endswith("in work")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "text"),
+    [(None, 0, None), (3, 3, "SystemExit: 3"), ("x", 1, "SystemExit: x"), (PREEMPTED, PREEMPTED, None)],
+)
+def test_ends_with_and_without_a_fault(ended, code, status, text):
+    found, record = ended(sys.exit, code)
+    assert found == status and (record is None if text is None else text in record["traceback"])
+
+
+# -- output --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_notebook_gets_whole_lines_and_progress_bars_move(monkeypatch):
+    pieces = []
+    stream = types.SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    write_whole_lines()
+    print("a", 1, "ü")
+    print("no end", end="")
+    assert pieces == ["a 1 ü\n"]
+    sys.stdout.flush()
+    print("\r10%", end="", flush=True)
+    assert pieces[1:] == ["no end", "\r10%"] and not sys.stdout.isatty()
+
+
+def test_consoles_are_left_alone_unless_they_are_unbuffered(monkeypatch):
+    raw, plain = io.BytesIO(), io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(sys, "stderr", plain)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
+    write_whole_lines()
+    print("a", 1, end="")
+    assert sys.stderr is plain and raw.getvalue() == b""
+    print()
+    assert raw.getvalue() == b"a 1\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    write_whole_lines()
+
+
+def test_lines_get_a_prefix_of_the_rank(ended, monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert ended(lambda: print("a", 1, "\n\nb", end=""), prefix="[${role_name} ${rank} ${local_rank} $1] ")[0] == 0
+    prefix = "[role 3 1 $1] "
+    assert (tmp_path / "out").read_text() == f"{prefix}a 1 \n{prefix}\n{prefix}b"
+
+
+@forks
+def test_processes_of_a_start_that_fails_are_killed(monkeypatch):
+    started = []
+
+    def half_a_start(self, worker_group):
+        process = multiprocessing.get_context("fork").Process(target=signal.pause)
+        process.start()
+        started.append(process)
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(notebook.elastic.Agent, "_start_workers", half_a_start)
+    agent = notebook.FunctionAgent.__new__(notebook.FunctionAgent)
+    group = types.SimpleNamespace(spec=types.SimpleNamespace(entrypoint=Worker(print)))
+    with pytest.raises(OSError, match="no more"):
+        agent._start_workers(group)
+    assert started[0].exitcode == -signal.SIGKILL
 
 
 # -- TPUs ----------------------------------------------------------------------------------------------------------------

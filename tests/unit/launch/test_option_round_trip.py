@@ -9,6 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from accelerate.commands.config.interview import as_text
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.options import OPTIONS
 from accelerate.config.options.schema import ON, ONE
@@ -21,6 +22,7 @@ DOORS = (Source.COMMAND_LINE, Source.ENVIRONMENT, Source.FILE)
 # The file to read is chosen before the layers are merged.
 SETTABLE = [option for option in OPTIONS if option.name != "config_file"]
 by_name = pytest.mark.parametrize("option", SETTABLE, ids=lambda option: option.name)
+examples = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 _words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
 _texts = _words.filter(lambda text: text.strip())
@@ -61,18 +63,11 @@ def doors_of(option, value):
     return doors
 
 
-def text_of(value):
-    """A value as a person writes it on a command line."""
-    if isinstance(value, tuple):
-        return ",".join(map(text_of, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def on_command_line(option, value, flag=None):
-    flag = flag or next(flag for flag in option.spellings if flag.startswith("--"))
+def on_command_line(option, value):
+    flag = next(flag for flag in option.spellings if flag.startswith("--"))
     if option.switch:
         return [flag if value else option.negation]
-    return [f"{flag}={text_of(item)}" for item in (value if isinstance(value, list) else [value])]
+    return [f"{flag}={as_text(item)}" for item in (value if isinstance(value, list) else [value])]
 
 
 def in_file(option, value):
@@ -82,7 +77,7 @@ def in_file(option, value):
 
 def in_environment(option, value):
     if option.style in (ON, ONE):
-        return {option.env: text_of(value)}
+        return {option.env: as_text(value)}
     return option.encode(value)
 
 
@@ -101,7 +96,7 @@ def merged(place, option, layers):
 
 
 @by_name
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples
 @given(data=st.data())
 def test_a_value_comes_through_every_door(place, option, data):
     value = data.draw(values_of(option))
@@ -112,7 +107,7 @@ def test_a_value_comes_through_every_door(place, option, data):
 
 
 @by_name
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples
 @given(data=st.data())
 def test_the_worker_reads_what_was_resolved(option, data):
     value = data.draw(values_of(option))

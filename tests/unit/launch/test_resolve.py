@@ -41,21 +41,18 @@ def test_two_processes_on_the_cpu(plan, line, monkeypatch):
     assert not any("OMP_NUM_THREADS" in note for note in plan(line).notes)
 
 
-@pytest.mark.parametrize(
-    ("line", "count", "runner", "on_cpu"),
-    [
+def test_processes_and_gpus(plan, gpus):
+    gpus(4)
+    for line, count, runner, on_cpu in (
         ("", 4, "local", False),
         ("--gpu_ids 1,3", 2, "local", False),
         ("--num_processes 1", 1, "single", False),
         ("--cpu", 1, "single", True),
         ("--cpu --num_processes 6", 6, "local", True),
         ("--multi_gpu", 4, "local", False),
-    ],
-)
-def test_processes_and_gpus(plan, gpus, line, count, runner, on_cpu):
-    gpus(4)
-    result = plan(line)
-    assert (result.num_processes, result.runner, result.on_cpu) == (count, runner, on_cpu)
+    ):
+        result = plan(line)
+        assert (result.num_processes, result.runner, result.on_cpu) == (count, runner, on_cpu), line
 
 
 @pytest.mark.parametrize(
@@ -146,17 +143,13 @@ def test_settings_without_effect_are_said(plan, file):
         ("-m json.tool a", [sys.executable, "-m", "json.tool", "a"]),
         ("-m train", [sys.executable, "-m", "train"]),
         ("--no_python true x", ["true", "x"]),
-        ("none.py", r"There is no script 'none\.py'"),
+        ("none.py", "There is no script 'none.py'"),
         ("--no_python no_such_program", "'no_such_program' is no program"),
         ("-m --no_python true", "--module and --no_python"),
     ],
 )
-def test_script(parse, line, end):
-    if isinstance(end, list):
-        assert resolve(parse(line)).command == end
-        return
-    with pytest.raises(LaunchError, match=end):
-        resolve(parse(line))
+def test_script(found_or_refused, parse, line, end):
+    found_or_refused(end, lambda: resolve(parse(line)).command)
 
 
 def test_ports_and_settings_of_the_rendezvous(plan):
@@ -198,14 +191,13 @@ def test_sizes_of_parallelism(plan, processes, given, message):
 
 
 @pytest.mark.parametrize(
-    ("line", "notes"),
+    ("line", "name"),
     [
-        ("--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", ["--fsdp_sharding_strategy"]),
-        ("--fsdp_version 1 --fsdp_reshard_after_forward false", ["--fsdp_reshard_after_forward"]),
-        ("--fsdp_version 2 --fsdp_sharding_strategy FULL_SHARD", []),  # what version 2 does
+        ("--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "--fsdp_sharding_strategy"),
+        ("--fsdp_version 1 --fsdp_reshard_after_forward false", "--fsdp_reshard_after_forward"),
+        ("--fsdp_version 2 --fsdp_sharding_strategy FULL_SHARD", None),  # what version 2 does
     ],
 )
-def test_settings_of_the_other_version_are_said(plan, line, notes):
-    told = [note for note in plan(f"--use_fsdp {line}").notes if "has no effect with --fsdp_version" in note]
-    assert len(told) == len(notes)
-    assert all(fragment in note for fragment, note in zip(notes, told, strict=True))
+def test_settings_of_the_other_version_are_said(plan, line, name):
+    told = [note.split()[0] for note in plan(f"--use_fsdp {line}").notes if "no effect with --fsdp_version" in note]
+    assert told == ([name] if name else [])

@@ -3,10 +3,9 @@
 import argparse
 from typing import Any
 
-from accelerate.commands.config.config import config_command_parser
+from accelerate.commands.config.config import config_command_parser, show_command_parser, validate_command_parser
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file  # noqa: F401, recorded here
 from accelerate.commands.config.default import default_command_parser
-from accelerate.commands.config.show import show_command_parser, validate_command_parser
 from accelerate.commands.config.update import update_command_parser
 from accelerate.commands.utils import or_exit
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
-from accelerate.commands.config.interview import Asker, Interview
-from accelerate.commands.config.rules import parallel_size
+from accelerate.commands.config.interview import Asker, Interview, parallel_size
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.features import CHAPTERS
 from accelerate.launch import hardware

@@ -9,16 +9,22 @@ from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
 
 
-class Scripted(Asker):
-    """Types the given lines; menus are answered by number, as without a terminal."""
+class Silent(Asker):
+    """Remembers what it says."""
 
-    def __init__(self, *lines):
-        self.lines = list(lines)
-        self.asked = []
+    def __init__(self):
         self.said = []
 
     def say(self, text):
         self.said.append(text)
+
+
+class Scripted(Silent):
+    """Types the given lines; menus are answered by number, as without a terminal."""
+
+    def __init__(self, *lines):
+        super().__init__()
+        self.lines, self.asked = list(lines), []
 
     def _line(self, prompt):
         self.asked.append(prompt.strip())
@@ -27,18 +33,14 @@ class Scripted(Asker):
         return self.lines.pop(0)
 
 
-class AtRandom(Asker):
+class AtRandom(Silent):
     """Answers everything somehow; what is refused is tried again."""
 
     def __init__(self, seed, path):
-        self.random = random.Random(seed)
-        self.path = str(path)
-        self.said = []
+        super().__init__()
+        self.random, self.path = random.Random(seed), str(path)
 
-    def say(self, text):
-        self.said.append(text)
-
-    def text(self, question, parse, default=None, *, explanation="", optional=False):
+    def text(self, question, parse, default=None, *, optional=False):
         words = "1 2 4 8 16 0.5 29500 10.0.0.7 main all 0,1 true,false,true ml.p3.2xlarge eu-west-1 word"
         guesses = [*words.split(), self.path]
         for _ in range(500):
@@ -52,10 +54,10 @@ class AtRandom(Asker):
             return default
         raise AssertionError(f"nothing is accepted for {question}")
 
-    def yes(self, question, default=False, *, explanation=""):
+    def yes(self, question, default=False):
         return self.random.random() < 0.5
 
-    def choose(self, question, choices, default=0, *, explanation=""):
+    def choose(self, question, choices, default=0):
         assert 0 <= default < len(choices)
         return self.random.randrange(len(choices))
 

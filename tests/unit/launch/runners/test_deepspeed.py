@@ -80,14 +80,8 @@ def test_a_private_file_hands_variables_on_and_users_files_stay(called, programs
     home.mkdir(exist_ok=True)
     (home / ".deepspeed_env").write_text("MINE=from home\n\nWANDB_API_KEY=given\n")
     written(".deepspeed_env", "MINE=from here")
-    variables = {
-        "HF_TOKEN": "very secret",
-        "SEVERAL_LINES": "a\nb",
-        "PLAIN": "1,h",
-        "HOST_NAME": "%h",
-        "ODD": "a $HOME",
-    }
-    for name, value in variables.items():
+    variables = {"SEVERAL_LINES": "a\nb", "PLAIN": "1,h", "HOST_NAME": "%h", "ODD": "a $HOME"}
+    for name, value in {"HF_TOKEN": "very secret", **variables}.items():
         monkeypatch.setenv(name, value)
     entry = called(f"--mixed_precision bf16 {BY} {launcher}")
     lines = entry["extra"].splitlines()
@@ -126,7 +120,6 @@ def test_what_was_held_back_is_said_and_the_file_is_gone_after_a_failure(program
     ],
 )
 def test_refusals(called, programs, line, fragment):
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError, match=fragment):
         called(line)
-    assert fragment in str(caught.value)
     assert programs.calls() == []

@@ -1,5 +1,7 @@
-"""Programs that the launcher starts or becomes, and which variables may leave this machine."""
+"""Programs that the launcher starts or becomes, which variables may leave this machine, and imports in one go."""
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -7,7 +9,8 @@ import sys
 
 import pytest
 
-from accelerate.launch import runners
+from accelerate.launch import elastic, runners
+from accelerate.launch.runners import local
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and replaced processes are those of POSIX")
 
@@ -95,3 +98,42 @@ def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
 def test_ranks_of_another_launcher_are_dropped():
     given = ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "A")
     assert runners.without_ranks(dict.fromkeys(given, "0")) == {"A": "0"}
+
+
+# -- what torch's elastic launcher starts ------------------------------------------------------------------------------
+
+
+def test_notes_are_printed_unless_quiet(plan, monkeypatch, capsys):
+    monkeypatch.setattr(elastic, "make_config", lambda *args, **kwargs: None)
+    monkeypatch.setattr(elastic, "start", lambda *args, **kwargs: None)
+    runners.run(plan("--cpu --num_processes 2"))
+    assert capsys.readouterr().err.startswith("accelerate launch: OMP_NUM_THREADS=4 ")
+    runners.run(plan("--quiet --cpu --num_processes 2"))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_as_before(enabled):
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with local.in_one_go():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_an_interrupt_is_not_lost_in_an_import():
+    """Torch's import, and NumPy's, catch whatever comes while they try what is optional."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), local.in_one_go():
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with local.in_one_go():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
