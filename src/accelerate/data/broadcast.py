@@ -115,7 +115,7 @@ def padded(batch: Any, length: int, head: Any, size: int) -> Any:
 
 # Messages --------------------------------------------------------------------------------------------------------------
 
-HEADER = 64  # three numbers, and the body begins where any dtype may
+HEADER = struct.Struct("3q40x")  # the body behind it begins where any dtype may
 ALIGNMENT = 64
 # Beyond this a body is always sent by itself: a second broadcast costs little then, and a buffer too large for the next
 # batch would cost more.
@@ -203,9 +203,9 @@ class BatchBroadcast:
         described, offset = file.tell(), aligned(file.tell())
         size = offset + sum(aligned(len(part)) for part in pickler.parts)
         fits = size <= self.shared
-        buffer = self._on_host(HEADER + self.shared)
-        body = buffer[HEADER:] if fits else self._on_host(size)
-        memoryview(buffer.numpy())[:HEADER] = struct.pack(f"3q{HEADER - 24}x", self.sequence, described, size)
+        buffer = self._on_host(HEADER.size + self.shared)
+        body = buffer[HEADER.size :] if fits else self._on_host(size)
+        HEADER.pack_into(buffer.numpy(), 0, self.sequence, described, size)
         memoryview(body.numpy())[:described] = file.getbuffer()
         for part in pickler.parts:
             body[offset : offset + len(part)].copy_(part)
@@ -221,15 +221,15 @@ class BatchBroadcast:
         Raises:
             RuntimeError: the sender failed, or the processes are not in step.
         """
-        buffer = self._broadcast(torch.empty(HEADER + self.shared, dtype=torch.uint8, device=self.device))
-        sequence, described, size = buffer[:HEADER].cpu().view(torch.int64)[:3].tolist()
+        buffer = self._broadcast(torch.empty(HEADER.size + self.shared, dtype=torch.uint8, device=self.device))
+        sequence, described, size = HEADER.unpack_from(buffer[: HEADER.size].cpu().numpy())
         if sequence != self.sequence:
             raise RuntimeError(
                 f"This process waits for message {self.sequence} of the dispatching process, but message {sequence} "
                 "arrived: the processes are not in step. Leave the loop over a dispatched loader at the same batch "
                 "on all processes."
             )
-        body = buffer[HEADER:]
+        body = buffer[HEADER.size :]
         if size > self.shared:
             body = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
         self._next(size)

@@ -15,7 +15,13 @@ from accelerate.data import adapter, iterable, resume
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
 from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, SkipBatchSampler
+from accelerate.data.samplers import (
+    BatchSamplerShard,
+    EndAhead,
+    ReplayableRandomSampler,
+    SkipBatchSampler,
+    look_ahead,
+)
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
@@ -278,22 +284,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _head(self) -> list[Any]:
         """Read the first step of the epoch, of which the beginning is left out, without a trace in any generator."""
-        generator, sampler, at_start = resume.shuffling_generator(self), self.get_sampler(), self._progress.at_start
-        drawn = None if generator is None else generator.get_state()
-        seed = getattr(sampler, "replay", None)
-        if seed is not None:
+        put_back, base, sampler = resume.kept(self), self.base_dataloader, self.get_sampler()
+        if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
-        base = self.base_dataloader
         parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
         with generators_kept():
-            if at_start is not None:
-                resume.set_states(at_start)
+            if self._progress.at_start is not None:
+                resume.set_states(self._progress.at_start)
             whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
             head = list(islice(iter(whole), self._reads_per_step()))
-        if generator is not None:
-            generator.set_state(drawn)
-        if seed is not None:
-            sampler.replay = seed
+        put_back()
         return head
 
     def _iterator(self, base: DataLoader) -> Iterator[Any]:
@@ -325,7 +325,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         progress = self._progress
         progress.batches, progress.at_end = reading.start, False
         if reading.ahead is None:
-            for batch in self._one_ahead(reading):
+            for number, (batch, is_last) in enumerate(look_ahead(reading.batches), reading.start + 1):
+                progress.batches = number
+                self._hand_out(is_last)
                 yield batch if place is None else place(batch)
         else:
             # The indices tell the end, so no batch is read before its turn: what the dataset draws at random comes in the
@@ -340,20 +342,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     hand_out(ahead.ended)
                 yield batch if place is None else place(batch)
         self._finish_epoch()
-
-    def _one_ahead(self, reading: Reading) -> Iterator[Any]:
-        progress, number = self._progress, reading.start
-        batch = next(reading.batches, _NOTHING)
-        if batch is _NOTHING:
-            return
-        for number, ahead in enumerate(reading.batches, reading.start + 1):
-            progress.batches = number
-            self._hand_out(False)
-            yield batch
-            batch = ahead
-        progress.batches = number + 1
-        self._hand_out(True)
-        yield batch
 
     def _hand_out(self, is_last: bool) -> None:
         """Note, before a batch is yielded, whether it is the last one, and that it is this loader's turn.
