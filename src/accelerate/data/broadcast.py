@@ -36,49 +36,42 @@ def is_column(value: Any) -> bool:
     return not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
 
 
-def children(container: Any) -> list[Any] | None:
-    """The items of a mapping, list or tuple; None for a leaf."""
-    if isinstance(container, Mapping):
-        return [container[key] for key in container]
-    if isinstance(container, (list, tuple)) and not is_column(container):
-        return list(container)
-    return None
+def is_nested(value: Any) -> bool:
+    """Whether a value holds leaves, instead of being one."""
+    return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not is_column(value))
 
 
 def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
     """Apply `function` to the corresponding leaves of equally built batches; the containers are built anew."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, torch.Tensor) or not is_nested(batch):
         return function(batch, *others)
-    if type(batch) is dict and not others:  # the common batch, spared the questions below
-        return {key: over_leaves(function, value) for key, value in batch.items()}
-    items = children(batch)
-    if items is None:
-        return function(batch, *others)
-    columns = zip(items, *(children(other) for other in others), strict=True)
-    items = [over_leaves(function, *leaves) for leaves in columns]
-    if isinstance(batch, Mapping):
-        return like_mapping(batch, dict(zip(batch, items, strict=True)))
-    return honor_type(batch, items)
+    if not isinstance(batch, Mapping):
+        return honor_type(batch, [over_leaves(function, *leaves) for leaves in zip(batch, *others, strict=True)])
+    if any(other.keys() != batch.keys() for other in others):
+        raise ValueError(f"the keys of the first are {list(batch)}")
+    return like_mapping(
+        batch, {key: over_leaves(function, *(each[key] for each in (batch, *others))) for key in batch}
+    )
+
+
+def samples_of(leaf: Any) -> int | None:
+    """Number of samples in a leaf; None if it belongs to the batch as a whole."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape[0] if leaf.dim() else None
+    return len(leaf) if is_column(leaf) else None
 
 
 def batch_length(batch: Any) -> int | None:
     """Number of samples in a batch, from its first leaf that has samples; None if there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else None
-    if is_column(batch):
-        return len(batch)
-    lengths = map(batch_length, children(batch) or ())
+    if isinstance(batch, torch.Tensor) or not is_nested(batch):
+        return samples_of(batch)
+    lengths = map(batch_length, batch.values() if isinstance(batch, Mapping) else batch)
     return next((length for length in lengths if length is not None), None)
 
 
 def take(batch: Any, start: int, stop: int) -> Any:
     """The samples from `start` to `stop`; leaves that hold no samples stay whole."""
-
-    def part(leaf: Any) -> Any:
-        has_samples = leaf.dim() > 0 if isinstance(leaf, torch.Tensor) else is_column(leaf)
-        return leaf[start:stop] if has_samples else leaf
-
-    return over_leaves(part, batch)
+    return over_leaves(lambda leaf: leaf if samples_of(leaf) is None else leaf[start:stop], batch)
 
 
 def join(batches: Sequence[Any]) -> Any:
@@ -91,7 +84,7 @@ def join(batches: Sequence[Any]) -> Any:
         return batches[0]
     try:
         return over_leaves(_join_leaves, *batches)
-    except (TypeError, RuntimeError, ValueError) as error:
+    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
             "Batches cannot be joined for dispatching, because they differ in structure or in the shape of a sample "
             f"({error}). Let the collate_fn pad them to one shape, or use split_batches=True or dispatch_batches=False."
@@ -100,11 +93,11 @@ def join(batches: Sequence[Any]) -> Any:
 
 def _join_leaves(*leaves: Any) -> Any:
     first = leaves[0]
+    if samples_of(first) is None:
+        return first
     if isinstance(first, torch.Tensor):
-        return torch.cat(leaves) if first.dim() else first
-    if is_column(first):
-        return type(first)(item for leaf in leaves for item in leaf)
-    return first
+        return torch.cat(leaves)
+    return type(first)(item for leaf in leaves for item in leaf)
 
 
 def padded(batch: Any, length: int, head: Any, size: int) -> Any:

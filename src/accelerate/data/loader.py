@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,11 @@ class Reading:
         batches: iterator over the batches.
         start: number of steps left out before the first.
         ahead: knows the last batch when it is given; None if that has to be found out by reading on.
-        head: the batches of the epoch's first step, when an interrupted epoch goes on and they were read again.
     """
 
     batches: Iterator[Any]
     start: int = 0
     ahead: EndAhead | None = None
-    head: list[Any] = field(default_factory=list)
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -111,6 +109,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             self._begin_epoch()
             resume.note_start(self)
+            self._seed_workers()
             batches = self._iterate(pending)
             yield from batches if watch is None else watch.watched(batches, self)
         finally:
@@ -118,6 +117,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _begin_epoch(self) -> None:
         """Do what comes before the order of the epoch is drawn."""
+
+    def _seed_workers(self) -> None:
+        dataset, progress = self.base_dataloader.dataset, self._progress
+        if type(dataset) is SeededDataset:
+            if progress.worker_seed is None:
+                progress.worker_seed = torch.initial_seed()
+            dataset.choose(progress.worker_seed, progress.epoch)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
         """Yield the batches of an epoch, from the position to continue at if there is one."""
@@ -216,10 +222,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
         return view
 
-    def _needs_head(self) -> bool:
-        """Whether the last step of an epoch is completed here, with samples of its first step."""
-        return False
-
     # Opening the wrapped loader --------------------------------------------------------------------------------------
 
     def _open(self, pending: Pending | None) -> Reading:
@@ -231,10 +233,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         base, progress, reads = self.base_dataloader, self._progress, self._reads_per_step()
         start, to_drop = self._left_out(), self.skip_batches * reads
         dataset_state, known, order = None, [], None
-        if type(base.dataset) is SeededDataset:
-            if progress.worker_seed is None:
-                progress.worker_seed = torch.initial_seed()
-            base.dataset.choose(progress.worker_seed, progress.epoch)
         if pending is not None:
             behind, start = (pending.batches - start) * reads, pending.batches
             known = pending.position.get("before_read") or []
@@ -245,7 +243,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 dataset_state = pending.position.get("dataset_state")
             elif behind or pending.extra_samples:
                 base = skipping(base, behind, pending.extra_samples)
-        head = self._head() if start and self._needs_head() else []
         if adapter.knows_end(base):
             order = EndAhead(adapter.batching_sampler(base))
             base = variant(base, **{"sampler" if base.batch_sampler is None else "batch_sampler": order})
@@ -277,34 +274,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = _noting(batches, progress, base, reads, start, known)
         if isinstance(base.collate_fn, CountingCollate):
             batches = uncounted(batches, start, base.dataset.round_log)
-        return Reading(batches, start, ahead, head)
+        return Reading(batches, start, ahead)
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
 
-    def _head(self) -> list[Any]:
-        """Read the first step of the epoch, of which the beginning is left out, without a trace in any generator."""
-        put_back, base, sampler = resume.kept(self), self.base_dataloader, self.get_sampler()
-        if isinstance(sampler, ReplayableRandomSampler):
-            sampler.replay = None  # drawn once more instead, like all that is drawn after it
-        parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
-        with generators_kept():
-            if self._progress.at_start is not None:
-                resume.set_states(self._progress.at_start)
-            whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
-            head = list(islice(iter(whole), self._reads_per_step()))
-        put_back()
-        return head
-
     def _iterator(self, base: DataLoader) -> Iterator[Any]:
         if base.num_workers and base.persistent_workers and base._iterator is None and self._progress.workers_kept:
             # Starting workers draws a seed. The run that goes on here had started them before, once for all epochs.
-            own = base.generator
-            vars(base)["generator"] = torch.Generator()
-            try:
-                return iter(base)
-            finally:
-                vars(base)["generator"] = own
+            starting = variant(base, generator=torch.Generator())
+            batches = iter(starting)
+            vars(base)["_iterator"] = starting._iterator
+            return batches
         if getattr(base, "next_iter_state", None) is not None and is_stream(base):
             # torchdata opens the stream twice, first to find that the saved epoch is over; each time draws a seed.
             with generators_kept():
