@@ -16,9 +16,9 @@ import math
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -115,8 +115,7 @@ ALIGNMENT = 64
 LARGEST_SHARED_BODY = 1 << 20
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A batch as it is sent.
 
     Args:
@@ -132,13 +131,6 @@ class Message:
     last: bool
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What is sent when reading failed, so that the other processes stop too instead of waiting."""
-
-    reason: str
-
-
 def aligned(size: int) -> int:
     """Round up, so that every tensor in the body starts where its dtype may, and small changes of size fit."""
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -149,12 +141,12 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.parts: list[torch.Tensor] = []
+        self.parts: list[np.ndarray] = []
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
-        self.parts.append(obj.detach().contiguous().reshape(-1).view(torch.uint8))
+        self.parts.append(obj.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
         return obj.dtype, tuple(obj.shape)
 
 
@@ -188,20 +180,21 @@ class BatchBroadcast:
         self.shared = 0
         self.sequence = 0
 
-    def send(self, value: Message | Failure | None) -> None:
-        """Send a batch, or what ends an epoch in its place: a failure, or None if there is no batch at all."""
+    def send(self, value: Message | str | None) -> None:
+        """Send a batch, or what ends an epoch in its place: why reading failed, or None if there is no batch at all."""
         file = io.BytesIO()
         pickler = _Pickler(file)
-        pickler.dump((value.batch, value.real, value.sizes, value.last) if isinstance(value, Message) else value)
+        pickler.dump(value)
         described, offset = file.tell(), aligned(file.tell())
         size = offset + sum(aligned(len(part)) for part in pickler.parts)
         fits = size <= self.shared
         buffer = self._on_host(HEADER.size + self.shared)
         body = buffer[HEADER.size :] if fits else self._on_host(size)
         HEADER.pack_into(buffer.numpy(), 0, self.sequence, described, size)
-        memoryview(body.numpy())[:described] = file.getbuffer()
+        content = memoryview(body.numpy())
+        content[:described] = file.getbuffer()
         for part in pickler.parts:
-            body[offset : offset + len(part)].copy_(part)
+            content[offset : offset + len(part)] = part
             offset += aligned(len(part))
         self._broadcast(buffer.to(self.device))
         if not fits:
@@ -228,9 +221,9 @@ class BatchBroadcast:
         self._next(size)
         description = io.BytesIO(body[:described].cpu().numpy().tobytes())
         value = _Unpickler(description, body[aligned(described) :]).load()
-        if isinstance(value, Failure):
-            raise RuntimeError(f"The dispatching process could not read its next batch: {value.reason}")
-        return None if value is None else Message(*value)
+        if isinstance(value, str):
+            raise RuntimeError(f"The dispatching process could not read its next batch: {value}")
+        return value
 
     def _on_host(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")

@@ -12,7 +12,7 @@ import torch
 from accelerate import comm
 from accelerate.data import adapter, broadcast, resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, variant
-from accelerate.data.broadcast import BatchBroadcast, Failure, Message
+from accelerate.data.broadcast import BatchBroadcast, Message
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending, generators_kept, is_stateful
@@ -143,7 +143,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 yield message
         except Exception as error:
             if connection is not None:
-                connection.send(Failure(f"{type(error).__name__}: {error}"))
+                connection.send(f"{type(error).__name__}: {error}")
             raise
         if connection is not None:
             connection.send(None)

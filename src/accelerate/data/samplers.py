@@ -402,9 +402,6 @@ class EndAhead:
         self.ended = False
         self._items: Iterator[Any] | None = None
 
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
     def __iter__(self) -> EndAhead:
         self._items = None
         return self
