@@ -7,6 +7,7 @@ import warnings
 
 import check_active_loader
 import check_metrics_property
+import check_streams
 import torch
 from harness import everywhere, fresh_accelerator, raised, run
 from torch.distributed.device_mesh import init_device_mesh
@@ -258,4 +259,5 @@ if __name__ == "__main__":
         uneven_ranks_are_counted_by_hand,
         sixty_evaluation_loops,
         *check_active_loader.CHECKS,
+        *check_streams.CHECKS,
     )

@@ -4,11 +4,11 @@ import gc
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
 
+from accelerate.comm.nested import leaves
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
-from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.state import GradientState
 from loader_samples import Numbers, Stream, values
 
@@ -62,11 +62,6 @@ def test_batches_with_duplicates_have_counts(loader, counts):
         assert loader.remainder == sum(counts[-1])
 
 
-def test_counts_are_right_when_workers_read_ahead():
-    loader = prepare_data_loader(DataLoader(Numbers(10), 1, num_workers=1), num_processes=3, process_index=1)
-    assert [loader.batch_counts for _ in loader] == [None, None, None, (1, 0, 0)]
-
-
 def test_workers_send_the_counts_of_a_stream_along():
     whole = DataLoader(Stream(7), 2, num_workers=1, persistent_workers=True)
     loader = prepare_data_loader(whole, num_processes=2, process_index=1)
@@ -104,18 +99,6 @@ def test_loops_that_are_left_early_end():
     iterator.close()
     assert not state.in_dataloader
     assert loader.iteration == 0, "only a completed epoch counts"
-
-
-def test_a_loop_within_a_loop_does_not_disturb_the_outer_one():
-    outer, inner, state = prepared(8, 2), prepared(4, 2), GradientState()
-    for number, _ in enumerate(outer):
-        for _ in inner:
-            assert state.active_dataloader is inner
-        assert state.active_dataloader is outer
-        for _ in inner:
-            break
-        assert state.active_dataloader is outer
-        assert state.end_of_dataloader == (number == 3)
 
 
 def test_an_error_in_the_dataset_ends_the_loop():
@@ -164,24 +147,20 @@ def test_generators_are_synchronised_before_the_order_is_drawn(monkeypatch):
     assert values(loader) == [order[:2], order[4:6]] and calls == [["generator"]]
 
 
-def test_it_can_be_built_directly():
-    loader = DataLoaderShard(Numbers(), device="cpu", batch_size=4, shuffle=False)
-    assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert loader.total_batch_size == 4 and loader.total_dataset_length == 10
-    assert loader.device == "cpu"
-
-
-def test_streams_are_skipped_by_reading():
-    loader = SkipDataLoader(Numbers(), skip_batches=2, batch_size=3)
-    assert values(loader) == [[6, 7, 8], [9]] and len(loader) == 2
-    assert loader.end_of_dataloader and not GradientState().in_dataloader
-
-
-def test_batches_pass_through_untouched():
-    loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(4)), 2), put_on_device=False)
-    assert loader.device is None
-    loader = prepare_data_loader(DataLoader(["a", "b", "c"], 2), put_on_device=True)
-    assert list(loader) == [["a", "b"], ["c"]]
+def test_batches_go_to_the_device_and_those_that_are_there_pass_through():
+    tensor = torch.arange(2)
+    for batch in (
+        tensor,
+        {"x": tensor, "y": tensor},
+        [tensor, tensor],
+        {"x": {"y": tensor}, "text": "a", "more": [3]},
+    ):
+        loader = DataLoader([0], collate_fn=lambda _, batch=batch: batch)
+        assert prepare_data_loader(loader).device is None
+        [there] = prepare_data_loader(loader, put_on_device=True)
+        assert there is batch or (there == batch and there["x"]["y"] is tensor)
+        [moved] = prepare_data_loader(loader, device=torch.device("meta"), put_on_device=True)
+        assert next(leaf for leaf in leaves(moved) if isinstance(leaf, torch.Tensor)).device.type == "meta"
 
 
 @pytest.mark.parametrize(("drop_last", "remainder"), [(True, -1), (False, 1)])

@@ -209,15 +209,6 @@ def test_a_loader_that_was_not_prepared_has_no_plan(loader):
         plan_of(loader)
 
 
-def test_an_accelerator_tells_the_plan_of_its_loaders():
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Rows(5), 2))
-    found = accelerator.data_plan(loader)
-    assert found is loader.plan and (found.samples, found.own.batches) == (5, 3)
-    with pytest.raises(TypeError, match="was not prepared"):
-        accelerator.data_plan(DataLoader(Rows(5), 2))
-
-
 def test_an_accelerator_passes_on_that_streams_are_divided_already(monkeypatch):
     config = DataLoaderConfiguration(shard_iterable_dataset=False)
     loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Stream(5), 2))

@@ -141,48 +141,6 @@ def test_the_position_of_a_view_is_that_of_its_origin():
     assert (position["epoch"], position["batches"], position["samples"]) == (0, 5, 10)
 
 
-def test_positions_are_in_samples_when_the_number_of_processes_changes():
-    want, (state, _) = interrupted(LOADERS["seedable"], 2, 1, 2)
-    position = state[resume.KEY]
-    assert position["samples"] == 8
-    alone = build(LOADERS["seedable"], 1)
-    assert resume.restore(alone, position) == 4
-    four = prepare_data_loader(LOADERS["seedable"][0](), num_processes=3, process_index=0, use_seedable_sampler=True)
-    assert resume.restore(four, position) == 1  # and two samples more
-    three = [build3(index) for index in range(3)]
-    for loader in three:
-        resume.restore(loader, position)
-    sampler = build(LOADERS["seedable"], 1).get_sampler()
-    sampler.set_epoch(1)
-    order = list(sampler)
-    seen = [sample for step in zip(*three, strict=True) for batch in step for sample in batch.tolist()]
-    left = order[8:]
-    assert seen[: len(left)] == left, "in the same order, from that very sample"
-
-
-def build3(index):
-    torch.manual_seed(11)
-    return prepare_data_loader(
-        LOADERS["seedable"][0](), num_processes=3, process_index=index, use_seedable_sampler=True
-    )
-
-
-def test_the_order_survives_a_change_of_processes():
-    shuffled = LOADERS["default shuffle"]
-    for before, after in ((1, 2), (2, 1)):
-        _, (state, _) = interrupted(shuffled, before, 0, 4)
-        torch.manual_seed(5)
-        loader = build(shuffled, after)
-        resume.restore(loader, state[resume.KEY])
-        torch.manual_seed(11)
-        reference = build(shuffled, before)
-        if before == 1:
-            want = torch.cat(list(reference)).tolist()
-        else:
-            want = list(reference.get_sampler())
-        assert list(loader.get_sampler()) == want
-
-
 def test_an_order_that_does_not_fit_is_told():
     _, (state, _) = interrupted(LOADERS["default shuffle"], 1, 0, 4)
     loader = build(LOADERS["in order"], 1)

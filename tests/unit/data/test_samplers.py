@@ -21,15 +21,6 @@ def order_of(seed, size=8):
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_seedable_order_depends_on_seed_and_epoch_only():
-    sampler = SeedableRandomSampler(range(8), data_seed=42)
-    torch.rand(3)
-    assert [list(sampler), list(sampler)] == [order_of(42), order_of(43)]
-    assert sampler.epoch == 2
-    sampler.set_epoch(1)
-    assert list(sampler) == order_of(43)
-
-
 def test_seedable_takes_the_seed_of_the_default_generator_without_drawing():
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -79,12 +70,6 @@ def test_only_plain_random_samplers_are_adopted():
     ReplayableRandomSampler.adopt(custom)
     ReplayableRandomSampler.adopt(None)
     assert type(custom) is Custom
-
-
-def test_a_sampler_with_a_generator_uses_it():
-    sampler = RandomSampler(range(8), generator=torch.Generator().manual_seed(9))
-    ReplayableRandomSampler.adopt(sampler)
-    assert list(sampler) == order_of(9)
 
 
 # -- sharding of batch samplers; test_truth_samplers.py has every small case ---------------------------------------------
@@ -140,13 +125,6 @@ def test_attributes_take_effect_after_construction():
     assert list(shard) == [[2, 3], [6, 7]]
     shard.num_processes, shard.process_index = 1, 0
     assert list(shard) == [[0, 1], [2, 3], [4, 5], [6, 7]] and len(shard) == 4
-
-
-def test_a_batch_that_cannot_be_split_is_refused():
-    with pytest.raises(ValueError, match=r"batch\s+size of 3"):
-        BatchSamplerShard(BatchSampler(range(8), 3, False), 2, 0, split_batches=True)
-    with pytest.raises(ValueError, match="size of None"):
-        BatchSamplerShard(Varying([1]), 2, 0, split_batches=True)
 
 
 def test_skipping_adds_up_and_never_gets_negative():

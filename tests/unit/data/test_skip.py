@@ -1,7 +1,6 @@
 """Leaving out the beginning of an epoch."""
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from accelerate.data.build import prepare_data_loader, skip_first_batches
@@ -33,30 +32,10 @@ def test_a_prepared_loader_stays_one(data, options):
         values(skip_first_batches(loader, 99))
 
 
-def test_the_original_goes_on_with_the_next_epoch():
-    def loader():
-        return prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True), use_seedable_sampler=True, data_seed=1)
-
-    reference = loader()
-    epochs = [values(reference) for _ in range(3)]
-    resumed = loader()
-    assert values(resumed) == epochs[0]
-    assert values(skip_first_batches(resumed, 2)) == epochs[1][2:]
-    assert values(resumed) == epochs[2]
-
-
 def test_streams_are_read_and_dropped():
     loader = skip_first_batches(DataLoader(Stream(), 3), 1)
     assert type(loader) is SkipDataLoader and values(loader) == [[3, 4, 5], [6, 7, 8], [9]]
     assert values(skip_first_batches(loader, 2)) == [[9]]
-
-
-def test_shuffled_batches_are_those_of_the_same_order():
-    loader = prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True))
-    torch.manual_seed(1)
-    want = values(loader)
-    torch.manual_seed(1)
-    assert values(skip_first_batches(loader, 1)) == want[1:]
 
 
 def test_wrong_arguments_are_refused():
