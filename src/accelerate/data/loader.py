@@ -215,7 +215,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _skipping(self, number: int) -> PreparedLoader:
         """A view that leaves out the first batches and shares the epoch with this loader."""
         view = object.__new__(type(self))
-        vars(view).update(vars(self), _origin=self._origin or self)
+        vars(view).update(vars(self), _origin=self if self._origin is None else self._origin)
         if is_stream(self):
             view.skip_batches = self.skip_batches + number
         else:

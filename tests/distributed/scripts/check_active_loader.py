@@ -5,7 +5,7 @@ import itertools
 import warnings
 
 import torch
-from harness import everywhere, fresh_accelerator
+from harness import fresh_accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import DataLoaderConfiguration
@@ -227,20 +227,6 @@ def exceptions():
         at_rest(accelerator)
 
 
-def views_are_loaders_of_their_own():
-    for kind in KINDS:
-        accelerator = accelerator_for(kind)
-        loader, want = numbered(accelerator, kind, 4, 0, short=1)
-        other, other_want = numbered(accelerator, kind, 2, 50, short=1)
-        view = accelerator.skip_first_batches(loader, 2)
-        for number, batch in enumerate(view, 2):
-            for step, inner in enumerate(other):
-                expect(accelerator, other, step == 1, inner, other_want[step])
-            expect(accelerator, view, number == 3, batch, want[number])
-        at_rest(accelerator)
-        assert everywhere(loader.iteration) == [1] * accelerator.num_processes
-
-
 CHECKS = (
     three_deep,
     evaluation_at_any_micro_batch,
@@ -248,5 +234,4 @@ CHECKS = (
     a_loader_in_two_loops_at_once,
     a_loop_that_is_not_closed,
     exceptions,
-    views_are_loaders_of_their_own,
 )

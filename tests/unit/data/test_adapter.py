@@ -14,7 +14,7 @@ from accelerate.data.adapter import (
 )
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard
-from loader_samples import SizedStream, Stream, needs_torchdata
+from loader_samples import Stream, needs_torchdata
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -52,11 +52,6 @@ def test_without_torchdata_stateful_loaders_are_refused(monkeypatch):
     monkeypatch.setattr("accelerate.data.adapter.is_torchdata_stateful_dataloader_available", lambda: False)
     with pytest.raises(ImportError, match="torchdata"):
         DataLoaderAdapter(DATA, use_stateful_dataloader=True)
-
-
-def test_states_of_plain_loaders_are_refused():
-    with pytest.raises(AttributeError, match="use_stateful_dataloader=True"):
-        DataLoaderAdapter(DATA, batch_size=4).state_dict()
 
 
 # -- questions --------------------------------------------------------------------------------------------------------------
@@ -109,13 +104,6 @@ def test_batch_size_over_all_shards(loader, options, size):
             _ = loader.total_batch_size
     else:
         assert loader.total_batch_size == size
-
-
-def test_a_stream_has_no_length():
-    loader = prepared(DataLoader(Stream(), 4))
-    with pytest.raises(TypeError, match=r"\(Stream\) has no __len__"):
-        _ = loader.total_dataset_length
-    assert prepared(DataLoader(SizedStream(), 4)).total_dataset_length == 10
 
 
 def test_everybody_who_wants_hears_the_epoch_once():

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from accelerate.comm.nested import leaves
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
+from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.state import GradientState
 from loader_samples import Numbers, Stream, values
 
@@ -173,3 +174,32 @@ def test_a_loader_of_ones_own_keeps_its_state_with_the_mixin(drop_last, remainde
     assert own.gradient_state.active_dataloader is own and own.remainder == remainder
     own.end()
     assert not own.gradient_state.in_dataloader
+
+
+# -- leaving out the beginning of an epoch; test_truth_samplers.py has every small case ----------------------------------
+
+
+def test_a_torch_loader_that_is_shortened_stays_one():
+    data = Numbers()
+    loader = skip_first_batches(DataLoader(data, 3), 6 / 3)
+    assert type(loader) is DataLoader and len(loader) == 2
+    assert values(loader) == values(loader) == [[6, 7, 8], [9]]
+    assert set(data.loaded) == {6, 7, 8, 9}, "skipped samples are not loaded"
+
+
+def test_streams_are_read_and_dropped():
+    loader = skip_first_batches(DataLoader(Stream(), 3), 1)
+    assert type(loader) is SkipDataLoader and values(loader) == [[3, 4, 5], [6, 7, 8], [9]]
+    assert values(skip_first_batches(loader, 2)) == [[9]]
+    twice = skip_first_batches(skip_first_batches(prepare_data_loader(DataLoader(Stream(), 3)), 1), 1)
+    assert type(twice) is DataLoaderShard and values(twice) == [[6, 7, 8], [9]]
+
+
+def test_what_cannot_be_left_out_is_refused():
+    with pytest.raises(ValueError, match="num_batches is -1"):
+        skip_first_batches(DataLoader(Numbers(), 3), -1)
+    with pytest.raises(TypeError, match="dataloader is a list"):
+        skip_first_batches([1, 2], 1)
+    for data in (Numbers(), Stream()):
+        with pytest.raises(ValueError, match="99.* but"):
+            values(skip_first_batches(prepare_data_loader(DataLoader(data, 3)), 99))

@@ -177,16 +177,6 @@ def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
     assert "stop when the first shard ends" in str(found) and "stop when the first shard ends" in found.summary
 
 
-def test_ranks_that_share_a_shard_are_named():
-    mesh_of_four = mesh(("tp", "dp_shard"), (2, 2))
-    loader = prepare_data_loader(
-        DataLoader(Rows(8), 2), num_processes=4, process_index=3, torch_device_mesh=mesh_of_four
-    )
-    found = plan_of(loader)
-    assert [shard.ranks for shard in found.shards] == [(0, 2), (1, 3)] and found.own.index == 1
-    assert (found.process_index, found.total_batch_size) == (3, 4)
-
-
 def test_the_plan_is_logged_once_on_the_main_process(caplog):
     with caplog.at_level(logging.INFO, logger="accelerate.data.build"):
         prepare_data_loader(DataLoader(Rows(10), 3, num_workers=1), num_processes=2, process_index=0)
@@ -242,10 +232,6 @@ shard  ranks  samples  duplicates  batches  reads
 def mesh(names, shape):
     ranks = torch.arange(torch.Size(shape).numel()).view(shape)
     return SimpleNamespace(mesh=ranks, mesh_dim_names=names)
-
-
-def test_without_a_mesh_every_process_has_its_own_shard():
-    assert ShardLayout.of(4, 3) == ShardLayout(num_shards=4, shard_index=3)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 import io
 import json
-import pickle
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data import resume
 from accelerate.data.build import prepare_data_loader, skip_first_batches
@@ -28,7 +27,6 @@ LOADERS = {
     "stream": (lambda: DataLoader(Stream(22), 2), {"dispatch_batches": False}),
 }
 DRAWN = {"random stream": (lambda: DataLoader(Drawn(), 2), {"dispatch_batches": False})}
-STATEFUL = {name: (make, {**options, "use_stateful_dataloader": True}) for name, (make, options) in LOADERS.items()}
 
 
 def build(case, processes):
@@ -43,11 +41,6 @@ def through_json(loader):
     file.seek(0)
     torch.load(file, weights_only=True)
     return json.loads(json.dumps(state))
-
-
-def with_arrays(loader):
-    """A state as earlier versions saved it."""
-    return pickle.loads(pickle.dumps({**loader.state_dict(), resume.KEY: resume.capture(loader)}))
 
 
 def interrupted(case, processes, epoch, batch, save=through_json):
@@ -105,20 +98,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, processes, epoch, batch
         assert got == expected
 
 
-@pytest.mark.parametrize("case", LOADERS.values(), ids=LOADERS)
-def test_a_state_with_arrays_is_loaded(case):
-    check_resuming(case, 2, 1, 1, with_arrays)
-
-
-@needs_torchdata
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("batch", [1, 4, None])
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("case", STATEFUL.values(), ids=STATEFUL)
-def test_a_stateful_loader_resumes_with_its_order(case, processes, batch):
-    check_resuming(case, processes, 1, batch)
-
-
 @needs_torchdata
 @pytest.mark.filterwarnings("ignore")
 def test_a_state_of_torchdata_alone_can_be_loaded():
@@ -154,10 +133,3 @@ def test_foreign_states_are_refused():
     loader = build(LOADERS["in order"], 1)
     with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
         loader.load_state_dict({"_num_yielded": 3})
-
-
-def test_generators_of_other_samplers_are_found():
-    generator = torch.Generator()
-    sampler = WeightedRandomSampler([1.0] * 22, 22, generator=generator)
-    loader = prepare_data_loader(DataLoader(Numbers(22), 2, sampler=sampler))
-    assert resume.shuffling_generator(loader) is generator
