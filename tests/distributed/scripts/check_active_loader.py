@@ -1,7 +1,6 @@
 """Loops within, beside and after each other: accumulation, end, remainder and metrics are those of the right loader."""
 
 import gc
-import itertools
 import warnings
 
 import torch
@@ -99,26 +98,6 @@ def three_deep():
             expect(accelerator, outer, number == 2, batch, outer_want[number])
             marks += mark(accelerator, model)
         assert marks == "-++", marks
-        at_rest(accelerator)
-
-
-def evaluation_at_any_micro_batch():
-    """Where the evaluation comes makes no difference for where the windows of the training close."""
-    for kind, steps, at, cut in itertools.product(KINDS, (2, 3), range(5), (None, 1)):
-        accelerator = accelerator_for(kind, steps)
-        model = accelerator.prepare(torch.nn.Linear(1, 1))
-        training, want = numbered(accelerator, kind, 5, 0, short=1)
-        evaluation, evaluation_want = numbered(accelerator, kind, 3, 50, short=1)
-        marks = ""
-        for number, batch in enumerate(training):
-            if number == at:
-                for step, other in enumerate(evaluation):
-                    expect(accelerator, evaluation, step == 2, other, evaluation_want[step])
-                    if step == cut:
-                        break
-            expect(accelerator, training, number == 4, batch, want[number])
-            marks += mark(accelerator, model)
-        assert marks == {2: "-+-++", 3: "--+-+"}[steps], (kind, steps, at, marks)
         at_rest(accelerator)
 
 
@@ -229,7 +208,6 @@ def exceptions():
 
 CHECKS = (
     three_deep,
-    evaluation_at_any_micro_batch,
     loops_that_take_turns,
     a_loader_in_two_loops_at_once,
     a_loop_that_is_not_closed,

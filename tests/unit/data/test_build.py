@@ -30,16 +30,6 @@ def test_alone_the_samplers_stay_as_they_are():
     assert (values(prepared), values(prepared), torch.rand(1)) == want, "same order, same use of the generator"
 
 
-def test_map_style_data_is_sharded_by_batches():
-    prepared = prepare_data_loader(DataLoader(Numbers(8), 2), **TWO)
-    assert type(prepared.batch_sampler) is BatchSamplerShard and prepared.batch_size == 2
-    assert values(prepared) == [[2, 3], [6, 7]]
-    prepared = prepare_data_loader(DataLoader(Numbers(8), 4), split_batches=True, **TWO)
-    assert values(prepared) == [[2, 3], [6, 7]] and prepared.batch_size == 2
-    prepared = prepare_data_loader(DataLoader(Numbers(6), 2), even_batches=False, **TWO)
-    assert values(prepared) == [[2, 3]]
-
-
 def test_data_that_is_not_batched_is_sharded_too():
     prepared = prepare_data_loader(DataLoader(Numbers(8), batch_size=None), **TWO)
     assert type(prepared.sampler) is SamplerShard and list(prepared) == [1, 3, 5, 7]
@@ -152,13 +142,6 @@ def test_shuffling_shards_share_a_generator():
     weighted = WeightedRandomSampler([1.0] * 8, 8)
     prepared = prepare_data_loader(DataLoader(Numbers(8), 2, sampler=weighted), rng_types=["generator"], **TWO)
     assert prepared.synchronized_generator is weighted.generator is not None
-
-
-def test_without_shuffling_there_is_no_generator_to_synchronise():
-    wanted = ["torch", "generator"]
-    prepared = prepare_data_loader(DataLoader(Numbers(8), 2), rng_types=wanted, **TWO)
-    assert prepared.rng_types == ["torch"] and prepared.synchronized_generator is None
-    assert wanted == ["torch", "generator"], "the caller's list is not touched"
 
 
 @pytest.mark.parametrize("options", [{}, TWO])
