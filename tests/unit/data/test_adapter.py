@@ -1,8 +1,5 @@
 """The wrapper around a torch loader."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
@@ -13,7 +10,6 @@ from accelerate.data.adapter import (
     as_stateful,
 )
 from accelerate.data.build import prepare_data_loader, skip_first_batches
-from accelerate.data.loader import DataLoaderShard
 from loader_samples import Stream, needs_torchdata
 
 DATA = TensorDataset(torch.arange(10))
@@ -25,15 +21,6 @@ def test_it_passes_as_the_loader_it_wraps():
     assert wrapper.num_workers == 0 and wrapper.dataset is DATA and len(wrapper) == 3
     with pytest.raises(AttributeError, match="'DataLoaderAdapter' object has no attribute 'nothing'"):
         _ = wrapper.nothing
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_copies_work(duplicate):
-    loader = prepare_data_loader(DataLoader(DATA, batch_size=4), num_processes=2, process_index=1)
-    twin = duplicate(loader)
-    assert type(twin) is DataLoaderShard and isinstance(twin, DataLoader)
-    assert [batch[0].tolist() for batch in twin] == [[4, 5, 6, 7], [2, 3, 4, 5]]
-    assert twin.gradient_state is not None and not twin.gradient_state.in_dataloader
 
 
 @needs_torchdata

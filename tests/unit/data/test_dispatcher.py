@@ -88,12 +88,6 @@ def test_length_and_batch_size_count_steps(length, drop_last, split, want):
     assert len(skip_first_batches(loader, 1)) == want - 1
 
 
-def test_nothing_of_the_connection_is_pickled():
-    loader = dispatched(DataLoader([1, 2], 2), [], 2, 0)
-    loader.state = None
-    assert "_connection" not in vars(pickle.loads(pickle.dumps(loader)))
-
-
 @pytest.mark.parametrize("source", [lambda length: list(range(length)), Stream])
 def test_the_rest_of_an_epoch_ends_with_the_same_duplicates(source):
     """What a run trains on after it was resumed includes the duplicates."""
@@ -104,3 +98,9 @@ def test_the_rest_of_an_epoch_ends_with_the_same_duplicates(source):
         return [values(skip_first_batches(loader, skip)) for loader in loaders]
 
     assert batches(1) == [of_rank[1:] for of_rank in batches(0)]
+
+
+def test_nothing_of_the_connection_is_pickled():
+    loader = dispatched(DataLoader([1, 2], 2), [], 2, 0)
+    loader.state = None
+    assert "_connection" not in vars(pickle.loads(pickle.dumps(loader)))

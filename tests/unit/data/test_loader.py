@@ -19,17 +19,6 @@ def prepared(length=10, batch_size=3, processes=1, index=0, **options):
     return prepare_data_loader(loader, num_processes=processes, process_index=index)
 
 
-def test_the_last_batch_is_known_as_such():
-    loader, state = prepared(), GradientState()
-    ends = []
-    for _ in loader:
-        assert state.active_dataloader is loader and state.in_dataloader
-        assert state.end_of_dataloader == loader.end_of_dataloader
-        ends.append(loader.end_of_dataloader)
-    assert ends == [False, False, False, True]
-    assert not state.in_dataloader and not state.end_of_dataloader
-
-
 @pytest.mark.parametrize(
     ("length", "batch_size", "processes", "drop_last", "remainder"),
     [(10, 3, 1, False, 1), (9, 3, 1, False, 0), (10, 3, 1, True, -1), (10, 3, 2, False, 4), (7, 2, 3, False, 1)],
@@ -45,22 +34,6 @@ def test_the_remainder_goes_by_the_sampler():
     sampler = RandomSampler(Numbers(10), num_samples=5)
     loader = prepare_data_loader(DataLoader(Numbers(10), 2, sampler=sampler), num_processes=2, process_index=0)
     assert {loader.remainder for _ in loader} == {1}
-
-
-@pytest.mark.parametrize(
-    ("loader", "counts"),
-    [
-        (DataLoader(Numbers(10), 3), [None, (3, 1)]),
-        (DataLoader(Stream(10), 3), [None, (3, 1)]),
-        (DataLoader(Numbers(12), 3), [None, None]),
-        (DataLoader(Numbers(9), batch_sampler=[[0, 1], [2], [3, 4, 5]]), [None, (3, 0)]),
-    ],
-)
-def test_batches_with_duplicates_have_counts(loader, counts):
-    loader = prepare_data_loader(loader, num_processes=2, process_index=1)
-    assert [loader.batch_counts for _ in loader] == counts
-    if counts[-1] is not None:
-        assert loader.remainder == sum(counts[-1])
 
 
 def test_workers_send_the_counts_of_a_stream_along():
@@ -100,19 +73,6 @@ def test_loops_that_are_left_early_end():
     iterator.close()
     assert not state.in_dataloader
     assert loader.iteration == 0, "only a completed epoch counts"
-
-
-def test_an_error_in_the_dataset_ends_the_loop():
-    class Broken(Numbers):
-        def __getitem__(self, index):
-            if index == 5:
-                raise OSError("row 5")
-            return index
-
-    loader = prepare_data_loader(DataLoader(Broken(), 2))
-    with pytest.raises(OSError, match="row 5"):
-        values(loader)
-    assert not GradientState().in_dataloader
 
 
 def test_epochs_count_up_and_reach_the_dataset():
