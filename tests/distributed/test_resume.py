@@ -147,19 +147,20 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=SLOW), 2], ids=["1 process", "2 processes"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """The logs of all whole runs and of all resumed ones; two launches."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, dict]:
+    """The logs of all whole runs and of all resumed ones; two launches. Cases that do not say where save at four places or two."""
     processes, folder = request.param, tmp_path_factory.mktemp("runs")
-    launch(folder, processes, "write", mode="write", out=folder / "whole", cases=listed(CASES))
-    launch(
-        folder, processes, "read", mode="read", **{"from": folder / "whole"}, out=folder / "on", cases=listed(CASES)
-    )
-    return processes, folder
+    saves = ["0-1", "1-3", "1-last", "1-after"] if processes == 1 else ["1-3", "1-last"]
+    cases = {name: {"saves": saves, "resumes": ["load", "skip"], **options} for name, options in CASES.items()}
+    launch(folder, processes, "write", mode="write", out=folder / "whole", cases=listed(cases))
+    reading = {"from": folder / "whole", "out": folder / "on", "cases": listed(cases)}
+    launch(folder, processes, "read", mode="read", **reading)
+    return processes, folder, cases
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_equals_an_uninterrupted_one(runs, name):
-    processes, folder = runs
+    processes, folder, cases = runs
     resumed = 0
     for rank in range(processes):
         whole = entries(folder / "whole" / name / f"whole.rank{rank}.jsonl")
@@ -170,9 +171,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs, name):
             expected = [entry for entry in saving[place:] if "saved" not in entry]
             assert len(expected) > 4 and entries(file) == expected, file.name
             resumed += 1
-    options = CASES[name]
-    saves, ways = options.get("saves", [None] * 4), options.get("resumes", [None] * 2)
-    assert resumed == processes * len(saves) * len(ways)
+    assert resumed == processes * len(cases[name]["saves"]) * len(cases[name]["resumes"])
 
 
 # -- another number of processes ------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ def is_nested(value: Any) -> bool:
 
 def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
     """Apply `function` to the corresponding leaves of equally built batches; the containers are built anew."""
+    if type(batch) is dict and not others:  # the common batch, spared the questions below
+        return {key: over_leaves(function, value) for key, value in batch.items()}
     if isinstance(batch, torch.Tensor) or not is_nested(batch):
         return function(batch, *others)
     if not isinstance(batch, Mapping):

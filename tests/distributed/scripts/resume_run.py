@@ -56,8 +56,8 @@ class Case:
     evaluate: bool = False
     accumulation: int = 1
     epochs: int = 3
-    saves: tuple = ("0-1", "1-3", "1-last", "1-after")
-    resumes: tuple = ("load", "skip")
+    saves: tuple = ()
+    resumes: tuple = ()
     leave: tuple | None = None
     rng_types: tuple | None = None
 
