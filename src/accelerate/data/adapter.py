@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.resume import Progress, generators_kept, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SamplerShard, SkipBatchSampler
+from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SkipBatchSampler
 from accelerate.data.workers import SeededDataset
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 from accelerate.utils.operations import send_to_device
@@ -37,7 +37,7 @@ def batching_sampler(loader: DataLoader) -> Any | None:
 
 def innermost(sampler: Any) -> Any:
     """The batch sampler (or sampler) below the shards and skips of this package."""
-    while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler, SamplerShard)):
+    while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler)):
         sampler = sampler.batch_sampler
     return sampler
 
@@ -80,15 +80,15 @@ def set_sampler(dataloader: DataLoader, sampler: Any) -> None:
         ValueError: the loader has a custom batch sampler without a `sampler` attribute.
     """
     inner = innermost(batching_sampler(dataloader))
-    batches = hasattr(inner, "sampler")
-    if batches:
+    below = hasattr(inner, "sampler")
+    if below:
         inner.sampler = sampler
     elif dataloader.batch_sampler is not None:
         raise ValueError(
             f"The batch sampler of this dataloader ({type(inner).__name__}) has no `sampler` that could be replaced. "
             "Build the batch sampler anew and pass it as batch_sampler."
         )
-    if not batches or vars(dataloader).get("sampler") is not None:
+    if not below or dataloader.batch_sampler is not None:
         # Assigning to a torch loader is refused, because its iterator would not notice; before iteration it is safe.
         vars(dataloader)["sampler"] = sampler
 
@@ -107,8 +107,7 @@ def sharding(loader: DataLoader) -> Any:
     """What gives the process its part: the shard of a stream or of a batch sampler; else the sampler itself."""
     if isinstance(loader.dataset, IterableDatasetShard):
         return loader.dataset
-    sampler, _ = unskipped(batching_sampler(loader))
-    return sampler.batch_sampler if isinstance(sampler, SamplerShard) else sampler
+    return unskipped(batching_sampler(loader))[0]
 
 
 def global_batch_size(loader: DataLoader) -> int | None:

@@ -16,9 +16,9 @@ import math
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,49 +36,44 @@ def is_column(value: Any) -> bool:
     return not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
 
 
-def children(container: Any) -> list[Any] | None:
-    """The items of a mapping, list or tuple; None for a leaf."""
-    if isinstance(container, Mapping):
-        return [container[key] for key in container]
-    if isinstance(container, (list, tuple)) and not is_column(container):
-        return list(container)
-    return None
+def is_nested(value: Any) -> bool:
+    """Whether a value holds leaves, instead of being one."""
+    return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not is_column(value))
 
 
 def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
     """Apply `function` to the corresponding leaves of equally built batches; the containers are built anew."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch, *others)
     if type(batch) is dict and not others:  # the common batch, spared the questions below
         return {key: over_leaves(function, value) for key, value in batch.items()}
-    items = children(batch)
-    if items is None:
+    if isinstance(batch, torch.Tensor) or not is_nested(batch):
         return function(batch, *others)
-    columns = zip(items, *(children(other) for other in others), strict=True)
-    items = [over_leaves(function, *leaves) for leaves in columns]
-    if isinstance(batch, Mapping):
-        return like_mapping(batch, dict(zip(batch, items, strict=True)))
-    return honor_type(batch, items)
+    if not isinstance(batch, Mapping):
+        return honor_type(batch, [over_leaves(function, *leaves) for leaves in zip(batch, *others, strict=True)])
+    if any(other.keys() != batch.keys() for other in others):
+        raise ValueError(f"the keys of the first are {list(batch)}")
+    return like_mapping(
+        batch, {key: over_leaves(function, *(each[key] for each in (batch, *others))) for key in batch}
+    )
+
+
+def samples_of(leaf: Any) -> int | None:
+    """Number of samples in a leaf; None if it belongs to the batch as a whole."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape[0] if leaf.dim() else None
+    return len(leaf) if is_column(leaf) else None
 
 
 def batch_length(batch: Any) -> int | None:
     """Number of samples in a batch, from its first leaf that has samples; None if there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else None
-    if is_column(batch):
-        return len(batch)
-    lengths = map(batch_length, children(batch) or ())
+    if isinstance(batch, torch.Tensor) or not is_nested(batch):
+        return samples_of(batch)
+    lengths = map(batch_length, batch.values() if isinstance(batch, Mapping) else batch)
     return next((length for length in lengths if length is not None), None)
 
 
 def take(batch: Any, start: int, stop: int) -> Any:
     """The samples from `start` to `stop`; leaves that hold no samples stay whole."""
-
-    def part(leaf: Any) -> Any:
-        has_samples = leaf.dim() > 0 if isinstance(leaf, torch.Tensor) else is_column(leaf)
-        return leaf[start:stop] if has_samples else leaf
-
-    return over_leaves(part, batch)
+    return over_leaves(lambda leaf: leaf if samples_of(leaf) is None else leaf[start:stop], batch)
 
 
 def join(batches: Sequence[Any]) -> Any:
@@ -91,7 +86,7 @@ def join(batches: Sequence[Any]) -> Any:
         return batches[0]
     try:
         return over_leaves(_join_leaves, *batches)
-    except (TypeError, RuntimeError, ValueError) as error:
+    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
             "Batches cannot be joined for dispatching, because they differ in structure or in the shape of a sample "
             f"({error}). Let the collate_fn pad them to one shape, or use split_batches=True or dispatch_batches=False."
@@ -100,11 +95,11 @@ def join(batches: Sequence[Any]) -> Any:
 
 def _join_leaves(*leaves: Any) -> Any:
     first = leaves[0]
+    if samples_of(first) is None:
+        return first
     if isinstance(first, torch.Tensor):
-        return torch.cat(leaves) if first.dim() else first
-    if is_column(first):
-        return type(first)(item for leaf in leaves for item in leaf)
-    return first
+        return torch.cat(leaves)
+    return type(first)(item for leaf in leaves for item in leaf)
 
 
 def padded(batch: Any, length: int, head: Any, size: int) -> Any:
@@ -115,15 +110,14 @@ def padded(batch: Any, length: int, head: Any, size: int) -> Any:
 
 # Messages --------------------------------------------------------------------------------------------------------------
 
-HEADER = 64  # three numbers, and the body begins where any dtype may
+HEADER = struct.Struct("3q40x")  # the body behind it begins where any dtype may
 ALIGNMENT = 64
 # Beyond this a body is always sent by itself: a second broadcast costs little then, and a buffer too large for the next
 # batch would cost more.
 LARGEST_SHARED_BODY = 1 << 20
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A batch as it is sent.
 
     Args:
@@ -139,13 +133,6 @@ class Message:
     last: bool
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What is sent when reading failed, so that the other processes stop too instead of waiting."""
-
-    reason: str
-
-
 def aligned(size: int) -> int:
     """Round up, so that every tensor in the body starts where its dtype may, and small changes of size fit."""
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -156,12 +143,12 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.parts: list[torch.Tensor] = []
+        self.parts: list[np.ndarray] = []
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
-        self.parts.append(obj.detach().contiguous().reshape(-1).view(torch.uint8))
+        self.parts.append(obj.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
         return obj.dtype, tuple(obj.shape)
 
 
@@ -195,20 +182,21 @@ class BatchBroadcast:
         self.shared = 0
         self.sequence = 0
 
-    def send(self, value: Message | Failure | None) -> None:
-        """Send a batch, or what ends an epoch in its place: a failure, or None if there is no batch at all."""
+    def send(self, value: Message | str | None) -> None:
+        """Send a batch, or what ends an epoch in its place: why reading failed, or None if there is no batch at all."""
         file = io.BytesIO()
         pickler = _Pickler(file)
-        pickler.dump((value.batch, value.real, value.sizes, value.last) if isinstance(value, Message) else value)
+        pickler.dump(value)
         described, offset = file.tell(), aligned(file.tell())
         size = offset + sum(aligned(len(part)) for part in pickler.parts)
         fits = size <= self.shared
-        buffer = self._on_host(HEADER + self.shared)
-        body = buffer[HEADER:] if fits else self._on_host(size)
-        memoryview(buffer.numpy())[:HEADER] = struct.pack(f"3q{HEADER - 24}x", self.sequence, described, size)
-        memoryview(body.numpy())[:described] = file.getbuffer()
+        buffer = self._on_host(HEADER.size + self.shared)
+        body = buffer[HEADER.size :] if fits else self._on_host(size)
+        HEADER.pack_into(buffer.numpy(), 0, self.sequence, described, size)
+        content = memoryview(body.numpy())
+        content[:described] = file.getbuffer()
         for part in pickler.parts:
-            body[offset : offset + len(part)].copy_(part)
+            content[offset : offset + len(part)] = part
             offset += aligned(len(part))
         self._broadcast(buffer.to(self.device))
         if not fits:
@@ -221,23 +209,23 @@ class BatchBroadcast:
         Raises:
             RuntimeError: the sender failed, or the processes are not in step.
         """
-        buffer = self._broadcast(torch.empty(HEADER + self.shared, dtype=torch.uint8, device=self.device))
-        sequence, described, size = buffer[:HEADER].cpu().view(torch.int64)[:3].tolist()
+        buffer = self._broadcast(torch.empty(HEADER.size + self.shared, dtype=torch.uint8, device=self.device))
+        sequence, described, size = HEADER.unpack_from(buffer[: HEADER.size].cpu().numpy())
         if sequence != self.sequence:
             raise RuntimeError(
                 f"This process waits for message {self.sequence} of the dispatching process, but message {sequence} "
                 "arrived: the processes are not in step. Leave the loop over a dispatched loader at the same batch "
                 "on all processes."
             )
-        body = buffer[HEADER:]
+        body = buffer[HEADER.size :]
         if size > self.shared:
             body = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
         self._next(size)
         description = io.BytesIO(body[:described].cpu().numpy().tobytes())
         value = _Unpickler(description, body[aligned(described) :]).load()
-        if isinstance(value, Failure):
-            raise RuntimeError(f"The dispatching process could not read its next batch: {value.reason}")
-        return None if value is None else Message(*value)
+        if isinstance(value, str):
+            raise RuntimeError(f"The dispatching process could not read its next batch: {value}")
+        return value
 
     def _on_host(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")

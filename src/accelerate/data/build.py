@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampler
 
 from accelerate import comm
 from accelerate.data import adapter, iterable, plan
@@ -23,7 +23,6 @@ from accelerate.data.plan import DataPlan, ShardLayout
 from accelerate.data.resume import Pending, is_stateful
 from accelerate.data.samplers import (
     BatchSamplerShard,
-    ReplayableRandomSampler,
     SamplerShard,
     SeedableRandomSampler,
     check_split,
@@ -128,7 +127,6 @@ def prepare_data_loader(
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles
-    ReplayableRandomSampler.adopt(get_sampler(dataloader))
 
     made = plan.make(
         dataloader, layouts, process_index, reading=reading, split_batches=split_batches, even_batches=even_batches
@@ -247,7 +245,8 @@ def _changes(
     changes: dict[str, Any] = {}
     if reading == plan.DISPATCHED:
         if iterable.is_datapipe(dataset):
-            changes["dataset"] = iterable.PlainStream(dataset)
+            # Hidden in a plain stream: torch's loader of a datapipe exchanges a seed between all processes at its start.
+            changes["dataset"] = ChainDataset([dataset])
     elif shards > 1 and is_stream(dataloader):
         return _sharded_stream(dataloader, layout, reading, split_batches)
     elif shards > 1:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from accelerate import comm
-from accelerate.data import broadcast
-from accelerate.data.adapter import DataLoaderAdapter, placer
-from accelerate.data.broadcast import BatchBroadcast, Failure, Message
+from accelerate.data import adapter, broadcast, resume
+from accelerate.data.adapter import DataLoaderAdapter, placer, variant
+from accelerate.data.broadcast import BatchBroadcast, Message
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
-from accelerate.data.resume import Pending
-from accelerate.data.samplers import look_ahead, real_per_shard
+from accelerate.data.resume import Pending, generators_kept, is_stateful
+from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
 from accelerate.process import PartialState
 
 
@@ -99,7 +99,7 @@ class DataLoaderDispatcher(PreparedLoader):
         place = placer(self.state.device, self._non_blocking)
         number = self._left_out() if pending is None else pending.batches
         progress.batches, progress.at_end = number, False
-        for message in self._rounds(pending):
+        for message in self._rounds(pending, number):
             number += 1
             progress.batches = number
             start = sum(message.sizes[: layout.shard_index])
@@ -127,28 +127,40 @@ class DataLoaderDispatcher(PreparedLoader):
         device = torch.device("cpu") if on_host else self.state.device
         return BatchBroadcast(communicator, device)
 
-    def _rounds(self, pending: Pending | None) -> Iterator[Message]:
-        """The rounds: read, and sent before they are yielded, on the main process; received on the others."""
+    def _rounds(self, pending: Pending | None, start: int) -> Iterator[Message]:
+        """The rounds from `start` on: read, and sent before they are yielded, on the main process; received on the others."""
         connection = self._connection if self.state.num_processes > 1 else None
         if self.state.process_index > 0:
             self._progress.replaying = False
             yield from iter(self._connection.receive, None)
             return
         try:
-            reading = self._open(pending)
-            for message in self._form_rounds(reading.batches, self._layout().num_shards, reading.head):
+            shards = self._layout().num_shards
+            head = self._head() if start and shards > 1 and not self._drop_last else []
+            for message in self._form_rounds(self._open(pending).batches, shards, head):
                 if connection is not None:
                     connection.send(message)
                 yield message
         except Exception as error:
             if connection is not None:
-                connection.send(Failure(f"{type(error).__name__}: {error}"))
+                connection.send(f"{type(error).__name__}: {error}")
             raise
         if connection is not None:
             connection.send(None)
 
-    def _needs_head(self) -> bool:
-        return self._layout().num_shards > 1 and not self._drop_last
+    def _head(self) -> list[Any]:
+        """Read the first round of the epoch, of which the beginning is left out, without a trace in any generator."""
+        put_back, base, sampler = resume.kept(self), self.base_dataloader, self.get_sampler()
+        if isinstance(sampler, ReplayableRandomSampler):
+            sampler.replay = None  # drawn once more instead, like all that is drawn after it
+        parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
+        with generators_kept():
+            if self._progress.at_start is not None:
+                resume.set_states(self._progress.at_start)
+            whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
+            head = list(islice(iter(whole), self._reads_per_step()))
+        put_back()
+        return head
 
     def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Message]:
         """Join, complete and divide batches into rounds, one read ahead; `first` are those of the epoch's first round."""

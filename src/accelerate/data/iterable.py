@@ -145,23 +145,6 @@ def uncounted(batches: Iterator[Any], start: int, log: dict[int, tuple[int, ...]
 # What a stream says of itself ------------------------------------------------------------------------------------------
 
 
-class PlainStream(IterableDataset):
-    """Hides a torch datapipe, whose loader would else exchange seeds between processes whenever it is iterated.
-
-    Args:
-        dataset: the datapipe.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-
 def is_datapipe(dataset: Any) -> bool:
     """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in a way of its own."""
     return isinstance(dataset, _DATAPIPE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,13 @@ from accelerate.data import adapter, iterable, resume
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
 from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, SkipBatchSampler
+from accelerate.data.samplers import (
+    BatchSamplerShard,
+    EndAhead,
+    ReplayableRandomSampler,
+    SkipBatchSampler,
+    look_ahead,
+)
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
@@ -37,13 +43,11 @@ class Reading:
         batches: iterator over the batches.
         start: number of steps left out before the first.
         ahead: knows the last batch when it is given; None if that has to be found out by reading on.
-        head: the batches of the epoch's first step, when an interrupted epoch goes on and they were read again.
     """
 
     batches: Iterator[Any]
     start: int = 0
     ahead: EndAhead | None = None
-    head: list[Any] = field(default_factory=list)
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -105,6 +109,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             self._begin_epoch()
             resume.note_start(self)
+            self._seed_workers()
             batches = self._iterate(pending)
             yield from batches if watch is None else watch.watched(batches, self)
         finally:
@@ -112,6 +117,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _begin_epoch(self) -> None:
         """Do what comes before the order of the epoch is drawn."""
+
+    def _seed_workers(self) -> None:
+        dataset, progress = self.base_dataloader.dataset, self._progress
+        if type(dataset) is SeededDataset:
+            if progress.worker_seed is None:
+                progress.worker_seed = torch.initial_seed()
+            dataset.choose(progress.worker_seed, progress.epoch)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
         """Yield the batches of an epoch, from the position to continue at if there is one."""
@@ -203,16 +215,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _skipping(self, number: int) -> PreparedLoader:
         """A view that leaves out the first batches and shares the epoch with this loader."""
         view = object.__new__(type(self))
-        vars(view).update(vars(self), _origin=self._origin or self)
+        vars(view).update(vars(self), _origin=self if self._origin is None else self._origin)
         if is_stream(self):
             view.skip_batches = self.skip_batches + number
         else:
             view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
         return view
-
-    def _needs_head(self) -> bool:
-        """Whether the last step of an epoch is completed here, with samples of its first step."""
-        return False
 
     # Opening the wrapped loader --------------------------------------------------------------------------------------
 
@@ -225,10 +233,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         base, progress, reads = self.base_dataloader, self._progress, self._reads_per_step()
         start, to_drop = self._left_out(), self.skip_batches * reads
         dataset_state, known, order = None, [], None
-        if type(base.dataset) is SeededDataset:
-            if progress.worker_seed is None:
-                progress.worker_seed = torch.initial_seed()
-            base.dataset.choose(progress.worker_seed, progress.epoch)
         if pending is not None:
             behind, start = (pending.batches - start) * reads, pending.batches
             known = pending.position.get("before_read") or []
@@ -239,7 +243,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 dataset_state = pending.position.get("dataset_state")
             elif behind or pending.extra_samples:
                 base = skipping(base, behind, pending.extra_samples)
-        head = self._head() if start and self._needs_head() else []
         if adapter.knows_end(base):
             order = EndAhead(adapter.batching_sampler(base))
             base = variant(base, **{"sampler" if base.batch_sampler is None else "batch_sampler": order})
@@ -271,40 +274,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = _noting(batches, progress, base, reads, start, known)
         if isinstance(base.collate_fn, CountingCollate):
             batches = uncounted(batches, start, base.dataset.round_log)
-        return Reading(batches, start, ahead, head)
+        return Reading(batches, start, ahead)
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
 
-    def _head(self) -> list[Any]:
-        """Read the first step of the epoch, of which the beginning is left out, without a trace in any generator."""
-        generator, sampler, at_start = resume.shuffling_generator(self), self.get_sampler(), self._progress.at_start
-        drawn = None if generator is None else generator.get_state()
-        seed = getattr(sampler, "replay", None)
-        if seed is not None:
-            sampler.replay = None  # drawn once more instead, like all that is drawn after it
-        base = self.base_dataloader
-        parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
-        with generators_kept():
-            if at_start is not None:
-                resume.set_states(at_start)
-            whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
-            head = list(islice(iter(whole), self._reads_per_step()))
-        if generator is not None:
-            generator.set_state(drawn)
-        if seed is not None:
-            sampler.replay = seed
-        return head
-
     def _iterator(self, base: DataLoader) -> Iterator[Any]:
         if base.num_workers and base.persistent_workers and base._iterator is None and self._progress.workers_kept:
             # Starting workers draws a seed. The run that goes on here had started them before, once for all epochs.
-            own = base.generator
-            vars(base)["generator"] = torch.Generator()
-            try:
-                return iter(base)
-            finally:
-                vars(base)["generator"] = own
+            starting = variant(base, generator=torch.Generator())
+            batches = iter(starting)
+            vars(base)["_iterator"] = starting._iterator
+            return batches
         if getattr(base, "next_iter_state", None) is not None and is_stream(base):
             # torchdata opens the stream twice, first to find that the saved epoch is over; each time draws a seed.
             with generators_kept():
@@ -325,7 +306,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         progress = self._progress
         progress.batches, progress.at_end = reading.start, False
         if reading.ahead is None:
-            for batch in self._one_ahead(reading):
+            for number, (batch, is_last) in enumerate(look_ahead(reading.batches), reading.start + 1):
+                progress.batches = number
+                self._hand_out(is_last)
                 yield batch if place is None else place(batch)
         else:
             # The indices tell the end, so no batch is read before its turn: what the dataset draws at random comes in the
@@ -340,20 +323,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     hand_out(ahead.ended)
                 yield batch if place is None else place(batch)
         self._finish_epoch()
-
-    def _one_ahead(self, reading: Reading) -> Iterator[Any]:
-        progress, number = self._progress, reading.start
-        batch = next(reading.batches, _NOTHING)
-        if batch is _NOTHING:
-            return
-        for number, ahead in enumerate(reading.batches, reading.start + 1):
-            progress.batches = number
-            self._hand_out(False)
-            yield batch
-            batch = ahead
-        progress.batches = number + 1
-        self._hand_out(True)
-        yield batch
 
     def _hand_out(self, is_last: bool) -> None:
         """Note, before a batch is yielded, whether it is the last one, and that it is this loader's turn.

@@ -535,7 +535,7 @@ def restore_generators(states: dict[str, Any], device: torch.device, origin: str
         try:
             if isinstance(state, Exception):
                 raise state
-            set_state(_on_cpu(state))
+            set_state(state)
         except Exception as error:
             logger.warning(
                 f"The random state of {name} in {origin} could not be restored, so a resumed run draws "
@@ -562,10 +562,3 @@ def derive_generators(first: dict[str, Any], rank: int, device: torch.device, re
     seed_all(seed)
     if device.type not in ("cpu", "mps", "xla"):
         DEVICES[device.type].manual_seed_all(seed)
-
-
-def _on_cpu(state: Any) -> Any:
-    """Generators take their state from the CPU, whatever device it was loaded to."""
-    if isinstance(state, list):
-        return [_on_cpu(item) for item in state]
-    return state.cpu() if isinstance(state, torch.Tensor) else state

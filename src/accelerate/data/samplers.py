@@ -8,7 +8,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 # The order of samples ------------------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class SkipBatchSampler(BatchSampler):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
-class SamplerShard(Sampler):
+class SamplerShard(BatchSamplerShard):
     """Gives one process its part of a sampler of single indices, for loaders that do not batch.
 
     Args:
@@ -357,31 +357,27 @@ class SamplerShard(Sampler):
 
     def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True) -> None:
         singles = BatchSampler(sampler, batch_size=1, drop_last=False)
-        self.batch_sampler = BatchSamplerShard(singles, num_processes, process_index, even_batches=even_batches)
+        super().__init__(singles, num_processes, process_index, even_batches=even_batches)
 
-    @property
-    def round_log(self) -> dict[int, tuple[int, ...]]:
-        """The rounds that were completed with duplicates."""
-        return self.batch_sampler.round_log
-
-    def __iter__(self) -> Iterator[int]:
-        return (batch[0] for batch in self.batch_sampler)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
+    def iter_from(self, start: int, extra: int = 0) -> Iterator[int]:
+        """Iterate over this process's indices from its index number `start`."""
+        return (index for [index] in super().iter_from(start, extra))
 
 
 # The last batch ------------------------------------------------------------------------------------------------------
 
 
+_END = object()
+
+
 def look_ahead(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Pair each item with whether it is the last one; reads one item ahead."""
     items = iter(items)
-    for current in items:
-        for following in items:
-            yield current, False
-            current = following
-        yield current, True
+    current = next(items, _END)
+    while current is not _END:
+        following = next(items, _END)
+        yield current, following is _END
+        current = following
 
 
 class EndAhead:
@@ -404,35 +400,24 @@ class EndAhead:
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = sampler
         self.ended = False
-        self._items: Iterator[Any] = iter(())
-        self._ahead: Any = _NOT_DRAWN
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
+        self._items: Iterator[Any] | None = None
 
     def __iter__(self) -> EndAhead:
-        self.ended, self._ahead = False, _NOT_DRAWN
+        self._items = None
         return self
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
-        if self._ahead is _NOT_DRAWN:
-            # Not before: torch draws a seed of its own between opening a loader and asking for the first item.
-            self._items = iter(self.sampler)
-            self._ahead = next(self._items, _END)
+        self._items = iter(self.sampler)
+        self._ahead = next(self._items, _END)
+        self.ended = self._ahead is _END
 
     def __next__(self) -> Any:
-        item = self._ahead
-        if item is _NOT_DRAWN:
+        if self._items is None:
+            # Not before: torch draws a seed of its own between opening a loader and asking for the first item.
             self.draw()
-            item = self._ahead
-        if item is _END:
-            self.ended = True
+        if self.ended:
             raise StopIteration
-        self._ahead = following = next(self._items, _END)
-        if following is _END:
-            self.ended = True
+        item, self._ahead = self._ahead, next(self._items, _END)
+        self.ended = self._ahead is _END
         return item
-
-
-_NOT_DRAWN, _END = object(), object()

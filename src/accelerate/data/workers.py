@@ -26,7 +26,8 @@ class SeededDataset:
     that worker has made before. Here the seed comes from the run, the epoch and the batch's indices: the same batch looks
     the same with any number of workers, persistent or not, and wherever the run was resumed.
 
-    It looks like the dataset: attributes, length and `isinstance` are those of the dataset inside.
+    It looks like the dataset: attributes, length and `isinstance` are those of the dataset inside, and what a
+    `worker_init_fn` assigns to it is assigned to that.
 
     Args:
         dataset: a map-style dataset.
@@ -34,9 +35,10 @@ class SeededDataset:
     """
 
     def __init__(self, dataset: Any, epoch_seed: torch.Tensor | None = None) -> None:
-        self._inner = dataset
-        # In shared memory, because persistent workers live longer than the epoch they were started in.
-        self._epoch_seed = torch.zeros(1, dtype=torch.int64).share_memory_() if epoch_seed is None else epoch_seed
+        if epoch_seed is None:
+            # In shared memory, because persistent workers live longer than the epoch they were started in.
+            epoch_seed = torch.zeros(1, dtype=torch.int64).share_memory_()
+        vars(self).update(_inner=dataset, _epoch_seed=epoch_seed)
 
     def choose(self, run_seed: int, epoch: int) -> None:
         """Set the epoch, in the process that trains, before the workers are given their first batch."""
@@ -46,6 +48,9 @@ class SeededDataset:
         if name in ("_inner", "_epoch_seed"):  # while a copy is being built
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
 
     @property
     def __class__(self) -> type:

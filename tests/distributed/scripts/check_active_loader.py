@@ -1,11 +1,10 @@
 """Loops within, beside and after each other: accumulation, end, remainder and metrics are those of the right loader."""
 
 import gc
-import itertools
 import warnings
 
 import torch
-from harness import everywhere, fresh_accelerator
+from harness import fresh_accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import DataLoaderConfiguration
@@ -99,26 +98,6 @@ def three_deep():
             expect(accelerator, outer, number == 2, batch, outer_want[number])
             marks += mark(accelerator, model)
         assert marks == "-++", marks
-        at_rest(accelerator)
-
-
-def evaluation_at_any_micro_batch():
-    """Where the evaluation comes makes no difference for where the windows of the training close."""
-    for kind, steps, at, cut in itertools.product(KINDS, (2, 3), range(5), (None, 1)):
-        accelerator = accelerator_for(kind, steps)
-        model = accelerator.prepare(torch.nn.Linear(1, 1))
-        training, want = numbered(accelerator, kind, 5, 0, short=1)
-        evaluation, evaluation_want = numbered(accelerator, kind, 3, 50, short=1)
-        marks = ""
-        for number, batch in enumerate(training):
-            if number == at:
-                for step, other in enumerate(evaluation):
-                    expect(accelerator, evaluation, step == 2, other, evaluation_want[step])
-                    if step == cut:
-                        break
-            expect(accelerator, training, number == 4, batch, want[number])
-            marks += mark(accelerator, model)
-        assert marks == {2: "-+-++", 3: "--+-+"}[steps], (kind, steps, at, marks)
         at_rest(accelerator)
 
 
@@ -227,26 +206,10 @@ def exceptions():
         at_rest(accelerator)
 
 
-def views_are_loaders_of_their_own():
-    for kind in KINDS:
-        accelerator = accelerator_for(kind)
-        loader, want = numbered(accelerator, kind, 4, 0, short=1)
-        other, other_want = numbered(accelerator, kind, 2, 50, short=1)
-        view = accelerator.skip_first_batches(loader, 2)
-        for number, batch in enumerate(view, 2):
-            for step, inner in enumerate(other):
-                expect(accelerator, other, step == 1, inner, other_want[step])
-            expect(accelerator, view, number == 3, batch, want[number])
-        at_rest(accelerator)
-        assert everywhere(loader.iteration) == [1] * accelerator.num_processes
-
-
 CHECKS = (
     three_deep,
-    evaluation_at_any_micro_batch,
     loops_that_take_turns,
     a_loader_in_two_loops_at_once,
     a_loop_that_is_not_closed,
     exceptions,
-    views_are_loaders_of_their_own,
 )

@@ -7,6 +7,7 @@ import warnings
 
 import check_active_loader
 import check_metrics_property
+import check_streams
 import torch
 from harness import everywhere, fresh_accelerator, raised, run
 from torch.distributed.device_mesh import init_device_mesh
@@ -206,28 +207,6 @@ def the_order_is_that_of_the_data_seed():
                 assert expected.setdefault((data_seed, epoch), found) == found
 
 
-def objects_and_tensors_of_different_widths():
-    accelerator = fresh_accelerator()
-    for length in (1, 5, 8):
-        loader = accelerator.prepare(DataLoader(range(length), batch_size=2))
-        as_objects, padded, scalars = [], [], 0
-        for batch in loader:
-            answers = [{"row": number} for number in batch.tolist()]
-            as_objects += accelerator.gather_for_metrics(answers, use_gather_object=True)
-            # Each rank pads to its own longest row, as generation does.
-            width = int(batch.max()) + 1
-            wide = batch[:, None].expand(-1, width)
-            wide = accelerator.pad_across_processes(wide, dim=1, pad_index=-1)
-            padded += accelerator.gather_for_metrics(wide)[:, 0].tolist()
-            tensors = [torch.full((n + 1,), n) for n in batch.tolist()]
-            different = accelerator.gather_for_metrics(tensors, use_gather_object=True)
-            assert [len(tensor) - 1 for tensor in different] == padded[-len(different) :]
-            scalars += accelerator.gather(torch.tensor(1, device=accelerator.device)).sum().item()
-        assert [answer["row"] for answer in as_objects] == list(range(length))
-        assert padded == list(range(length))
-        assert scalars == len(loader) * accelerator.num_processes
-
-
 def uneven_ranks_are_counted_by_hand():
     """Without even batches, ranks may stop at different steps, so what they saw is gathered after the loop."""
     for length, size in ((1, 1), (1, 3), (5, 2), (8, 3), (11, 2)):
@@ -254,8 +233,8 @@ if __name__ == "__main__":
         ranks_of_one_replica_share_their_data,
         a_slice_function_cuts_the_parts,
         the_order_is_that_of_the_data_seed,
-        objects_and_tensors_of_different_widths,
         uneven_ranks_are_counted_by_hand,
         sixty_evaluation_loops,
         *check_active_loader.CHECKS,
+        *check_streams.CHECKS,
     )

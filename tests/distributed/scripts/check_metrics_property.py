@@ -8,25 +8,23 @@ import faulthandler
 import os
 import traceback
 import warnings
-from collections import namedtuple
 from itertools import islice, zip_longest
 
 import torch
 from harness import everywhere, fresh_accelerator
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate import DataLoaderConfiguration, PartialState
 from accelerate.data.samplers import SeedableRandomSampler
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 STATEFUL = is_torchdata_stateful_dataloader_available()
-Pair = namedtuple("Pair", "first second")
 
 
 class Rows(Dataset):
-    """Rows that tell which one they are, in a structure."""
+    """Rows that tell which one they are."""
 
     def __init__(self, length, shape):
         self.length = length
@@ -36,11 +34,7 @@ class Rows(Dataset):
         return self.length
 
     def __getitem__(self, index):
-        number = torch.tensor(index)
-        if self.shape == "nested":
-            row = torch.tensor([index, -index])
-            return {"row": row, "more": (number * 2.0, [row.flip(0)], Pair(number, row)), "text": f"row {index}"}
-        return f"row {index}" if self.shape == "text" else number
+        return f"row {index}" if self.shape == "text" else torch.tensor(index)
 
 
 def own_part(length):
@@ -78,15 +72,6 @@ class Batches:
         return len(self.batches)
 
 
-class Backwards(BatchSampler):
-    """A batch sampler that chooses the order itself."""
-
-    def __iter__(self):
-        indices = list(self.sampler)[::-1]
-        batches = [indices[at : at + self.batch_size] for at in range(0, len(indices), self.batch_size)]
-        return iter([batch for batch in batches if len(batch) == self.batch_size or not self.drop_last])
-
-
 CASES = st.fixed_dictionaries(
     {
         "source": st.sampled_from(
@@ -96,7 +81,6 @@ CASES = st.fixed_dictionaries(
                 "map",
                 "shuffled",
                 "sampler",
-                "backwards",
                 "batches",
                 "unbatched",
                 "sized",
@@ -111,7 +95,7 @@ CASES = st.fixed_dictionaries(
         "split": st.booleans(),
         "dispatch": st.booleans(),
         "even": st.sampled_from((True, True, False)),
-        "shape": st.sampled_from(("tensor", "tensor", "nested", "text")),
+        "shape": st.sampled_from(("tensor", "tensor", "text")),
         "objects": st.booleans(),
         "workers": st.sampled_from((0,) * 14 + (1, 1, 2)),
         "stateful": st.sampled_from((False, False, False, True)),
@@ -143,10 +127,6 @@ def possible(case, world):
         case["workers"] = min(case["workers"], 1)  # more of them bring short batches in the middle, in another order
     case["stateful"] = case["stateful"] and STATEFUL
     case["skip"] = min(case["skip"], len(shared_steps(case, world)))
-    if case["shape"] == "nested" and case["source"] != "batches" and case["even"]:
-        case["objects"] = False
-    elif case["shape"] == "nested":
-        case["shape"] = "tensor"
     return case
 
 
@@ -162,9 +142,6 @@ def build(case, world):
         return DataLoader(Rows(length, shape), batch_size=None, **options), expected
     if source == "batches":
         return DataLoader(Rows(length, shape), batch_sampler=Batches(case["sizes"]), **options), expected
-    if source == "backwards":
-        batches = Backwards(SequentialSampler(range(length)), size, case["drop_last"])
-        return DataLoader(Rows(length, shape), batch_sampler=batches, **options), expected[::-1][:kept]
     options |= {"batch_size": size, "drop_last": case["drop_last"]}
     if source in ("sized", "stream"):
         kind = SizedStream if source == "sized" else Stream
@@ -199,36 +176,14 @@ def shared_steps(case, world):
     return [part for parts in zip_longest(*left, fillvalue=[]) for part in parts if part]
 
 
-def numbers_of(gathered, shape):
-    """The rows in what was gathered, which has to agree with itself."""
-    if shape == "text":
-        return [int(text.removeprefix("row ")) for text in gathered]
-    if shape == "tensor":
-        return [int(number) for number in gathered]
-    numbers = gathered["row"][:, 0].tolist()
-    doubled, (flipped,), pair = gathered["more"]
-    assert type(pair) is Pair and pair.first.tolist() == numbers
-    assert gathered["row"][:, 1].tolist() == flipped[:, 0].tolist() == pair.second[:, 1].tolist()
-    assert gathered["row"][:, 1].tolist() == [-number for number in numbers]
-    assert doubled.tolist() == [2 * number for number in numbers]
-    return numbers
-
-
 def gathered(accelerator, case, batch):
     """What a loop gathers of a batch, as a plain list of rows."""
-    shape = case["shape"]
     if case["source"] == "unbatched":
         batch = batch.reshape(1)
-    if shape == "nested":
-        # Strings travel as objects, by themselves.
-        assert [int(text.removeprefix("row ")) for text in batch.pop("text")] == batch["row"][:, 0].tolist()
-        doubled, flipped, pair = batch["more"]
-        batch["more"] = (doubled, list(flipped), Pair(*pair))
-    if shape == "text":
-        batch = list(batch)
-    elif case["objects"]:
-        batch = batch.tolist()
-    return numbers_of(accelerator.gather_for_metrics(batch, use_gather_object=case["objects"]), shape)
+    if case["shape"] == "text":
+        return [int(text.removeprefix("row ")) for text in accelerator.gather_for_metrics(list(batch))]
+    batch = batch.tolist() if case["objects"] else batch
+    return list(map(int, accelerator.gather_for_metrics(batch, use_gather_object=case["objects"])))
 
 
 def loop(case):
@@ -287,7 +242,7 @@ def rare(source, length, **others):
 RARE = (
     rare("stream", 11),
     rare("sized", 22, size=3),
-    rare("stream", 13, shape="nested", split=True),
+    rare("stream", 13, split=True),
     rare("stream", 11, stateful=True, skip=1),
     rare("map", 3, workers=0, shape="text"),
     rare("map", 1, workers=0, dispatch=True, objects=True),

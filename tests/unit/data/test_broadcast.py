@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerate.data import broadcast
-from accelerate.data.broadcast import BatchBroadcast, Failure, Message
+from accelerate.data.broadcast import BatchBroadcast, Message
 from loader_samples import CPU, Line
 
 
@@ -81,7 +81,7 @@ def test_an_end_and_a_failure_reach_the_receivers():
     connection = Connection()
     assert connection.pass_on(None)[0] is None
     with pytest.raises(RuntimeError, match="could not read its next batch: row 3"):
-        connection.pass_on(Failure("row 3"))
+        connection.pass_on("row 3")
     assert connection.pass_on(message(torch.zeros(2)))[0].batch.tolist() == [0, 0], "the connection is usable after it"
 
 
@@ -125,12 +125,6 @@ def test_cut_and_join_are_inverse():
     assert equal(whole, batch_of(0, 7))
     assert broadcast.batch_length(whole) == 7
     assert equal(broadcast.take(whole, 2, 5), batch_of(2, 5))
-
-
-def test_padding_repeats_the_head():
-    padded = broadcast.padded(batch_of(5, 7), 2, batch_of(0, 2), 7)
-    assert padded["ids"].tolist() == [5, 6, 0, 1, 0, 1, 0]
-    assert padded["text"] == ["s5", "s6", "s0", "s1", "s0", "s1", "s0"]
 
 
 def test_length_is_that_of_the_first_leaf_with_samples():

@@ -2,7 +2,6 @@
 
 import pickle
 from itertools import islice
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.state import GradientState
-from loader_samples import dispatched
+from loader_samples import Stream, dispatched, values
 
 
 class Rows(IterableDataset):
@@ -43,33 +42,6 @@ def test_batches_of_varying_size_lose_nothing():
     parts = [[batch["x"].view(-1).tolist() for batch, *_ in steps] for steps in results]
     assert parts == [[[0, 1], [3, 4, 5], [8]], [[2], [6, 7], [0]]]
     assert results[0][-1][1:] == (True, 1, (1, 0))
-
-
-def test_ranks_of_one_replica_get_the_same_part():
-    mesh = SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp_shard", "tp"))
-    sent, parts = [], []
-    for rank in range(4):
-        options = {"num_processes": 4, "process_index": rank, "torch_device_mesh": mesh}
-        loader = dispatched(DataLoader(Rows(8), 2), sent, 4, rank, **options)
-        assert loader.total_batch_size == 4
-        parts.append([batch["x"].view(-1).tolist() for batch in loader])
-    assert parts == [[[0, 1], [4, 5]]] * 2 + [[[2, 3], [6, 7]]] * 2
-
-
-def test_a_slice_function_cuts_the_parts():
-    calls = []
-
-    def cut(batch, part, process_index=None, num_processes=None):
-        calls.append((part, process_index, num_processes))
-        return batch["x"][part].view(-1).tolist()
-
-    results = run(lambda: DataLoader(Rows(4), 2), 2, slice_fn_for_dispatch=cut)
-    assert [[batch for batch, *_ in steps] for steps in results] == [[[0, 1]], [[2, 3]]]
-    assert calls == [(slice(0, 2), 0, 2), (slice(2, 4), 1, 2)]
-    alone = prepare_data_loader(
-        DataLoader(Rows(2), 2), put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=cut
-    )
-    assert list(alone) == [[0, 1]]
 
 
 def test_an_error_while_reading_stops_all_processes():
@@ -116,17 +88,16 @@ def test_length_and_batch_size_count_steps(length, drop_last, split, want):
     assert len(skip_first_batches(loader, 1)) == want - 1
 
 
-def test_positions_count_steps():
-    data = [{"x": torch.tensor([n])} for n in range(12)]
-    loader = dispatched(DataLoader(data, 2), [], 2, 0)
-    for batch in loader:
-        if batch["x"][0] == 4:
-            state = loader.state_dict()
-            break
-    again = dispatched(DataLoader(data, 2), [], 2, 0)
-    again.load_state_dict(state)
-    assert [batch["x"].view(-1).tolist() for batch in again] == [[8, 9]]
-    assert [batch["x"].view(-1).tolist() for batch in again] == [[0, 1], [4, 5], [8, 9]]
+@pytest.mark.parametrize("source", [lambda length: list(range(length)), Stream])
+def test_the_rest_of_an_epoch_ends_with_the_same_duplicates(source):
+    """What a run trains on after it was resumed includes the duplicates."""
+
+    def batches(skip):
+        sent: list = []
+        loaders = (dispatched(DataLoader(source(11), batch_size=2), sent, 4, rank) for rank in range(4))
+        return [values(skip_first_batches(loader, skip)) for loader in loaders]
+
+    assert batches(1) == [of_rank[1:] for of_rank in batches(0)]
 
 
 def test_nothing_of_the_connection_is_pickled():

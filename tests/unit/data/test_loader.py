@@ -4,8 +4,9 @@ import gc
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
 
+from accelerate.comm.nested import leaves
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
@@ -16,17 +17,6 @@ from loader_samples import Numbers, Stream, values
 def prepared(length=10, batch_size=3, processes=1, index=0, **options):
     loader = DataLoader(Numbers(length), batch_size, **options)
     return prepare_data_loader(loader, num_processes=processes, process_index=index)
-
-
-def test_the_last_batch_is_known_as_such():
-    loader, state = prepared(), GradientState()
-    ends = []
-    for _ in loader:
-        assert state.active_dataloader is loader and state.in_dataloader
-        assert state.end_of_dataloader == loader.end_of_dataloader
-        ends.append(loader.end_of_dataloader)
-    assert ends == [False, False, False, True]
-    assert not state.in_dataloader and not state.end_of_dataloader
 
 
 @pytest.mark.parametrize(
@@ -44,27 +34,6 @@ def test_the_remainder_goes_by_the_sampler():
     sampler = RandomSampler(Numbers(10), num_samples=5)
     loader = prepare_data_loader(DataLoader(Numbers(10), 2, sampler=sampler), num_processes=2, process_index=0)
     assert {loader.remainder for _ in loader} == {1}
-
-
-@pytest.mark.parametrize(
-    ("loader", "counts"),
-    [
-        (DataLoader(Numbers(10), 3), [None, (3, 1)]),
-        (DataLoader(Stream(10), 3), [None, (3, 1)]),
-        (DataLoader(Numbers(12), 3), [None, None]),
-        (DataLoader(Numbers(9), batch_sampler=[[0, 1], [2], [3, 4, 5]]), [None, (3, 0)]),
-    ],
-)
-def test_batches_with_duplicates_have_counts(loader, counts):
-    loader = prepare_data_loader(loader, num_processes=2, process_index=1)
-    assert [loader.batch_counts for _ in loader] == counts
-    if counts[-1] is not None:
-        assert loader.remainder == sum(counts[-1])
-
-
-def test_counts_are_right_when_workers_read_ahead():
-    loader = prepare_data_loader(DataLoader(Numbers(10), 1, num_workers=1), num_processes=3, process_index=1)
-    assert [loader.batch_counts for _ in loader] == [None, None, None, (1, 0, 0)]
 
 
 def test_workers_send_the_counts_of_a_stream_along():
@@ -106,31 +75,6 @@ def test_loops_that_are_left_early_end():
     assert loader.iteration == 0, "only a completed epoch counts"
 
 
-def test_a_loop_within_a_loop_does_not_disturb_the_outer_one():
-    outer, inner, state = prepared(8, 2), prepared(4, 2), GradientState()
-    for number, _ in enumerate(outer):
-        for _ in inner:
-            assert state.active_dataloader is inner
-        assert state.active_dataloader is outer
-        for _ in inner:
-            break
-        assert state.active_dataloader is outer
-        assert state.end_of_dataloader == (number == 3)
-
-
-def test_an_error_in_the_dataset_ends_the_loop():
-    class Broken(Numbers):
-        def __getitem__(self, index):
-            if index == 5:
-                raise OSError("row 5")
-            return index
-
-    loader = prepare_data_loader(DataLoader(Broken(), 2))
-    with pytest.raises(OSError, match="row 5"):
-        values(loader)
-    assert not GradientState().in_dataloader
-
-
 def test_epochs_count_up_and_reach_the_dataset():
     class Data(Numbers):
         epochs = ()
@@ -164,24 +108,20 @@ def test_generators_are_synchronised_before_the_order_is_drawn(monkeypatch):
     assert values(loader) == [order[:2], order[4:6]] and calls == [["generator"]]
 
 
-def test_it_can_be_built_directly():
-    loader = DataLoaderShard(Numbers(), device="cpu", batch_size=4, shuffle=False)
-    assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert loader.total_batch_size == 4 and loader.total_dataset_length == 10
-    assert loader.device == "cpu"
-
-
-def test_streams_are_skipped_by_reading():
-    loader = SkipDataLoader(Numbers(), skip_batches=2, batch_size=3)
-    assert values(loader) == [[6, 7, 8], [9]] and len(loader) == 2
-    assert loader.end_of_dataloader and not GradientState().in_dataloader
-
-
-def test_batches_pass_through_untouched():
-    loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(4)), 2), put_on_device=False)
-    assert loader.device is None
-    loader = prepare_data_loader(DataLoader(["a", "b", "c"], 2), put_on_device=True)
-    assert list(loader) == [["a", "b"], ["c"]]
+def test_batches_go_to_the_device_and_those_that_are_there_pass_through():
+    tensor = torch.arange(2)
+    for batch in (
+        tensor,
+        {"x": tensor, "y": tensor},
+        [tensor, tensor],
+        {"x": {"y": tensor}, "text": "a", "more": [3]},
+    ):
+        loader = DataLoader([0], collate_fn=lambda _, batch=batch: batch)
+        assert prepare_data_loader(loader).device is None
+        [there] = prepare_data_loader(loader, put_on_device=True)
+        assert there is batch or (there == batch and there["x"]["y"] is tensor)
+        [moved] = prepare_data_loader(loader, device=torch.device("meta"), put_on_device=True)
+        assert next(leaf for leaf in leaves(moved) if isinstance(leaf, torch.Tensor)).device.type == "meta"
 
 
 @pytest.mark.parametrize(("drop_last", "remainder"), [(True, -1), (False, 1)])
@@ -194,3 +134,32 @@ def test_a_loader_of_ones_own_keeps_its_state_with_the_mixin(drop_last, remainde
     assert own.gradient_state.active_dataloader is own and own.remainder == remainder
     own.end()
     assert not own.gradient_state.in_dataloader
+
+
+# -- leaving out the beginning of an epoch; test_truth_samplers.py has every small case ----------------------------------
+
+
+def test_a_torch_loader_that_is_shortened_stays_one():
+    data = Numbers()
+    loader = skip_first_batches(DataLoader(data, 3), 6 / 3)
+    assert type(loader) is DataLoader and len(loader) == 2
+    assert values(loader) == values(loader) == [[6, 7, 8], [9]]
+    assert set(data.loaded) == {6, 7, 8, 9}, "skipped samples are not loaded"
+
+
+def test_streams_are_read_and_dropped():
+    loader = skip_first_batches(DataLoader(Stream(), 3), 1)
+    assert type(loader) is SkipDataLoader and values(loader) == [[3, 4, 5], [6, 7, 8], [9]]
+    assert values(skip_first_batches(loader, 2)) == [[9]]
+    twice = skip_first_batches(skip_first_batches(prepare_data_loader(DataLoader(Stream(), 3)), 1), 1)
+    assert type(twice) is DataLoaderShard and values(twice) == [[6, 7, 8], [9]]
+
+
+def test_what_cannot_be_left_out_is_refused():
+    with pytest.raises(ValueError, match="num_batches is -1"):
+        skip_first_batches(DataLoader(Numbers(), 3), -1)
+    with pytest.raises(TypeError, match="dataloader is a list"):
+        skip_first_batches([1, 2], 1)
+    for data in (Numbers(), Stream()):
+        with pytest.raises(ValueError, match="99.* but"):
+            values(skip_first_batches(prepare_data_loader(DataLoader(data, 3)), 99))

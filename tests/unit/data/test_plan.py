@@ -137,34 +137,29 @@ def test_the_sampler_counts_not_the_dataset():
     assert plan_of(seedable).sampler == "SeedableRandomSampler"
 
 
-def test_of_custom_batch_samplers_nothing_is_known():
-    loader = prepare_data_loader(
-        DataLoader(Rows(6), batch_sampler=[[0], [1, 2, 3], [4, 5]]), num_processes=2, process_index=0
-    )
-    found = plan_of(loader)
-    assert found.own.batches is found.samples is found.duplicates is found.dropped is found.batch_size is None
-    assert found.sampler == "list" and found.dataset_length == 6
+class Own(DataLoader):
+    """A loader with an iteration of its own."""
+
+    def __iter__(self):
+        return iter([])
 
 
-def test_a_loader_with_an_iteration_of_its_own_promises_nothing():
-    class Own(DataLoader):
-        def __iter__(self):
-            return iter([])
-
-    found = plan_of(prepare_data_loader(Own(Rows(6), 2), num_processes=2, process_index=0))
-    assert found.samples is None and found.own.batches is None and found.dataset_length == 6
-
-
-def test_lengths_of_streams_that_tell_none_are_unknown():
-    found = plan_of(prepare_data_loader(DataLoader(Stream(6), 2), num_processes=2, process_index=0))
-    assert found.dataset_length is found.samples is found.own.batches is None
-    assert found.batch_size == 2 and "unknown" in str(found) and "unknown" in found.summary
-    workers = prepare_data_loader(DataLoader(SizedStream(6), 2, num_workers=2), num_processes=2, process_index=0)
-    found = plan_of(workers)
-    assert found.dataset_length == 6 and found.samples is None, (
-        "what each worker makes of the stream is its own affair"
-    )
-    assert "workers: 2 per process" in found.summary
+@pytest.mark.parametrize(
+    ("loader", "length", "size"),
+    [
+        (DataLoader(Rows(6), batch_sampler=[[0], [1, 2, 3], [4, 5]]), 6, None),
+        (Own(Rows(6), 2), 6, 2),
+        (DataLoader(Stream(6), 2), None, 2),
+        (DataLoader(SizedStream(6), 2, num_workers=2), 6, 2),  # each worker makes of the stream what it likes
+    ],
+    ids=["custom batch sampler", "own iteration", "stream", "stream in workers"],
+)
+def test_what_is_not_known_is_not_promised(loader, length, size):
+    found = plan_of(prepare_data_loader(loader, num_processes=2, process_index=0))
+    assert found.own.batches is found.samples is found.duplicates is found.dropped is None
+    assert (found.dataset_length, found.batch_size) == (length, size)
+    assert "unknown" in str(found) and "unknown" in found.summary
+    assert f"workers: {loader.num_workers} per process" in found.summary
 
 
 def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
@@ -175,16 +170,6 @@ def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
     assert found.reading == plan.SPLIT_ALREADY and found.uneven and found.samples is found.dataset_length is None
     assert [shard.samples for shard in found.shards] == [None, 7] and found.own.batches == 4
     assert "stop when the first shard ends" in str(found) and "stop when the first shard ends" in found.summary
-
-
-def test_ranks_that_share_a_shard_are_named():
-    mesh_of_four = mesh(("tp", "dp_shard"), (2, 2))
-    loader = prepare_data_loader(
-        DataLoader(Rows(8), 2), num_processes=4, process_index=3, torch_device_mesh=mesh_of_four
-    )
-    found = plan_of(loader)
-    assert [shard.ranks for shard in found.shards] == [(0, 2), (1, 3)] and found.own.index == 1
-    assert (found.process_index, found.total_batch_size) == (3, 4)
 
 
 def test_the_plan_is_logged_once_on_the_main_process(caplog):
@@ -207,15 +192,6 @@ def test_the_plan_is_logged_once_on_the_main_process(caplog):
 def test_a_loader_that_was_not_prepared_has_no_plan(loader):
     with pytest.raises(TypeError, match=r"was not prepared.*accelerator\.prepare\(loader\)"):
         plan_of(loader)
-
-
-def test_an_accelerator_tells_the_plan_of_its_loaders():
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Rows(5), 2))
-    found = accelerator.data_plan(loader)
-    assert found is loader.plan and (found.samples, found.own.batches) == (5, 3)
-    with pytest.raises(TypeError, match="was not prepared"):
-        accelerator.data_plan(DataLoader(Rows(5), 2))
 
 
 def test_an_accelerator_passes_on_that_streams_are_divided_already(monkeypatch):
@@ -251,10 +227,6 @@ shard  ranks  samples  duplicates  batches  reads
 def mesh(names, shape):
     ranks = torch.arange(torch.Size(shape).numel()).view(shape)
     return SimpleNamespace(mesh=ranks, mesh_dim_names=names)
-
-
-def test_without_a_mesh_every_process_has_its_own_shard():
-    assert ShardLayout.of(4, 3) == ShardLayout(num_shards=4, shard_index=3)
 
 
 @pytest.mark.parametrize(

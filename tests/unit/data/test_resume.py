@@ -2,11 +2,10 @@
 
 import io
 import json
-import pickle
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data import resume
 from accelerate.data.build import prepare_data_loader, skip_first_batches
@@ -28,7 +27,6 @@ LOADERS = {
     "stream": (lambda: DataLoader(Stream(22), 2), {"dispatch_batches": False}),
 }
 DRAWN = {"random stream": (lambda: DataLoader(Drawn(), 2), {"dispatch_batches": False})}
-STATEFUL = {name: (make, {**options, "use_stateful_dataloader": True}) for name, (make, options) in LOADERS.items()}
 
 
 def build(case, processes):
@@ -43,11 +41,6 @@ def through_json(loader):
     file.seek(0)
     torch.load(file, weights_only=True)
     return json.loads(json.dumps(state))
-
-
-def with_arrays(loader):
-    """A state as earlier versions saved it."""
-    return pickle.loads(pickle.dumps({**loader.state_dict(), resume.KEY: resume.capture(loader)}))
 
 
 def interrupted(case, processes, epoch, batch, save=through_json):
@@ -105,20 +98,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, processes, epoch, batch
         assert got == expected
 
 
-@pytest.mark.parametrize("case", LOADERS.values(), ids=LOADERS)
-def test_a_state_with_arrays_is_loaded(case):
-    check_resuming(case, 2, 1, 1, with_arrays)
-
-
-@needs_torchdata
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("batch", [1, 4, None])
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("case", STATEFUL.values(), ids=STATEFUL)
-def test_a_stateful_loader_resumes_with_its_order(case, processes, batch):
-    check_resuming(case, processes, 1, batch)
-
-
 @needs_torchdata
 @pytest.mark.filterwarnings("ignore")
 def test_a_state_of_torchdata_alone_can_be_loaded():
@@ -141,48 +120,6 @@ def test_the_position_of_a_view_is_that_of_its_origin():
     assert (position["epoch"], position["batches"], position["samples"]) == (0, 5, 10)
 
 
-def test_positions_are_in_samples_when_the_number_of_processes_changes():
-    want, (state, _) = interrupted(LOADERS["seedable"], 2, 1, 2)
-    position = state[resume.KEY]
-    assert position["samples"] == 8
-    alone = build(LOADERS["seedable"], 1)
-    assert resume.restore(alone, position) == 4
-    four = prepare_data_loader(LOADERS["seedable"][0](), num_processes=3, process_index=0, use_seedable_sampler=True)
-    assert resume.restore(four, position) == 1  # and two samples more
-    three = [build3(index) for index in range(3)]
-    for loader in three:
-        resume.restore(loader, position)
-    sampler = build(LOADERS["seedable"], 1).get_sampler()
-    sampler.set_epoch(1)
-    order = list(sampler)
-    seen = [sample for step in zip(*three, strict=True) for batch in step for sample in batch.tolist()]
-    left = order[8:]
-    assert seen[: len(left)] == left, "in the same order, from that very sample"
-
-
-def build3(index):
-    torch.manual_seed(11)
-    return prepare_data_loader(
-        LOADERS["seedable"][0](), num_processes=3, process_index=index, use_seedable_sampler=True
-    )
-
-
-def test_the_order_survives_a_change_of_processes():
-    shuffled = LOADERS["default shuffle"]
-    for before, after in ((1, 2), (2, 1)):
-        _, (state, _) = interrupted(shuffled, before, 0, 4)
-        torch.manual_seed(5)
-        loader = build(shuffled, after)
-        resume.restore(loader, state[resume.KEY])
-        torch.manual_seed(11)
-        reference = build(shuffled, before)
-        if before == 1:
-            want = torch.cat(list(reference)).tolist()
-        else:
-            want = list(reference.get_sampler())
-        assert list(loader.get_sampler()) == want
-
-
 def test_an_order_that_does_not_fit_is_told():
     _, (state, _) = interrupted(LOADERS["default shuffle"], 1, 0, 4)
     loader = build(LOADERS["in order"], 1)
@@ -196,10 +133,3 @@ def test_foreign_states_are_refused():
     loader = build(LOADERS["in order"], 1)
     with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
         loader.load_state_dict({"_num_yielded": 3})
-
-
-def test_generators_of_other_samplers_are_found():
-    generator = torch.Generator()
-    sampler = WeightedRandomSampler([1.0] * 22, 22, generator=generator)
-    loader = prepare_data_loader(DataLoader(Numbers(22), 2, sampler=sampler))
-    assert resume.shuffling_generator(loader) is generator

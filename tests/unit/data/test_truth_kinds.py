@@ -69,6 +69,9 @@ def test_settings_survive(world, stream, workers, stateful):
         assert isinstance(view, type(loader.base_dataloader)) and view.collate_fn is collate
         assert values(view) == want[skip:]
     assert values(copy.copy(loader)) == want
+    if not stateful:
+        twin = copy.deepcopy(loader)
+        assert values(twin) == want and not twin.gradient_state.in_dataloader
     if not stateful:  # torchdata's iterator stays in its loader, and cannot be pickled
         assert values(pickle.loads(pickle.dumps(loader))) == want
 

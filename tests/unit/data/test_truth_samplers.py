@@ -62,16 +62,6 @@ def check(sampler, expected):
         assert list(skipping) == expected[start:] and len(skipping) == len(expected[start:])
 
 
-def test_the_model_by_hand():
-    assert dealt("abcdefg", 2, 2, 0) == [["a", "b"], ["e", "f"]]
-    assert dealt("abcdefg", 2, 2, 1) == [["c", "d"], ["g", "a"]]
-    assert dealt("abcdefg", 2, 2, 1, even=False) == [["c", "d"], ["g"]]
-    assert dealt("abcdefg", 2, 2, 1, drop_last=True) == [["c", "d"]]
-    assert dealt("a", 2, 2, 1) == [["a", "a"]] and dealt("a", 2, 2, 1, even=False) == []
-    assert dealt("abcdefg", 2, 2, 1, behind=2) == [["e", "f"], ["b", "c"]]
-    assert real(7, 2, 2, False, True) == {1: (2, 1)} and real(8, 2, 2, False, True) == {}
-
-
 @pytest.mark.parametrize("sequential", FLAGS)
 @pytest.mark.parametrize("split", FLAGS)
 def test_batch_sampler_shard(split, sequential):
@@ -209,23 +199,3 @@ def test_seedable_orders():
                 torch.rand(1)  # what others draw does not matter
                 assert list(sampler) == expected and len(sampler) == len(expected)
                 assert sampler.epoch == epoch + 1
-
-
-@pytest.mark.parametrize("split", FLAGS)
-def test_shards_of_a_seedable_order_from_every_start(split):
-    for length, size, world, epoch in product((1, 5, 9), (1, 2), (2, 3), (0, 1)):
-        generator = torch.Generator().manual_seed(8 + epoch)
-        order = torch.randperm(length, generator=generator).tolist()
-        for rank in range(world):
-            expected = dealt(order, size, world, rank)
-            for skip in range(len(expected) + 1):
-                loader = prepare_data_loader(
-                    DataLoader(list(range(length)), size * world if split else size, shuffle=True),
-                    num_processes=world,
-                    process_index=rank,
-                    split_batches=split,
-                    use_seedable_sampler=True,
-                    data_seed=8,
-                )
-                loader.set_epoch(epoch)
-                assert [batch.tolist() for batch in skip_first_batches(loader, skip)] == expected[skip:]

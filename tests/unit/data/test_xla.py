@@ -81,19 +81,6 @@ def test_a_position_is_that_of_the_batch_that_is_handed_out(prepare):
     assert (position["epoch"], position["batches"]) == (1, 0)
 
 
-def test_a_loop_inside_and_one_that_is_left(prepare):
-    outer, inner, state = prepare(10), prepare(4), GradientState()
-    ends = []
-    for batch in outer:
-        for _ in inner:
-            break
-        for _ in inner:
-            assert state.active_dataloader is inner and state.end_of_dataloader
-        del batch
-        ends.append(state.end_of_dataloader)
-    assert ends == [False, False, True] and not state.in_dataloader
-
-
 def test_a_view_goes_on_and_shares_the_epoch(prepare):
     loader = prepare(10, shard=1)
     assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == [[6, 7], [0, 1]]
