@@ -13,7 +13,7 @@ SCRIPT = "check_misuse.py"
 
 
 QUICK = ("saves_on_main", "saves_to_different_paths", "saves_and_loads", "waits_in_barrier", "waits_for_slow_main")
-SLOW = ("saves_on_main", "saves_on_all_but_one", "waits_for_another_program", "waits_for_two_that_wait_for_each_other")
+SLOW = ("saves_on_main", "waits_for_another_program", "waits_for_two_that_wait_for_each_other")
 
 
 @pytest.mark.parametrize(("processes", "cases"), [(2, QUICK), pytest.param(3, SLOW, marks=pytest.mark.slow)])

@@ -151,6 +151,7 @@ row("utils.environment:patch_environment", (with_(probed="x"),), (with_(PROBED=1
 row("utils.other:check_os_kernel", (), state=True)
 row("utils.other:recursive_getattr", *((Own(), name) for name in ("scale", "blocks.0.bias", "blocks.", "", "no.such")))
 row("utils.other:wait_for_everyone", (), state=True)
+row("utils.environment:str_to_bool", ("y",), ("Off", False), ("maybe",), (" true", True), ("", None))
 row("utils.memory:clear_device_cache", (), (False,))
 row("utils.memory:release_memory", (), (None,), (1, [torch.ones(2)]))
 row("utils.random:synchronize_rng_states", ([],), ("torch",), (["nothing"],), state=True)
@@ -190,6 +191,13 @@ row("utils.modeling:get_max_layer_size", ([("a", nn.Linear(2, 2)), ("b", nn.ReLU
 row("utils.modeling:get_mixed_precision_context_manager", accelerated, lambda: accelerated(False))
 row("utils.modeling:id_tensor_storage", (torch.ones(2, device="meta"),))
 row("utils.modeling:is_peft_model", (Own(),))
+row(
+    "utils.modeling:get_module_leaves",
+    *(
+        (sizes,)
+        for sizes in ({}, {"": 5, "a": 5}, {"a.b.c": 1, "a": 2, "ab": 3}, {"": 1, "00": 2, "0.0": 3}, {1: 2}, None)
+    ),
+)
 row(
     "utils.modeling:retie_parameters",
     (Own(), [["embed.weight", "head.weight"]]),
