@@ -233,7 +233,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "The longest entry of a device map": [("", "ValueError", "loading.*", "dispatching.*device_map='nested'*")],
     "`load_and_quantize_model` runs on the CPU too": [
         ("", None, "loading.get_quantized*", "loading.quantize_and*", "loading.load_and_q*",
-         "loading.loaded_keeping(*bnb=True)*"),
+         "loading.loaded_with(*bnb=True)*"),
     ],
     "`nn.MultiheadAttention` and": [("", "", "loading.replace_with_bnb_layers(model=attention*")],
     "Removing a hook restores": [("", "AttributeError", "hooks.hooked_calls(*call='pickle')*")],
@@ -368,11 +368,11 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "ValueError", "loaders.dispatched(*", "loops.built(kind=DataLoaderDispatcher,*"),
         ("", "TypeError", "loaders.dispatched(*"),
         (None, None, "l*.*(source=*no batches*", "loaders.*(source=collate*",
-         "loops.samplers(source='own batches'*", "loops.skipped(source='collate'*kind='dispatched')*",
+         "loops.skipped(source='collate'*kind='dispatched')*",
          "loops.built(*'batch_size': None*"),
     ],
     "`get_sampler` finds the sampler of a sharded loader.": [
-        ("", "", "loops.samplers(*prepared=True) sampler*", "loops.built(kind=SkipDataLoader,*",
+        ("", "", "loops.built(kind=SkipDataLoader,*",
          "loops.built(*dataset=empty) iteration*"),
         ("", "AttributeError", "loops.built(kind=SkipDataLoader, *) iteration*"),
     ],
@@ -391,7 +391,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         (None, None, "checkpoints.saved(*) rank1_dl_state*"),
     ],
     "A folder's name that is a file": [
-        ("NotADirectoryError", None, "saving.model_places(folder='file'*", "checkpoints.places(folder='file'*"),
+        ("NotADirectoryError", None, "checkpoints.model_places(folder='file'*", "checkpoints.places(folder='file'*"),
     ],
     "`accelerate_manifest.json` lists": [
         ("DamagedCheckpoint", None, "checkpoints.places(folder='empty', method='load_state')*"),
@@ -407,8 +407,8 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`gather_tensor_shape` and": [("", "", "collectives.owned(value=no rows) shape*")],
     "Helpers take more: integers of NumPy": [
         (None, None, "utilities.set_seed(seed=np.int64(3)*", "utilities.set_seed(seed=tensor(4)*",
-         "helpers.is_port_in_use(*"),
-        (None, "InvalidVersion", "utilities.compare_*Version(*", "versions.is_torch_version(*version=2)*"),
+         "plain.other_is_port_in_use(*"),
+        (None, "InvalidVersion", "utilities.compare_*Version(*", "plain.versions_is_torch_version(*"),
     ],
     "`check_cuda_fp8_capability` is False": [("", "AssertionError", "environments.check_cuda_fp8_capability(*")],
     "`patch_environment(name=None)` unsets": [

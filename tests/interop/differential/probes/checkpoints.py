@@ -260,3 +260,12 @@ def other_number(changed: str, more: bool) -> Any:
             changed
         ].clear()
     accelerator.load_state("folder")
+
+
+@probe(PUBLIC, folder=["a/b/c", "file", "", None], what=["model", "none", "state"])
+def model_places(folder: Any, what: str) -> Iterator[tuple[str, Any]]:
+    accelerator = Accelerator(cpu=True)
+    pathlib.Path("file").write_text("x")
+    given = {"model": model(), "none": None, "state": model().state_dict()}[what]
+    yield "returned", attempt(accelerator.save_model, given, folder)
+    yield "files", files()

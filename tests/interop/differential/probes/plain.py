@@ -80,7 +80,7 @@ def row(cover: str, *calls: tuple[Any, ...], state: bool = False) -> None:
 
     run.__name__, run.__module__ = f"{module.rpartition('.')[2]}_{name}", __name__
     given = {str(n): (c if callable(c) else functools.partial(lambda v: v, c)) for n, c in enumerate(calls)}
-    probe(cover, given=given)(run)
+    probe(cover, quick=9, given=given)(run)
 
 
 def with_(**keywords: Any) -> types.SimpleNamespace:
@@ -149,6 +149,26 @@ for name_ in ("parse_flag_from_env", "parse_choice_from_env"):
 row("utils.environment:patch_environment", (with_(probed="x"),), (with_(PROBED=1),), (with_(probed=True),))
 
 row("utils.other:check_os_kernel", (), state=True)
+row(
+    "utils.other:convert_bytes",
+    *((size,) for size in (0, 1023, 1024, 1536, 2**40, 2**60, 2**70, -2048, 0.5, "1", None)),
+)
+row(
+    "utils.other:get_pretty_name",
+    *((value,) for value in (len, Own, Own(), sys, "x", None, Own.forward, torch.ones(1))),
+)
+row("utils.other:is_port_in_use", *((port,) for port in (0, -1, 65536, "x", 1.5, True)))
+row(
+    "utils.other:merge_dicts",
+    ({}, None),
+    ([], {}),
+    ({"a": 1}, []),
+    ({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}),
+    ("", {}),
+)
+row("utils.versions:is_torch_version", *((o, v) for o in ("==", "~=", ">=", "<", "") for v in ("2.0", "2.13", "x", 2)))
+row("utils.operations:recursively_apply", *((torch.neg, value) for value in DATA), (len, [1, "ab"]))
+row("data_loader:get_sampler", (torch.utils.data.DataLoader(range(3)),), (None,))
 row("utils.other:recursive_getattr", *((Own(), name) for name in ("scale", "blocks.0.bias", "blocks.", "", "no.such")))
 row("utils.other:wait_for_everyone", (), state=True)
 row("utils.environment:str_to_bool", ("y",), ("Off", False), ("maybe",), (" true", True), ("", None))
