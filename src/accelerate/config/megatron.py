@@ -402,7 +402,7 @@ class MegatronLMPlugin:
             setattr(self, field, env.setting(getattr(self, field), option.name, default, field))
         self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
-        if self.consumed_samples:  # those that are left out begin
+        if self.consumed_samples and len(self.consumed_samples) < 3:  # those that are left out begin
             self.consumed_samples = [*self.consumed_samples, 0, 0][:3]
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"

@@ -171,7 +171,6 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("ValueError", "JSONDecodeError", "loading.*'broken index'*"),
         ("ValueError", "NotImplementedError", "offload.set_value(*value='itself', dtype='x')*"),
     ],
-    "Classes themselves may stand": [("", "", "*split=?<class *")],
     "`remove_non_persistent` of": [
         ("", "", "modeling.named_module_tensors(*recurse=True, remove_non_persistent=True)*"),
     ],
@@ -259,7 +258,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("LaunchError", None, "merging.merge_*"),
         ("SystemExit", None, "merging.merge_*"),
     ],
-    "Activation checkpointing wraps": [("", None, "merging.fsdp2_apply_ac(*", "merging.fsdp2(*prepare_model*")],
+    "Activation checkpointing wraps": [("", None, "merging.fsdp2(*prepare_model*")],
     "Words of options may be in any case": [
         ("", "SystemExit", "launching.options(given='*=*[A-Z]*')*", "launching.options(given='fp8_*=[ho]*')*",
          "preparing.variables_of_options(given='*=*[A-Zho]*')*", "commands.lines(given='env --config-file f')*",
