@@ -27,12 +27,6 @@ def test_a_rank_that_has_ended_is_not_waited_for(launch):
     assert "rank 0 heard after" in launch(SCRIPT, "saves_after_the_end_of_another").stdout
 
 
-@pytest.mark.slow
-def test_a_script_that_saves_on_the_main_process_alone_ends_with_the_reason(launch):
-    done = launch(SCRIPT, "saves_on_main_and_fails", succeeds=False)
-    assert "CollectiveMisuse: save_state was called by rank 0, but rank 1 will not call it" in done.stderr
-
-
 def started_by_hand(folder, case, size):
     """Start ranks without a launcher: one that dies takes nobody along, and rank 0 holds the store."""
     with socket.socket() as free:

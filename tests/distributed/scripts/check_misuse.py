@@ -101,14 +101,6 @@ def saves_on_main():
     assert run.save() == list(range(run.size))
 
 
-def saves_on_main_and_fails():
-    """The same in a script that does not catch the error."""
-    run = Run()
-    if run.rank == 0:
-        run.meet()
-    run.step()
-
-
 def waits_in_barrier():
     """The others wait for everyone instead of saving."""
     run = Run()

@@ -143,7 +143,8 @@ row(
     state=True,
 )
 row("utils.environment:get_int_from_env", ([], 3), (["PROBED"], 3), ("PROBED", 3))
-row("utils.environment:override_numa_affinity", (0,), (0, True))
+for name_ in ("override_numa_affinity", "set_numa_affinity"):
+    row(f"utils.environment:{name_}", (0,), (0, True))
 for name_ in ("parse_flag_from_env", "parse_choice_from_env"):
     row(f"utils.environment:{name_}", ("PROBED",), ("PROBED", True), ("PROBED", "yes"), ("PROBED", None))
 row("utils.environment:patch_environment", (with_(probed="x"),), (with_(PROBED=1),), (with_(probed=True),))
@@ -296,7 +297,10 @@ row("test_utils.training:RegressionModel", (1, 2), (1, 2, True))
 for name_ in ("mocked_dataloaders", "mocked_dataloaders_for_autoregressive_models"):
     row(f"test_utils.training:{name_}", (None,))
 row("test_utils.testing:run_command", ([sys.executable, "-c", "print(1)"], True), ([sys.executable, "-c", "exit(3)"],))
-row("test_utils.testing:execute_subprocess_async", ([sys.executable, "-c", "print(1)"], None, None, 60, True, False))
+row(
+    "test_utils.testing:execute_subprocess_async",
+    *(([sys.executable, "-c", program], None, None, 60, True, False) for program in ("print(1)", "exit(2)")),
+)
 row("test_utils.examples:clean_lines", (["a\n", "# b\n", "\n", "  c # d\n"],))
 row("test_utils.examples:compare_against_test", ("no.py", "such.py", True), ("no.py", "such.py", False, "file.py"))
 
