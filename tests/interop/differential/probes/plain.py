@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import CustomDtype, TensorInformation, dataclasses, other
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 from interop.differential.probes.launching import listed
 
 Pair = namedtuple("Pair", "left right")
@@ -320,3 +320,14 @@ row("utils.other:compile_regions_deepspeed", (Own(),))
 def free_port() -> Any:
     port = other.get_free_port()
     return 1024 <= port < 65536, other.is_port_in_use(port)
+
+
+@probe(
+    "utils.dataclasses:BaseEnum", "utils.dataclasses:EnumWithContains", item=["a", "FIRST", "b", 1, None, [], "own"]
+)
+def own_enumeration(item: Any) -> Any:
+    own = dataclasses.BaseEnum("Own", {"FIRST": "a"})
+    item = own.FIRST if item == "own" else item
+    yield "member", attempt(lambda: item in own)
+    yield "made", attempt(own, item)
+    yield "text", [str(own.FIRST), own.list()]
