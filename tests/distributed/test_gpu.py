@@ -67,7 +67,9 @@ def test_two_processes_share_one_gpu_over_gloo(launch):
 
 @one_gpu
 def test_two_processes_on_one_gpu_over_nccl_is_an_error_that_names_the_way_out(launch):
-    done = launch("check_operations.py", processes=2, cpu=False, succeeds=False, environment={"CUDA_VISIBLE_DEVICES": "0"})
+    done = launch(
+        "check_operations.py", processes=2, cpu=False, succeeds=False, environment={"CUDA_VISIBLE_DEVICES": "0"}
+    )
     assert "gloo" in done.stderr + done.stdout
 
 
