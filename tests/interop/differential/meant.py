@@ -407,7 +407,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "Helpers take more: integers of NumPy": [
         (None, None, "utilities.set_seed(seed=np.int64(3)*", "utilities.set_seed(seed=tensor(4)*",
          "plain.other_is_port_in_use(*"),
-        (None, "InvalidVersion", "utilities.compare_*Version(*", "plain.versions_is_torch_version(*"),
+        (None, "InvalidVersion", "utilities.compare_*Version(*"),
     ],
     "`check_cuda_fp8_capability` is False": [("", "AssertionError", "environments.check_cuda_fp8_capability(*")],
     "`patch_environment(name=None)` unsets": [
