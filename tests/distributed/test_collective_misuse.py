@@ -13,7 +13,7 @@ SCRIPT = "check_misuse.py"
 
 
 QUICK = ("saves_on_main", "saves_to_different_paths", "saves_and_loads", "waits_in_barrier", "waits_for_slow_main")
-SLOW = ("saves_on_main", "saves_on_all_but_one", "waits_for_another_program", "waits_for_two_that_wait_for_each_other")
+SLOW = ("saves_on_main", "waits_for_another_program", "waits_for_two_that_wait_for_each_other")
 
 
 @pytest.mark.parametrize(("processes", "cases"), [(2, QUICK), pytest.param(3, SLOW, marks=pytest.mark.slow)])
@@ -25,12 +25,6 @@ def test_misuse_is_an_error_within_seconds_and_slow_ranks_are_waited_for(launch,
 @pytest.mark.slow
 def test_a_rank_that_has_ended_is_not_waited_for(launch):
     assert "rank 0 heard after" in launch(SCRIPT, "saves_after_the_end_of_another").stdout
-
-
-@pytest.mark.slow
-def test_a_script_that_saves_on_the_main_process_alone_ends_with_the_reason(launch):
-    done = launch(SCRIPT, "saves_on_main_and_fails", succeeds=False)
-    assert "CollectiveMisuse: save_state was called by rank 0, but rank 1 will not call it" in done.stderr
 
 
 def started_by_hand(folder, case, size):

@@ -6,8 +6,3 @@ import pytest
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_operations(launch, processes):
     assert "ok operations" in launch("check_operations.py", processes=processes).stdout
-
-
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_reset_leaves_live_objects_whole(launch, processes):
-    assert "ok reset" in launch("check_reset.py", processes=processes).stdout

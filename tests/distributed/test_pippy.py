@@ -10,7 +10,7 @@ PLAIN = (*QUICK, "activations", "again")
     ("processes", "checks"),
     [
         (2, (*QUICK, "bert")),
-        pytest.param(2, ("activations", "again", "gpt2", "llama", "t5"), marks=pytest.mark.slow),
+        pytest.param(2, ("activations", "again", "decoders", "t5"), marks=pytest.mark.slow),
         pytest.param(3, PLAIN, marks=pytest.mark.slow),
         pytest.param(4, (*PLAIN, "t5"), marks=pytest.mark.slow),
     ],

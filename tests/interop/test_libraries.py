@@ -14,7 +14,7 @@ NEEDS = {
     "diffusion.py": ["diffusers", "transformers"],
     "sentence.py": ["sentence_transformers", "datasets"],
 }
-QUICK = [("trainer.py", 2), ("sft.py", 1), ("lora.py", 2), ("diffusion.py", 1), ("sentence.py", 2)]
+QUICK = [("trainer.py", 2), ("sft.py", 1), ("lora.py", 2), ("diffusion.py", 1), ("sentence.py", 1)]
 LATER = [(script, 3 - processes) for script, processes in QUICK]
 
 

@@ -33,10 +33,7 @@ def launched(tmp_path):
 
 def test_models_train_sharded_as_on_one_process(launched):
     need("transformers", "peft")
-    stderr = launched("sharded_models.py")
-    assert "already prepared" not in stderr
-    # Said once by each rank and version, because a float32 copy costs memory.
-    assert len(re.findall(r"were loaded in bfloat16 and are kept in float32", stderr)) <= 4
+    assert "already prepared" not in launched("sharded_models.py")
 
 
 def test_trainer_trains_sharded_and_resumes(launched):

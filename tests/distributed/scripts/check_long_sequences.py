@@ -9,7 +9,6 @@ from harness import everywhere, fresh_accelerator, raised, run
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,13 +27,9 @@ def layout_of(axis, size, **sizes):
     return ParallelismConfig(**own, **sizes)
 
 
-def ready(axis, *models, shards=0):
-    """Return an Accelerator whose sequences are shared by all ranks, or by a part of them."""
-    size = shards or PartialState().num_processes
-    layout = layout_of(axis, size, dp_replicate_size=1, dp_shard_size=1)
-    if others := PartialState().num_processes // size - 1:
-        layout._set_size("dp_replicate", others + 1)
-    accelerator = fresh_accelerator(parallelism_config=layout)
+def ready(axis, *models):
+    """Return an Accelerator whose sequences are shared by all ranks."""
+    accelerator = fresh_accelerator(parallelism_config=layout_of(axis, PartialState().num_processes))
     accelerator._prepare_device_mesh()
     assert sequence.prepare(accelerator, axis, models) == models
     return accelerator
@@ -242,20 +237,17 @@ def trained_whole(model, forward, rows=2, replicas=1):
     return losses, model
 
 
-def trained_shared(model, forward, axis, shards=0, rows=2, own_loss=None):
+def trained_shared(model, forward, axis, sharded, rows=2, replicas=1, own_loss=None):
+    """Train the whole way: `prepare` of an Accelerator with FSDP2 or DDP, `backward`, the optimizer."""
     model = copy.deepcopy(model)
-    accelerator = ready(axis, model, shards=shards)
-    # Prepared once more, nothing is hooked twice.
-    sequence.prepare(accelerator, axis, (model,))
-    mesh = accelerator.torch_device_mesh
-    group = mesh[axis].get_group()
-    replicas = accelerator.num_processes // mesh[axis].size()
-    shared = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
-    losses = []
+    size = PartialState().num_processes // replicas
+    layout = layout_of(axis, size, dp_shard_size=replicas)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
+    accelerator = fresh_accelerator(fsdp_plugin=plugin, parallelism_config=layout)
+    shared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    group, losses = accelerator.torch_device_mesh[axis].get_group(), []
     for batch in batches(rows=rows):
-        mine = accelerator.process_index // mesh[axis].size()
-        ids, mask, labels = (t.chunk(replicas)[mine].clone() for t in batch)
+        ids, mask, labels = (t.chunk(replicas)[accelerator.process_index // size].clone() for t in batch)
         shifted = shift_labels(labels)
         with accelerator.maybe_context_parallel([ids, mask, shifted], [1, 1, 1]):
             if own_loss:
@@ -263,10 +255,11 @@ def trained_shared(model, forward, axis, shards=0, rows=2, own_loss=None):
             else:
                 loss = mean_loss(forward(shared, ids, mask, accelerator._cp_context.active.positions), shifted)
             loss = aggregate_loss(loss, (shifted != -100).sum(), group=group)
-            loss.backward()
+            accelerator.backward(loss)
         losses.append(sum(everywhere(loss.item())) / accelerator.num_processes)
         optimizer.step()
         optimizer.zero_grad()
+    assert all(hasattr(parameter, "full_tensor") is sharded for parameter in model.parameters())
     return losses, model
 
 
@@ -274,6 +267,7 @@ def same_training(first, second, what):
     (losses, model), (others, other) = first, second
     near(torch.tensor(losses), torch.tensor(others), (what, "losses"))
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        two = two.full_tensor() if hasattr(two, "full_tensor") else two
         near(one.detach(), two.detach(), (what, name))
 
 
@@ -289,58 +283,26 @@ def own_loss_of_transformers(shared, ids, shifted):
     return shared(input_ids=ids, labels=shifted, shift_labels=shifted).loss
 
 
-def models_train_the_same():
-    for make, forward, own_loss in (
-        (Plain, plain_forward, None),
-        (llama, hf_forward, None),
-        (llama, hf_forward, own_loss_of_transformers),
+def facade_trains_the_same():
+    for make, forward, sharded, own_loss in (
+        (Plain, plain_forward, True, None),
+        (llama, hf_forward, True, None),
+        (llama, hf_forward, False, own_loss_of_transformers),
     ):
         model = make()
         expected = trained_whole(model, forward)
         for axis in KINDS:
-            done = trained_shared(model, forward, axis, own_loss=own_loss)
+            done = trained_shared(model, forward, axis, sharded, own_loss=own_loss)
             same_training(expected, done, (make.__name__, axis, own_loss))
 
 
 def replicas_of_shared_sequences():
     """Two replicas, each of two ranks that share sequences; needs four processes."""
-    for make, forward in ((Plain, plain_forward), (llama, hf_forward)):
-        model = make()
-        expected = trained_whole(model, forward, rows=4, replicas=2)
-        for axis in KINDS:
-            done = trained_shared(model, forward, axis, shards=2, rows=4)
-            same_training(expected, done, (make.__name__, axis, "2 x 2"))
-
-
-def facade_trains_the_same():
-    """The whole way: `prepare` of an Accelerator with FSDP2 or DDP, `backward`, and an optimizer that follows the shards."""
-    for make in (Plain, llama):
-        forward = plain_forward if make is Plain else hf_forward
-        model = make()
-        expected_losses, expected = trained_whole(model, forward)
-        for axis in KINDS:
-            layout = layout_of(axis, PartialState().num_processes)
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-            accelerator = fresh_accelerator(fsdp_plugin=plugin, parallelism_config=layout)
-            mine = copy.deepcopy(model)
-            shared, optimizer = accelerator.prepare(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
-            group, losses = accelerator.torch_device_mesh[axis].get_group(), []
-            for ids, mask, labels in batches():
-                shifted = shift_labels(labels)
-                with accelerator.maybe_context_parallel([ids, mask, shifted], [1, 1, 1]):
-                    places = accelerator._cp_context.active.positions
-                    loss = mean_loss(forward(shared, ids, mask, places), shifted)
-                    loss = aggregate_loss(loss, (shifted != -100).sum(), group=group)
-                    accelerator.backward(loss)
-                losses.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-            what = (make.__name__, axis, "FSDP2")
-            near(torch.tensor(losses), torch.tensor(expected_losses), what)
-            for name, one in expected.named_parameters():
-                sharded = dict(shared.named_parameters())[name]
-                assert hasattr(sharded, "full_tensor"), (what, type(sharded))
-                near(sharded.detach().full_tensor(), one.detach(), (what, name))
+    model = llama()
+    expected = trained_whole(model, hf_forward, rows=4, replicas=2)
+    for axis in KINDS:
+        done = trained_shared(model, hf_forward, axis, sharded=True, rows=4, replicas=2)
+        same_training(expected, done, (axis, "2 x 2"))
 
 
 def compiled_before_or_after():
@@ -495,7 +457,6 @@ def main():
         counted_windows_are_exact,
         teachers_follow,
         models_that_cannot_are_refused,
-        models_train_the_same,
         compiled_before_or_after,
         *([replicas_of_shared_sequences] if PartialState().num_processes == 4 else []),
     )

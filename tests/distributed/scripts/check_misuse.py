@@ -101,25 +101,6 @@ def saves_on_main():
     assert run.save() == list(range(run.size))
 
 
-def saves_on_main_and_fails():
-    """The same in a script that does not catch the error."""
-    run = Run()
-    if run.rank == 0:
-        run.meet()
-    run.step()
-
-
-def saves_on_all_but_one():
-    """Several ranks call, and all of them hear of it."""
-    run = Run()
-    if run.rank < run.size - 1:
-        run.misuse(
-            f"rank {run.size - 1} will not call it", f"rank 0-{run.size - 2} called save_state('/run/first') at "
-        )
-    run.step()
-    assert run.save() == list(range(run.size))
-
-
 def waits_in_barrier():
     """The others wait for everyone instead of saving."""
     run = Run()

@@ -68,12 +68,6 @@ def same_as_one_process(build, label):
         assert_same_everywhere([told], label)
         assert counted <= 2, (label, f"{counted} all-reduces")
         compare(model, reference, label)
-    reference, model = whole(), build(whole())
-    backward(reference)
-    backward(model)
-    nn.utils.clip_grad_value_(reference.parameters(), 0.2)
-    assert counting(lambda: norms.clip_grad_value(model.parameters(), 0.2))[1] == 0
-    compare(model, reference, label)
 
 
 def compare(model, reference, label):
@@ -110,6 +104,12 @@ def one_dimension():
         lambda model: fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=not CPU)), "offloaded"
     )
     same_as_one_process(lambda model: tensor_parallel(model, mesh), "TP beside plain parameters")
+    reference, model = whole(), tensor_parallel(whole(), mesh)
+    backward(reference)
+    backward(model)
+    nn.utils.clip_grad_value_(reference.parameters(), 0.2)
+    assert counting(lambda: norms.clip_grad_value(model.parameters(), 0.2))[1] == 0
+    compare(model, reference, "values")
 
 
 def two_dimensions():
@@ -131,14 +131,13 @@ def two_dimensions():
         same_as_one_process(some, "three layouts")
 
 
-def rows(sizes, placements, names):
+def beside_a_plain_one(mesh, *placements):
     """Distribute one gradient in one way, beside a plain one, and compare."""
-    mesh = mesh_of(*sizes, names=names)
     for norm_type in NORMS:
         value = torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).to(DEVICE)
         expected = torch.cat([value.flatten(), value[0]])
         sharded = nn.Parameter(
-            distribute_tensor(value, mesh, [Replicate() for _ in sizes]).redistribute(placements=placements)
+            distribute_tensor(value, mesh, [Replicate() for _ in placements]).redistribute(placements=placements)
         )
         sharded.grad = sharded.detach().clone()
         plain = nn.Parameter(value[0].clone())
@@ -150,12 +149,12 @@ def rows(sizes, placements, names):
 
 def placements_and_summands():
     size = dist.get_world_size()
+    mesh = mesh_of(size, names=("tp",))
     for placement in (Replicate(), Shard(0), Shard(1)):
-        rows((size,), [placement], ("tp",))
+        beside_a_plain_one(mesh, placement)
     if size == 4:
         for pair in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
-            rows((2, 2), pair, ("dp_shard", "tp"))
-    mesh = mesh_of(size, names=("tp",))
+            beside_a_plain_one(mesh_of(2, 2, names=("dp_shard", "tp")), *pair)
     value = torch.arange(10.0, device=DEVICE).view(5, 2) / 10
     for clip in (norms.clip_grad_norm, norms.clip_grad_value):
         parameter = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))

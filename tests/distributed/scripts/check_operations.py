@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from harness import fresh_accelerator, raised
 
 from accelerate import comm
 from accelerate.logging import get_logger
@@ -22,13 +23,8 @@ Pair = namedtuple("Pair", "x y")
 
 def expect(error: type[Exception], function, *fragments: str) -> None:
     """Require that a call raises an error whose text has all fragments."""
-    try:
+    with raised(error, *fragments):
         function()
-    except error as found:
-        for fragment in fragments:
-            assert fragment in str(found), (fragment, str(found))
-        return
-    raise AssertionError(f"{error.__name__} was not raised")
 
 
 def check_state(state: PartialState) -> None:
@@ -160,10 +156,29 @@ def check_random(rank: int, size: int) -> None:
     assert len(set(ops.gather_object([drawn]))) == 1
 
 
+def check_live_accelerator() -> None:
+    """An Accelerator survives a reset of the shared state: it gathers and trains, and a later one has settings of its own."""
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = dict(accelerator.state.__dict__)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert AcceleratorState._shared_state == {} and PartialState._shared_state == {}
+    assert accelerator.state.__dict__ == before
+    later = fresh_accelerator(mixed_precision="bf16")
+    assert later.mixed_precision == "bf16" and accelerator.mixed_precision == "no"
+    for each in (accelerator, later):
+        assert each.distributed_type == before["distributed_type"] and each.num_processes == dist.get_world_size()
+        rank = torch.tensor([each.process_index], device=each.device)
+        assert each.gather(rank).tolist() == list(range(each.num_processes))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2, device=accelerator.device)).sum())
+        optimizer.step()
+
+
 def check_reset_and_adopt(state: PartialState) -> None:
     group, before = dist.group.WORLD, dict(state.__dict__)
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert PartialState._shared_state == {} and state.__dict__ == before
     state.wait_for_everyone()
     adopted = PartialState(timeout=timedelta(minutes=7))
     assert dist.group.WORLD is group
@@ -187,7 +202,8 @@ def main() -> None:
     check_disagreement(rank, size, device)
     check_splitting_and_order(state, rank, size)
     check_random(rank, size)
-    check_reset_and_adopt(state)
+    check_live_accelerator()
+    check_reset_and_adopt(PartialState())
     PartialState().wait_for_everyone()
     PartialState().print("ok operations")
 

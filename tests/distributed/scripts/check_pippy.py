@@ -340,11 +340,8 @@ def bert():
     same_as_alone("Bert", torch.float32)
 
 
-def gpt2():
+def decoders():
     same_as_alone("GPT2", torch.float32, use_cache=False)
-
-
-def llama():
     same_as_alone("Llama", torch.float32, use_cache=False, output_hidden_states=True)
     same_as_alone("Llama", torch.bfloat16, use_cache=False)
 
@@ -356,4 +353,4 @@ def t5():
 PLAIN = (batches_of_any_size, structures, inputs, activations, refused_at_first, refused_at_calls, again)
 
 if __name__ == "__main__":
-    run(*PLAIN, bert, gpt2, llama, t5)
+    run(*PLAIN, bert, decoders, t5)

@@ -25,9 +25,6 @@ def without_process_group(accelerator):
 
 
 CASES = {
-    "gather_shapes": lambda a: a.gather(torch.ones(2 + a.process_index, 3)),
-    "gather_dimensions": lambda a: a.gather(torch.ones((2, 3) if a.is_main_process else (3,))),
-    "gather_dtypes": lambda a: a.gather(torch.ones(2).to(torch.float32 if a.is_main_process else torch.float64)),
     "prepare_nothing": lambda a: a.prepare(),
     "prepare_string": lambda a: a.prepare("model"),
     "loader_without_length": lambda a: len(a.prepare(torch.utils.data.DataLoader(Stream(), batch_size=2))),

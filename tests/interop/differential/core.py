@@ -40,8 +40,6 @@ import torch
 
 HERE = pathlib.Path(__file__).parent
 LIMIT_S = 300
-# The quick run takes this many cases of each probe, spread over all of them.
-QUICK = 6
 PROBES: "list[Probe]" = []
 
 
@@ -60,6 +58,7 @@ class Probe:
         axes: parameter -> list of values (each case gets a deep copy), or label -> factory.
         processes: the world sizes it is run with.
         slow: it is left to the whole run.
+        quick: the quick run takes this many of its cases, spread over all of them.
     """
 
     name: str
@@ -68,6 +67,7 @@ class Probe:
     axes: dict[str, Any]
     processes: tuple[int, ...]
     slow: bool
+    quick: int
 
     def cases(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Return the name and the arguments of each combination; factories are called when the case runs."""
@@ -83,14 +83,14 @@ class Probe:
 
 
 def probe(
-    *covers: str, processes: tuple[int, ...] | int = 1, slow: bool = False, **axes: Any
+    *covers: str, processes: tuple[int, ...] | int = 1, slow: bool = False, quick: int = 6, **axes: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a probe; `covers` names recorded definitions without `accelerate.`, as `utils.other:save`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         sizes = (processes,) if isinstance(processes, int) else processes
         name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        PROBES.append(Probe(name, tuple(f"accelerate.{c}" for c in covers), function, axes, sizes, slow))
+        PROBES.append(Probe(name, tuple(f"accelerate.{c}" for c in covers), function, axes, sizes, slow, quick))
         return function
 
     return register
@@ -307,7 +307,7 @@ def execute(processes: int, whole: bool, only: str = "") -> dict[str, Any]:
             continue
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
         cases = list(item.cases())
-        step = 1 if whole else math.ceil(len(cases) / QUICK)
+        step = 1 if whole else math.ceil(len(cases) / item.quick)
         for name, makers in cases[::step]:
             for label, result in results_of(item, name, makers):
                 assert label not in results, f"two cases are called {label!r}"

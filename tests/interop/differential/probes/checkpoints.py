@@ -224,27 +224,6 @@ def load_given(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "weights", net[0].weight
 
 
-@probe(
-    PUBLIC, "checkpointing:load_accelerator_state",
-    given=[
-        {}, {"strict": False}, {"load_kwargs": {"weights_only": True}}, {"map_location": "cpu"},
-        {"map_location": "x"}, {"nonsense": 1},
-    ],
-    other=[False, True],
-)  # fmt: skip
-def load_state_given(given: dict[str, Any], other: bool) -> Iterator[tuple[str, Any]]:
-    """Arguments of `load_state`, into the same model or another."""
-    Accelerator(cpu=True).save_state("none")
-    accelerator = Accelerator(cpu=True)
-    net = accelerator.prepare(model())
-    accelerator.save_state("folder")
-    if other:
-        accelerator.free_memory()
-        accelerator.prepare(nn.Sequential(nn.Linear(3, 4)))
-    yield "returned", type(attempt(accelerator.load_state, "folder", **given)).__name__
-    yield "weights", float(net[0].weight.detach().sum())
-
-
 @probe(PUBLIC, read=[0, 1, 3, 4], stateful=[True, False])
 def going_on(read: int, stateful: bool) -> Iterator[tuple[str, Any]]:
     """The loader after a checkpoint within an epoch."""
@@ -281,3 +260,12 @@ def other_number(changed: str, more: bool) -> Any:
             changed
         ].clear()
     accelerator.load_state("folder")
+
+
+@probe(PUBLIC, folder=["a/b/c", "file", "", None], what=["model", "none", "state"])
+def model_places(folder: Any, what: str) -> Iterator[tuple[str, Any]]:
+    accelerator = Accelerator(cpu=True)
+    pathlib.Path("file").write_text("x")
+    given = {"model": model(), "none": None, "state": model().state_dict()}[what]
+    yield "returned", attempt(accelerator.save_model, given, folder)
+    yield "files", files()

@@ -8,7 +8,7 @@ import torch
 
 from accelerate import PartialState
 from accelerate.utils import operations
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 from interop.differential.probes.nested import HOLLOW, OTHERS, RANK, VALUES, Pair
 
 BOTH = (1, 2)
@@ -72,49 +72,25 @@ def owned(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @probe(
-    "utils.operations:verify_operation", "utils.operations:gather", processes=2,
-    operation=["gather", "reduce", "broadcast"],
+    "utils.operations:verify_operation", "utils.operations:chained_operation", "utils.operations:gather",
+    "utils.operations:pad_across_processes", processes=2, quick=9,
+    operation=["gather", "reduce", "broadcast", "verify_operation", "chained_operation"],
 )  # fmt: skip
 def debugged(operation: str) -> Iterator[tuple[str, Any]]:
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
     started()
+
+    def inner(tensor: Any) -> Any:
+        return operations.gather(tensor)
+
+    function = getattr(operations, operation)
+    run = function(inner) if operation.endswith("_operation") else function
     for label, value in {
         "shapes": torch.ones(RANK + 1),
         "nested shapes": {"a": torch.ones(1), "b": [torch.ones(RANK + 1)]},
-        "equal": torch.ones(2),
+        "equal": Pair(torch.ones(2), torch.ones(1)),
         "dimensions": torch.ones(2) if RANK else torch.ones(2, 1),
     }.items():
-        try:
-            result: Any = getattr(operations, operation)(value)
-        except Exception as error:  # what is raised is the result
-            result = error
-        yield label, result
-
-
-@probe(
-    "utils.operations:verify_operation", "utils.operations:chained_operation",
-    "utils.operations:pad_across_processes", processes=2,
-)  # fmt: skip
-def debugged_chain() -> Iterator[tuple[str, Any]]:
-    os.environ["ACCELERATE_DEBUG_MODE"] = "1"
-    started()
-    calls = {
-        "verified": (operations.verify_operation, operations.gather),
-        "chained": (operations.chained_operation, operations.gather),
-    }
-    for label, (decorate, inner) in calls.items():
-
-        def function(tensor: Any, inner: Any = inner) -> Any:
-            return inner(tensor)
-
-        for kind, value in {
-            "equal": torch.ones(2),
-            "uneven": torch.ones(RANK + 1),
-            "pair": Pair(torch.ones(1), torch.ones(1)),
-        }.items():
-            try:
-                result: Any = decorate(function)(value)
-            except Exception as error:  # what is raised is the result
-                result = (error, error.__cause__)
-            yield f"{label} {kind}", result
+        result = attempt(run, value)
+        yield label, (result, getattr(result, "__cause__", None))
     yield "padded", operations.gather(operations.pad_across_processes(torch.ones(RANK + 1)))

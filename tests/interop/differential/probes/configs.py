@@ -45,6 +45,7 @@ CONTENTS: dict[str, Any] = {
     "old fp16": {**{k: v for k, v in HEAD.items() if k != "mixed_precision"}, "fp16": True},
     "old fp16 off": {**{k: v for k, v in HEAD.items() if k != "mixed_precision"}, "fp16": False},
     "fsdp": {**HEAD, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}},
+    "fsdp one": {**HEAD, "distributed_type": "FSDP", "num_processes": 1, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False}},
     "fsdp none": {**HEAD, "distributed_type": "FSDP", "fsdp_config": None},
     "deepspeed": {**HEAD, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
     "megatron": {**HEAD, "distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},

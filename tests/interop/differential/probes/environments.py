@@ -6,17 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate.utils import environment
-from interop.differential.core import Words, attempt, call, probe
-
-TRUTHS = Words(
-    [
-        "y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0", "YES", "True", "FALSE", "Off", "",
-        "2", "maybe", " true", "true ", "-1", "None", "ja", "1.0",
-    ],
-)  # fmt: skip
-
-
-call("utils.environment:str_to_bool", value=TRUTHS, to_bool=[False, True, None])
+from interop.differential.core import attempt, call, probe
 
 
 @probe(

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -12,63 +11,7 @@ from torch import nn
 
 from accelerate import PartialState
 from accelerate.utils import other
-from interop.differential.core import attempt, call, probe
-
-# utils.other
-
-
-call(
-    "utils.other:convert_bytes",
-    size=[
-        0, 1, 1023, 1024, 1025, 1536, 2**20, 2**20 - 1, 1.5 * 2**30, 2**40, 2**50, 2**60, 2**70, -1, -2048, 0.5,
-        1023.999,
-    ]
-    + [10**n for n in range(1, 20)]
-    + [True, float("inf"), "1024", None],
-)  # fmt: skip
-
-
-class Holder:
-    """Holds what is asked for by name."""
-
-    inner = {"a": 1}
-    __name__ = "Holder"
-
-    def method(self) -> None:
-        """Do nothing."""
-
-
-class Deep:
-    """A chain of attributes."""
-
-    def __init__(self) -> None:
-        self.a = Holder()
-        self.linear = nn.Sequential(nn.Linear(1, 1))
-
-
-call(
-    "utils.other:get_pretty_name",
-    value={
-        "function": lambda: attempt, "method": lambda: Holder().method, "class": lambda: Deep, "object": Deep,
-        "named object": Holder, "linear": lambda: nn.Linear(1, 1), "module": lambda: sys, "number": lambda: 1,
-        "text": lambda: "x", "None": lambda: None, "lambda": lambda: lambda: 0, "built in": lambda: len,
-        "list": list, "tensor": lambda: torch.ones(1), "dtype": lambda: torch.float32,
-        "nested class": lambda: nn.Module.forward,
-        "optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
-    },
-)  # fmt: skip
-
-
-@probe(
-    "utils.other:merge_dicts",
-    pair=[(None, {}), ({}, None), ([], {}), ({"a": 1}, []), (OrderedDict(a=1), {"b": 2}), ("", {})],
-)
-def merge_dicts_badly(pair: Any) -> Any:
-    return other.merge_dicts(*pair)
-
-
-call("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
-
+from interop.differential.core import attempt, probe
 
 # Saving
 

@@ -7,74 +7,19 @@ import sys
 from typing import Any
 
 import torch
-import yaml
 
 from accelerate import launchers
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import SageMakerConfig
 from interop.differential.core import Words, probe
+from interop.differential.probes.configs import write
 from interop.differential.probes.launching import listed, parsed
 from interop.differential.probes.preparing import SAGEMAKER, complete, seen, work
 
-HEAD = {
-    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "mixed_precision": "no",
-    "use_cpu": True,
-}  # fmt: skip
-FSDP = {
-    "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
-    "fsdp_offload_params": False, "fsdp_transformer_layer_cls_to_wrap": "Block",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": False,
-}  # fmt: skip
-CONFIGS = {
-    "none": None, "plain": HEAD,
-    "bf16": {**HEAD, "mixed_precision": "bf16", "num_processes": 1, "num_machines": 1, "machine_rank": 0},
-    "two": {**HEAD, "distributed_type": "MULTI_CPU", "num_processes": 2},
-    "gpu": {**HEAD, "distributed_type": "MULTI_GPU", "num_processes": 1, "gpu_ids": "all", "use_cpu": False},
-    "ids": {**HEAD, "gpu_ids": "0,1"},
-    "fsdp": {**HEAD, "distributed_type": "FSDP", "num_processes": 1, "use_cpu": False, "fsdp_config": FSDP},
-    "fsdp_empty": {**HEAD, "distributed_type": "FSDP", "num_processes": 1, "use_cpu": False, "fsdp_config": {}},
-    "dynamo": {
-        **HEAD,
-        "dynamo_config": {
-            "dynamo_backend": "INDUCTOR", "dynamo_mode": "reduce-overhead", "dynamo_use_dynamic": True,
-        },
-    },
-    "fp8": {**HEAD, "mixed_precision": "fp8", "fp8_config": {"backend": "TE", "fp8_format": "E4M3", "margin": 2}},
-    "debug": {**HEAD, "debug": True},
-    "main": {**HEAD, "main_training_function": "train", "main_process_ip": "10.0.0.1", "main_process_port": 29501},
-    "parallel": {
-        **HEAD, "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2},
-    },
-    "deepspeed": {
-        **HEAD, "distributed_type": "DEEPSPEED", "use_cpu": False,
-        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4},
-    },
-    "megatron": {
-        **HEAD, "distributed_type": "MEGATRON_LM", "use_cpu": False,
-        "megatron_lm_config": {"megatron_lm_tp_degree": 2},
-    },
-    "json": json.dumps({**HEAD, "mixed_precision": "fp16"}), "unknown key": {**HEAD, "colour": "red"},
-    "unknown fsdp key": {
-        **HEAD, "distributed_type": "FSDP", "use_cpu": False, "num_processes": 1,
-        "fsdp_config": {"fsdp_colour": "red"},
-    },
-    "unknown type": {**HEAD, "distributed_type": "MANY"}, "unknown precision": {**HEAD, "mixed_precision": "fp4"},
-    "empty": "", "list": "- 1\n- 2\n", "broken": "a: [1",
-    "tpu": {
-        **HEAD, "distributed_type": "XLA", "use_cpu": False, "tpu_env": ["A=1"], "main_training_function": "main",
-    },
-}  # fmt: skip
 
-
-def write(name: str) -> list[str]:
-    """Write one of the files; return the options that name it."""
-    content = CONFIGS[name]
-    if content is None:
-        return []
-    ending = "json" if name == "json" else "yaml"
-    with open(f"config.{ending}", "w") as file:
-        file.write(content if isinstance(content, str) else yaml.safe_dump(content))
-    return ["--config_file", f"config.{ending}"]
+def named(name: str) -> list[str]:
+    """Write one of the files of `configs`; return the options that name it."""
+    return ["--config_file", write(name, "json" if name == "fp8" else "yaml")] if name else []
 
 
 def script(text: str = "") -> None:
@@ -89,12 +34,15 @@ def script(text: str = "") -> None:
         )
 
 
-ABSENT = ("gpu", "two", "parallel", "deepspeed", "megatron", "tpu")  # this machine lacks what they need
+CONFIGS = [
+    "", "head", "cpu True", "precision bf16", "precision what", "kind what", "dynamo", "fsdp one", "fp8", "network",
+    "unknown", "two unknown", "nothing", "list", "broken",
+]  # fmt: skip
 USUAL = {"gpu_ids": "all", "machine_rank": 0, "num_processes": 1, "main_training_function": "main", "debug": False}
 
 
 @probe(
-    "commands.launch:_validate_launch_command", config=[name for name in CONFIGS if name not in ABSENT],
+    "commands.launch:_validate_launch_command", quick=16, config=CONFIGS,
     line=[
         "", "--cpu", "--mixed_precision fp16",
         "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no",
@@ -106,7 +54,7 @@ def validated(config: str, line: str) -> Any:
     """Give what the launcher makes of its arguments and a file; what stands for the default is spelled in one way."""
     script()
     os.environ.pop("ACCELERATE_USE_CPU")
-    args = parsed(*write(config), *line.split(), "s.py")
+    args = parsed(*named(config), *line.split(), "s.py")
     args, defaults, from_file = launch._validate_launch_command(args)
     names = listed(
         "cpu use_cpu multi_gpu tpu use_fsdp use_deepspeed use_megatron_lm mixed_precision dynamo_backend num_processes num_machines "
@@ -139,15 +87,6 @@ def validated(config: str, line: str) -> Any:
 
 
 @probe(
-    "commands.launch:launch_command", "commands.launch:simple_launcher", slow=True,
-    ending=["", "sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), 9)"], simple=[True, False],
-)  # fmt: skip
-def endings(ending: str, simple: bool) -> Any:
-    script(ending)
-    return (launch.simple_launcher if simple else launch.launch_command)(complete("--cpu"))
-
-
-@probe(
     "commands.launch:main", "commands.accelerate_cli:main", slow=True, ending=["", "sys.exit(3)"],
     module=["commands.launch", "commands.accelerate_cli launch"],
 )  # fmt: skip
@@ -159,7 +98,7 @@ def consoles(ending: str, module: str) -> Any:
 
 
 @probe(
-    "commands.launch:launch_command", slow=True,
+    "commands.launch:launch_command", "commands.launch:simple_launcher", slow=True,
     line=[
         "-m mod --x 1", "-m pkg.mod", "--module no.such", "--no_python true", "--no_python no-such-program", "no.py",
         "-m --no_python x", "--cpu ./s.py", "d/s.py", "d",
@@ -201,19 +140,6 @@ def notebook(processes_: Any, precision: str) -> Any:
     return [result, seen(), os.environ.get("ACCELERATE_MIXED_PRECISION")]
 
 
-def broken() -> None:
-    raise KeyError("k")
-
-
-@probe(
-    "launchers:debug_launcher",
-    slow=True,
-    function={"raise": lambda: broken, "none": lambda: None, "number": lambda: 3},
-)
-def not_debugged(function: Any) -> Any:
-    return launchers.debug_launcher(function, num_processes=2)
-
-
 def left() -> None:
     """Leave a file for each rank, with what it sees."""
     from accelerate import Accelerator
@@ -232,12 +158,6 @@ def collected() -> list[Any]:
     """Return what the ranks left."""
     files = sorted(name for name in os.listdir() if name.startswith("rank"))
     return [json.load(open(name)) for name in files]
-
-
-@probe("launchers:debug_launcher", slow=True, arguments=[(), (1,), (1, 2, 3)])
-def debug_arguments(arguments: tuple[Any, ...]) -> Any:
-    """Hand on as many arguments as are given; the function takes one."""
-    launchers.debug_launcher(len, arguments and ([arguments[0]], *arguments[1:]))
 
 
 @probe("launchers:debug_launcher", slow=True, count=[0, -1, None, "2"])

@@ -87,20 +87,12 @@ def load_checkpoint_in_model(meta: bool, **given: Any) -> Any:
 
 
 @probe(
-    "utils.modeling:load_checkpoint_in_model", kind=["half", "extra", "lacks", "bin"], device_map=["none", "parts"],
-    dtype=[None, "bfloat16", "x"], strict=[False, True], offload_buffers=[False, True],
+    "utils.modeling:load_checkpoint_in_model", quick=12, kind=["file", "half", "extra", "lacks", "bin"],
+    device_map=["none", "parts"], dtype=[None, torch.float16, "bfloat16", "x"], strict=[False, True],
+    keep_in_fp32_modules=[None, ["norm"], "norm"], offload_state_dict=[False, True], offload_8bit_bnb=[False, True],
 )  # fmt: skip
 def loaded_with(**given: Any) -> Any:
     return loaded(Net(), offload_folder="offload", **given)
-
-
-@probe(
-    "utils.modeling:load_checkpoint_in_model", device_map=["none", "parts"], dtype=[None, torch.float16],
-    keep_in_fp32_modules=[None, [], ["norm"], ["nothing"], "norm"], offload_state_dict=[False, True],
-    offload_8bit_bnb=[False, True],
-)  # fmt: skip
-def loaded_keeping(**given: Any) -> Any:
-    return loaded(Net(), "file", offload_folder="offload", **given)
 
 
 @probe(

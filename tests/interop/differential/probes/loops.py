@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 from accelerate import data_loader as loaders
 from accelerate.data_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
-    SeedableRandomSampler,
     SkipDataLoader,
     prepare_data_loader,
 )
@@ -84,25 +83,3 @@ def built(kind: type, given: dict[str, Any], dataset: Any) -> Iterator[tuple[str
         "is a loader",
         (isinstance(made, DataLoader), isinstance(made, kind), isinstance(made, loaders.DataLoaderAdapter)),
     )
-
-
-@probe(
-    "data_loader:get_sampler", "data_loader:DataLoaderShard",
-    source=sorted(set(SOURCES) - {"none", "list", "dataset"}), prepared=[False, True],
-)  # fmt: skip
-def samplers(source: str, prepared: bool) -> Iterator[tuple[str, Any]]:
-    """Asking for the sampler, and replacing it."""
-    started()
-    loader = SOURCES[source]()
-    loader = prepare_data_loader(loader, num_processes=2, process_index=0) if prepared else loader
-    found = attempt(loaders.get_sampler, loader)
-    kinds = (RandomSampler, SeedableRandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-    yield "sampler", [isinstance(found, kind) for kind in kinds]
-    if prepared:
-        yield "method", loader.get_sampler() is found
-        yield (
-            "batch sampler",
-            (type(loader.batch_sampler).__name__, type(getattr(loader.batch_sampler, "batch_sampler", None)).__name__),
-        )
-        yield "set", attempt(loader.set_sampler, SequentialSampler([0, 1, 2]))
-        yield "afterwards", attempt(lambda: [plain(b) for b in loader])

@@ -9,10 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.commands import merge
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 from interop.differential.core import probe
-from interop.differential.probes.modeling import Block, Net
+from interop.differential.probes.modeling import Net
 from interop.differential.probes.offload import state
 
 # -- states and checkpoints -----------------------------------------------------------------------------------------
@@ -75,20 +74,6 @@ def merge_nothing(folder: str, output: str, safe: bool) -> Any:
     return sorted(str(p) for p in pathlib.Path(output).rglob("*"))
 
 
-LINES = [
-    ["c", "o"], ["c", "o", "--unsafe_serialization"], ["c", "o", "--remove_checkpoint_dir"], ["c"], [],
-    ["c", "o", "x"], ["c", "o", "--nothing"], ["--help"],
-]  # fmt: skip
-
-
-@probe("commands.merge:main", line=LINES)
-def merge_main(line: list[str]) -> Any:
-    import sys
-
-    sys.argv = ["merge", *line]
-    return merge.main()
-
-
 # -- preparing ------------------------------------------------------------------------------------------------------
 
 
@@ -120,19 +105,3 @@ def fsdp2(function: str, wrap: str, checkpointing: bool) -> Any:
     else:
         model = getattr(fsdp_utils, function)(accelerator, model)
     return [name for name, _ in model.named_modules()], state(model), [type(m).__name__ for m in model.modules()]
-
-
-@probe(
-    "utils.fsdp_utils:fsdp2_apply_ac",
-    wrap=[["Block"], ["Linear"], ["Block", "Linear"]],
-    policy=["TRANSFORMER_BASED_WRAP", "NO_WRAP", "SIZE_BASED_WRAP"],
-)
-def fsdp2_apply_ac(wrap: Any, policy: str) -> Any:
-    from types import SimpleNamespace
-
-    Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=wrap, min_num_params=20
-    )
-    model = fsdp_utils.fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), Net())
-    return [name for name, _ in model.named_modules()], isinstance(model.blocks[0], Block)

@@ -175,16 +175,6 @@ SIZES = [
 call("utils.modeling:convert_file_size_to_int", size=SIZES)
 
 
-SIZE_MAPS = [
-    {}, {"": 5}, {"": 5, "a": 5}, {"a": 1, "b": 2}, {"": 9, "a": 4, "a.b": 4, "a.c": 0}, {"a.b.c": 1},
-    {"a.b.c": 1, "a": 2, "ab": 3}, {"": 1, "0": 1, "0.weight": 1, "00": 2, "0.0": 3}, {"ä": 1, "ä.ö": 1}, {1: 2},
-    None, ["a", "a.b"],
-]  # fmt: skip
-
-
-call("utils.modeling:get_module_leaves", module_sizes=SIZE_MAPS)
-
-
 @probe(
     "utils.modeling:named_module_tensors", model=MODELS, include_buffers=[True, False], recurse=[True, False],
     remove_non_persistent=[True, False],

@@ -28,12 +28,6 @@ class Table(dict):
     """A dictionary of a class of its own."""
 
 
-class Lookalike(tuple):
-    """A tuple with `_fields` that are no names."""
-
-    _fields = (1, 2)
-
-
 class Movable:
     """An object that knows how to move, and notes how."""
 
@@ -94,7 +88,6 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "default dict": lambda: collections.defaultdict(list, {"a": rising(2)}),
     "user dict": lambda: collections.UserDict(a=rising(2)), "dict subclass": lambda: Table(a=rising(2)),
     "list subclass": lambda: Rows([rising(2)]), "tuple subclass": lambda: Fixed([rising(2), rising(1)]),
-    "lookalike": lambda: Lookalike([rising(2), rising(1)]),
     "nested": lambda: {"x": [rising(2), (rising(1), {"y": rising(2, 2)})], "z": Pair(rising(2), [rising(1)])},
     "deep": lambda: [[[[[rising(1)]]]]], "same twice": lambda: [shared := rising(2), shared],
     "dtypes": lambda: {"a": rising(2), "b": rising(2, dtype=torch.int64), "c": rising(2, dtype=torch.bfloat16)},

@@ -4,8 +4,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from accelerate.utils import operations
 from interop.differential.core import call, probe
 from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES
@@ -63,24 +61,3 @@ call(
     batch_size=[0, 2, 3],
     num_processes=[2, 3],
 )  # fmt: skip
-
-
-def double(item: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return twice the item, with what was passed beside it."""
-    return (item * 2, args, kwargs) if args or kwargs else item * 2
-
-
-TESTS: dict[str, Any] = {
-    "default": lambda: operations.is_torch_tensor,
-    "all": lambda: lambda item: True,
-    "lists too": lambda: lambda item: isinstance(item, (list, torch.Tensor)),
-}
-
-
-@probe(
-    "utils.operations:recursively_apply", slow=True,
-    value={k: v for k, v in PLAIN.items() if k not in ("huge", "lookalike", "torch.float8_e4m3fn", "torch.uint16")},
-    test_type=TESTS, error_on_other_type=[False, True],
-)  # fmt: skip
-def recursively_apply(value: Any, test_type: Any, error_on_other_type: bool) -> Any:
-    return operations.recursively_apply(double, value, test_type=test_type, error_on_other_type=error_on_other_type)

@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import CustomDtype, TensorInformation, dataclasses, other
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 from interop.differential.probes.launching import listed
 
 Pair = namedtuple("Pair", "left right")
@@ -80,7 +80,7 @@ def row(cover: str, *calls: tuple[Any, ...], state: bool = False) -> None:
 
     run.__name__, run.__module__ = f"{module.rpartition('.')[2]}_{name}", __name__
     given = {str(n): (c if callable(c) else functools.partial(lambda v: v, c)) for n, c in enumerate(calls)}
-    probe(cover, given=given)(run)
+    probe(cover, quick=9, given=given)(run)
 
 
 def with_(**keywords: Any) -> types.SimpleNamespace:
@@ -143,14 +143,36 @@ row(
     state=True,
 )
 row("utils.environment:get_int_from_env", ([], 3), (["PROBED"], 3), ("PROBED", 3))
-row("utils.environment:override_numa_affinity", (0,), (0, True))
+for name_ in ("override_numa_affinity", "set_numa_affinity"):
+    row(f"utils.environment:{name_}", (0,), (0, True))
 for name_ in ("parse_flag_from_env", "parse_choice_from_env"):
     row(f"utils.environment:{name_}", ("PROBED",), ("PROBED", True), ("PROBED", "yes"), ("PROBED", None))
 row("utils.environment:patch_environment", (with_(probed="x"),), (with_(PROBED=1),), (with_(probed=True),))
 
 row("utils.other:check_os_kernel", (), state=True)
+row(
+    "utils.other:convert_bytes",
+    *((size,) for size in (0, 1023, 1024, 1536, 2**40, 2**60, 2**70, -2048, 0.5, "1", None)),
+)
+row(
+    "utils.other:get_pretty_name",
+    *((value,) for value in (len, Own, Own(), sys, "x", None, Own.forward, torch.ones(1))),
+)
+row("utils.other:is_port_in_use", *((port,) for port in (0, -1, 65536, "x", 1.5, True)))
+row(
+    "utils.other:merge_dicts",
+    ({}, None),
+    ([], {}),
+    ({"a": 1}, []),
+    ({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}),
+    ("", {}),
+)
+row("utils.versions:is_torch_version", *((o, v) for o in ("==", "~=", ">=", "<", "") for v in ("2.0", "2.13", "x")))
+row("utils.operations:recursively_apply", *((torch.neg, value) for value in DATA), (len, [1, "ab"]))
+row("data_loader:get_sampler", (torch.utils.data.DataLoader(range(3)),), (None,))
 row("utils.other:recursive_getattr", *((Own(), name) for name in ("scale", "blocks.0.bias", "blocks.", "", "no.such")))
 row("utils.other:wait_for_everyone", (), state=True)
+row("utils.environment:str_to_bool", ("y",), ("Off", False), ("maybe",), (" true", True), ("", None))
 row("utils.memory:clear_device_cache", (), (False,))
 row("utils.memory:release_memory", (), (None,), (1, [torch.ones(2)]))
 row("utils.random:synchronize_rng_states", ([],), ("torch",), (["nothing"],), state=True)
@@ -190,6 +212,13 @@ row("utils.modeling:get_max_layer_size", ([("a", nn.Linear(2, 2)), ("b", nn.ReLU
 row("utils.modeling:get_mixed_precision_context_manager", accelerated, lambda: accelerated(False))
 row("utils.modeling:id_tensor_storage", (torch.ones(2, device="meta"),))
 row("utils.modeling:is_peft_model", (Own(),))
+row(
+    "utils.modeling:get_module_leaves",
+    *(
+        (sizes,)
+        for sizes in ({}, {"": 5, "a": 5}, {"a.b.c": 1, "a": 2, "ab": 3}, {"": 1, "00": 2, "0.0": 3}, {1: 2}, None)
+    ),
+)
 row(
     "utils.modeling:retie_parameters",
     (Own(), [["embed.weight", "head.weight"]]),
@@ -268,7 +297,10 @@ row("test_utils.training:RegressionModel", (1, 2), (1, 2, True))
 for name_ in ("mocked_dataloaders", "mocked_dataloaders_for_autoregressive_models"):
     row(f"test_utils.training:{name_}", (None,))
 row("test_utils.testing:run_command", ([sys.executable, "-c", "print(1)"], True), ([sys.executable, "-c", "exit(3)"],))
-row("test_utils.testing:execute_subprocess_async", ([sys.executable, "-c", "print(1)"], None, None, 60, True, False))
+row(
+    "test_utils.testing:execute_subprocess_async",
+    *(([sys.executable, "-c", program], None, None, 60, True, False) for program in ("print(1)", "exit(2)")),
+)
 row("test_utils.examples:clean_lines", (["a\n", "# b\n", "\n", "  c # d\n"],))
 row("test_utils.examples:compare_against_test", ("no.py", "such.py", True), ("no.py", "such.py", False, "file.py"))
 
@@ -288,3 +320,14 @@ row("utils.other:compile_regions_deepspeed", (Own(),))
 def free_port() -> Any:
     port = other.get_free_port()
     return 1024 <= port < 65536, other.is_port_in_use(port)
+
+
+@probe(
+    "utils.dataclasses:BaseEnum", "utils.dataclasses:EnumWithContains", item=["a", "FIRST", "b", 1, None, [], "own"]
+)
+def own_enumeration(item: Any) -> Any:
+    own = dataclasses.BaseEnum("Own", {"FIRST": "a"})
+    item = own.FIRST if item == "own" else item
+    yield "member", attempt(lambda: item in own)
+    yield "made", attempt(own, item)
+    yield "text", [str(own.FIRST), own.list()]

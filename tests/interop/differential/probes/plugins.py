@@ -240,21 +240,30 @@ def fields_of(item: Any) -> dict[str, Any]:
     return {name: plain(value) for name, value in sorted(vars(item).items()) if name[0] != "_" and name not in ADDED}
 
 
-def looks(item: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def looks(item: Any) -> dict[str, Any]:
     """What there is to see on any of them."""
-    seen = describe(fields_of(item))
-    found = {
-        **fields_of(item),
-        "the text": [repr(item).partition("(")[0], str(item) == repr(item)],
-        "equal": [item == item, item == type(item)(**copy.deepcopy(arguments)), item == 1],
-        "copied": [describe(fields_of(do(item))) == seen for do in (copy.copy, copy.deepcopy)],
-    }
+    found = fields_of(item)
     for method in ("to_dict", "to_kwargs"):
         if hasattr(item, method):
-            found[method] = {
-                key: plain(value) for key, value in sorted(getattr(item, method)().items()) if key not in ADDED
-            }
+            found[method] = {k: plain(value) for k, value in sorted(getattr(item, method)().items()) if k not in ADDED}
     return found
+
+
+NEEDED = {**{kind: needed for kind, (needed, _) in TABLE.items()}, "MegatronLMPlugin": {"context_parallel_size": 1}}
+
+
+@probe(
+    *(f"utils.dataclasses:{kind}" for kind in TABLE), quick=99,
+    kind=[*NEEDED, "FullyShardedDataParallelPlugin", "DeepSpeedPlugin"],
+)  # fmt: skip
+def copies(kind: str) -> Any:
+    """The text of one, and whether a copy and another one with the same arguments are equal to it."""
+    made, needed = getattr(dataclasses, kind), NEEDED.get(kind, {})
+    item = made(**needed)
+    seen = describe(fields_of(item))
+    yield "text", [repr(item).partition("(")[0], str(item) == repr(item)]
+    yield "equal", [item == item, item == made(**needed), item == 1]
+    yield "copied", [describe(fields_of(do(item))) == seen for do in (copy.copy, copy.deepcopy)]
 
 
 def register(kind: str, field: str, values: list[Any], needed: dict[str, Any]) -> None:
@@ -262,7 +271,7 @@ def register(kind: str, field: str, values: list[Any], needed: dict[str, Any]) -
 
     def run(value: object) -> Any:
         arguments = {**copy.deepcopy(needed), field: value}
-        return looks(getattr(dataclasses, kind)(**arguments), arguments)
+        return looks(getattr(dataclasses, kind)(**arguments))
 
     run.__name__ = f"{kind}_{field}" + ("_" + "_".join(map(str, needed.values())) if needed else "")
     probe(f"utils.dataclasses:{kind}", value=values)(run)

@@ -12,11 +12,9 @@ from interop.differential.core import Words, probe
 from interop.differential.probes.launching import OPTIONS, listed, parsed
 
 FEATURES = {
-    "none": "", "cpu": "--cpu", "multi_gpu": "--multi_gpu", "dynamo": "--dynamo_backend inductor",
-    "fsdp": "--use_fsdp", "fsdp2": "--use_fsdp --fsdp_version 2", "deepspeed": "--use_deepspeed",
+    "none": "", "dynamo": "--dynamo_backend inductor", "fsdp": "--use_fsdp", "deepspeed": "--use_deepspeed",
     "megatron": "--use_megatron_lm", "parallelism": "--use_parallelism_config",
-    "fp8": "--mixed_precision fp8 --fp8_backend te", "fp8_ao": "--mixed_precision fp8 --fp8_backend ao",
-    "fp8_msamp": "--mixed_precision fp8 --fp8_backend msamp", "debug": "--debug", "tpu": "--tpu",
+    "fp8": "--mixed_precision fp8 --fp8_backend te",
 }  # fmt: skip
 SWITCH_OF = {"fsdp": "fsdp", "megatron": "megatron", "parallelism": "parallelism", "dynamo": "dynamo", "fp8": "fp8"}
 DEFAULTS = {
@@ -85,27 +83,7 @@ COVERED = [
         "setup_fp8_env prepare_tpu"
     )
 ]
-RUNS = {
-    "simple_command": "none cpu dynamo debug fp8 fp8_ao fp8_msamp",
-    "several": "none multi_gpu dynamo debug fsdp fsdp2 megatron parallelism fp8 fp8_ao fp8_msamp",
-    "deepspeed": "deepspeed", "extended": "none parallelism", "fp8": "none fp8 fp8_ao fp8_msamp",
-    "tpu": "none tpu debug fp8",
-}  # fmt: skip
-
-
-@probe(*COVERED, run=[f"{function} {feature}" for function, features in RUNS.items() for feature in features.split()])
-def environments(run: str) -> Any:
-    """Give the command, what the arguments have gained, and every variable."""
-    function, feature = run.split()
-    args = complete(FEATURES[feature])
-    before = dict(vars(args))
-    command, variables = prepared(function, FEATURES[feature])
-    yield "command", command
-    STARTERS[function](args)
-    yield "args", {k: v for k, v in sorted(vars(args).items()) if before.get(k, "<absent>") != v}
-    yield from variables.items()
-
-
+FP8 = [f"--mixed_precision fp8 --fp8_backend {name}" for name in ("te", "ao", "msamp")]
 SETUPS = {
     "simple_command": [
         "--num_processes 2", "--num_processes 2 --main_process_ip h --main_process_port 5",
@@ -115,9 +93,13 @@ SETUPS = {
         "--enable_cpu_affinity", "--mixed_precision bf16", "--mixed_precision fp16", "--quiet",
         "--downcast_bf16 --mixed_precision bf16", "--cpu --num_cpu_threads_per_process 2", "--debug --cpu",
         "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3",
-        "--gradient_accumulation_steps 3 --gradient_clipping 1.5",
+        "--gradient_accumulation_steps 3 --gradient_clipping 1.5", "--cpu", "--dynamo_backend inductor", "--debug",
+        *FP8,
     ],
+    "extended": ["", "--use_parallelism_config"], "fp8": ["", *FP8], "tpu": ["", "--tpu", "--debug", FP8[0]],
     "several": [
+        "--multi_gpu", "--use_fsdp", "--use_fsdp --fsdp_version 2", "--use_megatron_lm", "--use_parallelism_config",
+        "--dynamo_backend inductor", "--debug", *FP8,
         "--num_processes 2", "TWO", "TWO --same_network", "TWO --rdzv_backend c10d",
         "TWO --rdzv_backend c10d --machine_rank 1", "TWO --rdzv_backend static --machine_rank 1",
         "TWO --same_network --machine_rank 1", "TWO --num_processes 3", "TWO --num_processes 1",
@@ -150,7 +132,7 @@ SETUPS = {
 }  # fmt: skip
 
 
-@probe(*COVERED, run=[f"{function} {words}" for function, lines in SETUPS.items() for words in lines])
+@probe(*COVERED, quick=24, run=[f"{function} {words}" for function, lines in SETUPS.items() for words in lines])
 def setups(run: str) -> Any:
     """Give the command, what the arguments have gained, and the variables that a plain line does not set."""
     function, _, words = run.partition(" ")

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from accelerate.commands import merge, to_fsdp2
-from interop.differential.core import call, probe
+from interop.differential.core import probe
 from interop.differential.probes.launching import listed
 
 
@@ -62,7 +62,7 @@ FSDP_KEYS = {
 
 @probe(
     "commands.to_fsdp2:convert_config_to_fsdp2", base=[{}, {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}],
-    given=[None, *((key, value) for key, values in FSDP_KEYS.items() for value in values)],
+    quick=12, given=[None, *((key, value) for key, values in FSDP_KEYS.items() for value in values)],
 )  # fmt: skip
 def converted(base: dict[str, Any], given: Any) -> Any:
     config = {
@@ -72,15 +72,6 @@ def converted(base: dict[str, Any], given: Any) -> Any:
     }
     found = to_fsdp2.convert_config_to_fsdp2(config)
     return {**found, "fsdp_config": dict(sorted(found["fsdp_config"].items()))}
-
-
-call(
-    "commands.to_fsdp2:convert_config_to_fsdp2", "converted_others",
-    config=[
-        {}, {"distributed_type": "NO"}, {"distributed_type": "MULTI_GPU", "fsdp_config": {}}, {"fsdp_config": {}},
-        {"distributed_type": "FSDP", "fsdp_config": {}}, {"fsdp_config": None}, None,
-    ],
-)  # fmt: skip
 
 
 @probe(

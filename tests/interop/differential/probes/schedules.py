@@ -11,37 +11,11 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration
 from interop.differential.core import attempt, probe
 from interop.differential.probes.nested import RANK
 
 BOTH = (1, 2)
-
-
-class Modal(torch.optim.SGD):
-    """An optimizer with modes, as schedule-free ones have."""
-
-    mode = "none"
-
-    def train(self) -> None:
-        self.mode = "train"
-
-    def eval(self) -> None:
-        self.mode = "eval"
-
-
-class Plain(torch.optim.SGD):
-    """An optimizer whose `zero_grad` takes nothing."""
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        super().zero_grad(set_to_none=False)
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), "SGD": lambda p: torch.optim.SGD(p, lr=0.5),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1), "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-    "modal": lambda p: Modal(p, lr=0.5), "plain": lambda p: Plain(p, lr=0.5),
-}  # fmt: skip
-OPTIMIZER_AXIS = {k: (lambda v=v: v) for k, v in OPTIMIZERS.items()}
 
 
 def parameter(value: float = 1.0) -> nn.Parameter:
@@ -51,28 +25,30 @@ def parameter(value: float = 1.0) -> nn.Parameter:
     return made
 
 
-def trained(
-    accelerator: Any, steps: int, inner: Any, schedule: Any = None, uneven: bool = False
-) -> Iterator[tuple[str, Any]]:
-    """Train a line for some steps; say what each of them did."""
+def trained(accelerator: Any, kind: Any, schedule: Any) -> Iterator[tuple[str, Any]]:
+    """Train a line for four steps; say what each of them did."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = inner(model.parameters())
-    scheduler = schedule(optimizer) if schedule else None
-    model, optimizer, *rest = accelerator.prepare(model, optimizer, *([scheduler] if schedule else []))
-    for step in range(steps):
+    inner = kind(model.parameters(), lr=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, inner, schedule(inner))
+    for step in range(4):
         with accelerator.accumulate(model):
             loss = model(torch.full((2, 1), step + 1.0 + RANK)).mean()
             accelerator.backward(loss)
             optimizer.step()
-            if rest:
-                rest[0].step()
+            scheduler.step()
             optimizer.zero_grad()
-        rates = rest[0].get_last_lr() if rest else None
         weight = next(iter(model.parameters()))
         yield (
             f"step {step}",
-            (accelerator.sync_gradients, optimizer.step_was_skipped, weight, weight.grad, rates, loss.detach()),
+            (
+                accelerator.sync_gradients,
+                optimizer.step_was_skipped,
+                weight,
+                weight.grad,
+                scheduler.get_last_lr(),
+                loss.detach(),
+            ),
         )
 
 
@@ -92,30 +68,18 @@ SCHEDULE_AXIS = {k: (lambda v=v: v) for k, v in SCHEDULES.items()}
 
 
 @probe(
-    "optimizer:AcceleratedOptimizer", processes=BOTH,
-    make={k: OPTIMIZER_AXIS[k] for k in ("SGD", "momentum", "AdamW")}, accumulation=[1, 2, 3],
-    precision=["no", "bf16"],
-)  # fmt: skip
-def loop(make: Any, accumulation: int, precision: str) -> Iterator[tuple[str, Any]]:
-    yield from trained(
-        Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision), 4, make
-    )
-
-
-@probe(
-    "scheduler:AcceleratedScheduler", processes=BOTH, schedule=SCHEDULE_AXIS, accumulation=[1, 2],
-    step_with=[True, False], split=[False, True],
+    "scheduler:AcceleratedScheduler", "optimizer:AcceleratedOptimizer", processes=BOTH, schedule=SCHEDULE_AXIS,
+    accumulation=[1, 2], step_with=[True, False], split=[False, True],
 )  # fmt: skip
 def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) -> Iterator[tuple[str, Any]]:
-    from accelerate.utils import DataLoaderConfiguration
-
     accelerator = Accelerator(
         cpu=True,
+        mixed_precision="bf16" if split else "no",
         gradient_accumulation_steps=accumulation,
         step_scheduler_with_optimizer=step_with,
         dataloader_config=DataLoaderConfiguration(split_batches=split),
     )
-    yield from trained(accelerator, 4, OPTIMIZERS["SGD"], schedule)
+    yield from trained(accelerator, torch.optim.AdamW if step_with else torch.optim.SGD, schedule)
 
 
 @probe(

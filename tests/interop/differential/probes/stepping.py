@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from interop.differential.core import Words, probe
-from interop.differential.probes.accelerator import BOTH, COVERED, data, made, model
+from interop.differential.probes.accelerator import BOTH, COVERED, made, model
 
 VALUES = {
     "0d": lambda r: torch.tensor(float(r)), "1d": lambda r: torch.arange(3) + 10 * r,
@@ -93,10 +93,3 @@ def join(even: Any, what: str) -> Any:
     }[what]
     with accelerator.join_uneven_inputs(nets, even_batches=even) as given:
         return given, accelerator.even_batches
-
-
-@probe(COVERED, skip=[0, 1, 2], shuffle=[False, True])
-def skip(skip: int, shuffle: bool) -> Any:
-    accelerator = made()
-    loader = accelerator.prepare(data(shuffle=shuffle))
-    return [labels.tolist() for _, labels in accelerator.skip_first_batches(loader, skip)]
