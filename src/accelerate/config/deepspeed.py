@@ -388,6 +388,9 @@ class DeepSpeedPlugin:
             ...     pass  # models built in here are whole
         """
         before = self.zero3_init_flag
+        if bool(before) == bool(enable):  # nothing changes, and transformers need not have DeepSpeed
+            yield
+            return
         self.zero3_init_flag = enable
         self._tell_transformers()
         try:

@@ -52,10 +52,21 @@ def learnt(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {definition: entry for definition, entry in found.items() if entry}
 
 
+def _with(before: Any, now: Any) -> Any:
+    """Return types, or words by parameter, of two runs."""
+    if isinstance(before, dict):
+        return {name: _with(before.get(name, []), now.get(name, [])) for name in before | now}
+    return sorted({*before, *now})
+
+
 def main() -> None:
     """Run the probes and write the record."""
     dynamic = learnt(core.execute(1, whole=True))
     record = {definition: {**values, **dynamic.get(definition, {})} for definition, values in statics().items()}
+    for definition, entry in check_api.load(FILE.name).items():  # what earlier probes have seen stays
+        for name in ("returns", "words"):
+            if name in entry:
+                record[definition][name] = _with(entry[name], record[definition].get(name, type(entry[name])()))
     FILE.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", "utf-8")
 
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 ROOT = Path(__file__).parents[3]
-FIXTURES, PEER = ROOT / "tests" / "fixtures", ROOT / ".cache" / "peer" / "1.15.0"
+FIXTURES, PEERS = ROOT / "tests" / "fixtures", ROOT / ".cache" / "peer"
 sys.path.insert(0, str(FIXTURES))
 import peer_checkpoints  # noqa: E402
 import peer_positions  # noqa: E402
@@ -26,12 +26,14 @@ STATEFUL = is_torchdata_stateful_dataloader_available()
 each_version = pytest.mark.parametrize("version", ["1.12.0", "1.13.0", "1.14.0", "1.15.0"])
 
 
-def wheel(script, *arguments):
-    """Run a script beside the fixtures with the peer's wheel; return what it prints."""
-    if not PEER.exists():
-        pytest.skip("the peer's wheel is not there; `make test` fetches it")
+# `make test` fetches 1.15.0; `make PEER=.cache/peer/1.12.0 .cache/peer/1.12.0/.ready` another one, which is tried, too.
+each_wheel = pytest.mark.parametrize("peer", sorted(path.name for path in PEERS.glob("1.*")))
+
+
+def wheel(peer, script, *arguments):
+    """Run a script beside the fixtures with a wheel of the peer's; return what it prints."""
     command = [sys.executable, "-W", "ignore", str(FIXTURES / script), *map(str, arguments)]
-    variables = {**os.environ, "PYTHONPATH": str(PEER), "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, "PYTHONPATH": str(PEERS / peer), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -58,10 +60,11 @@ def test_weights_that_the_wheels_wrote_in_shards_load_here(version):
 
 
 @pytest.mark.slow
+@each_wheel
 @pytest.mark.parametrize("kind", ["safe", "bin"])
-def test_what_we_write_loads_in_the_wheel(tmp_path, kind):
+def test_what_we_write_loads_in_the_wheel(tmp_path, kind, peer):
     peer_checkpoints.write(tmp_path)
-    facts = wheel("peer_checkpoints.py", "read", tmp_path / kind).partition("facts:")[2]
+    facts = wheel(peer, "peer_checkpoints.py", "read", tmp_path / kind).partition("facts:")[2]
     assert json.loads(facts) == json.loads((tmp_path / "truth.json").read_text())
 
 
@@ -131,10 +134,11 @@ def test_our_own_checkpoints_need_no_such_line(tmp_path, caplog):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@each_wheel
 @pytest.mark.parametrize("kind", [kind for kind in peer_positions.KINDS if STATEFUL or "stateful" not in kind])
-def test_what_we_write_continues_in_the_wheel(tmp_path, kind):
+def test_what_we_write_continues_in_the_wheel(tmp_path, kind, peer):
     """The order of a plain loader is in our files only; the wheel passes over that, and takes what it knows."""
     peer_positions.write(tmp_path, kind)
     expected = json.loads((tmp_path / kind / "truth.json").read_text())[1][AFTER:]
-    batches = json.loads(wheel("peer_positions.py", "read", tmp_path / kind, kind).partition("batches:")[2])
+    batches = json.loads(wheel(peer, "peer_positions.py", "read", tmp_path / kind, kind).partition("batches:")[2])
     assert batches == expected if "seedable" in kind else len(batches) == len(expected)
