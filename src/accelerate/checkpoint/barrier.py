@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import secrets
 import socket
 import time
@@ -74,7 +73,6 @@ class Group:
         rank: this process.
         world_size: how many there are.
         local_rank: number of this process on its node.
-        local_world_size: how many there are on its node.
         each_node: every node has a file system, and a checkpoint, of its own.
         shared: all ranks see what one of them stages.
     """
@@ -82,7 +80,6 @@ class Group:
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
     each_node: bool
     shared: bool
 
@@ -97,9 +94,7 @@ class Group:
         # A storage that is no file system is the same for all nodes.
         each_node = accelerator.project_configuration.save_on_each_node and storage.shared
         ranks = accelerator.process_index, accelerator.num_processes, accelerator.local_process_index
-        # Where no launcher sets it, each rank looks after itself.
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        return cls(*ranks, local_size, each_node, storage.shared and not each_node)
+        return cls(*ranks, each_node, storage.shared and not each_node)
 
 
 class SaveBarrier:

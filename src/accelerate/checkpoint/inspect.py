@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -150,12 +150,11 @@ def all_files(storage: CheckpointStorage) -> dict[str, int]:
 # -- whether they are whole --------------------------------------------------------------------------------------------
 
 
-def verify(summary: Summary, progress: Callable[[int], None] | None = None) -> list[str]:
+def verify(summary: Summary) -> list[str]:
     """Read all files of a checkpoint and compare them with their checksums.
 
     Args:
         summary: of the checkpoint. Without a manifest there is nothing to compare it with.
-        progress: called with numbers of bytes, from any thread.
 
     Returns:
         What is wrong, a line per file; nothing if it is whole, or foreign.
@@ -164,7 +163,7 @@ def verify(summary: Summary, progress: Callable[[int], None] | None = None) -> l
     if state.manifest is None:
         return [] if state.kind == "foreign" else [state.reason]
     try:
-        return manifest.problems(summary.storage.fetch(), state.manifest, deep=True, progress=progress)
+        return manifest.problems(summary.storage.fetch(), state.manifest, deep=True)
     except (DamagedCheckpoint, OSError) as error:
         return [str(error)]
 

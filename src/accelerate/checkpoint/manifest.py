@@ -358,7 +358,6 @@ def problems(
     *,
     deep: bool = False,
     only: Callable[[str], bool] | None = None,
-    progress: Callable[[int], None] | None = None,
     threads: int = 2,
 ) -> list[str]:
     """Return what is wrong with the files of a checkpoint; nothing if it is whole. Any rank, alone.
@@ -368,7 +367,6 @@ def problems(
         manifest: its manifest.
         deep: read the files and compare their checksums, too.
         only: which files to look at; all by default.
-        progress: called with the number of bytes that were hashed.
         threads: how many pieces of a file are hashed at a time.
 
     Returns:
@@ -381,8 +379,8 @@ def problems(
             size = os.stat(path).st_size if os.path.isfile(path) else None
             if size != entry.size:
                 found.append(difference(name, entry.size, size))
-            elif deep and (digest := durable.of_file(path, threads, progress)[1]) != entry.checksum:
-                found.append(changed(name, entry, digest))
+            elif deep:
+                found += changed(name, entry, durable.of_file(path, threads)[1])
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
     if only is None:
@@ -394,9 +392,10 @@ def problems(
     return found
 
 
-def changed(name: str, entry: FileEntry, digest: str) -> str:
-    """Return what is wrong with a file of another checksum."""
-    return f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written"
+def changed(name: str, entry: FileEntry, digest: str) -> list[str]:
+    """Return what is wrong with a file of this checksum; nothing if that is what was written."""
+    line = f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written"
+    return [line] if digest != entry.checksum else []
 
 
 def difference(name: str, written: int, size: int | None) -> str:

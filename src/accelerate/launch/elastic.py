@@ -34,7 +34,7 @@ from accelerate.launch.guard import Guard, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
 from accelerate.runtime import failure
-from accelerate.utils.constants import PREEMPTED
+from accelerate.runtime.failure import PREEMPTED
 
 HOST = "127.0.0.1"
 # Signals that are forwarded to the processes, which may need time to save their run. Schedulers send these.
@@ -424,10 +424,11 @@ def start(
         finally:
             if watcher.guard is not None:
                 watcher.guard.close()
-            for path in map(failure.fault_file, watcher.error_files.values()):
+            for path in watcher.error_files.values():
+                faults = os.path.join(os.path.dirname(path), failure.FAULTS)
                 with contextlib.suppress(OSError):
-                    if os.path.getsize(path) == 0:
-                        os.remove(path)
+                    if os.path.getsize(faults) == 0:
+                        os.remove(faults)
     if result.is_failed():
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.utils.constants import PREEMPTED
+from accelerate.runtime.failure import OURS, PREEMPTED
 
 PREFIX = "accelerate launch: "
 _SAVED = f"the run ended with exit status {PREEMPTED}: a signal came, and it has saved itself. Start it again."
@@ -128,8 +128,6 @@ def endings_of(failures: Mapping[int, Any]) -> list[WorkerFailure]:
         failures: by rank, torch's `ProcessFailure`. The agent has added when the rank was first seen dead (`died`; None for one that
             was alive when the agent began to stop all ranks) and where its threads stood (`fault`).
     """
-    from accelerate.runtime.failure import OURS  # the help of every command imports this module
-
     found = []
     for rank, failure in failures.items():
         died = getattr(failure, "died", failure.timestamp)

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Machines, Rendezvous
-from accelerate.utils.constants import PREEMPTED
+from accelerate.runtime.failure import PREEMPTED
 
 # How often a launcher looks for the others, and how often it reports that it waits.
 _LOOK_S = 0.1

@@ -36,7 +36,7 @@ from accelerate.launch import elastic, machine_rendezvous
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime import failure
-from accelerate.utils.constants import PREEMPTED
+from accelerate.runtime.failure import PREEMPTED
 
 # Torch's default, for a port that the user has not chosen.
 DEFAULT_PORT = 29500

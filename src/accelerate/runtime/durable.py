@@ -111,19 +111,18 @@ def threads() -> int:
     return max(1, min(4, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))))
 
 
-def of_file(path: Path, threads: int = 2, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
+def of_file(path: Path, threads: int = 2) -> tuple[int, str]:
     """Return the size and the checksum of a file. Any rank, alone.
 
     Args:
         path: the file.
         threads: how many pieces are read at a time.
-        progress: called with the number of bytes of each piece, from any thread.
 
     Raises:
         OSError: the file cannot be read.
     """
     size = os.stat(path).st_size
-    return size, combined(digests(path, range(0, size, CHUNK), size, threads, progress))
+    return size, combined(digests(path, range(0, size, CHUNK), size, threads))
 
 
 def combined(pieces: Iterable[bytes]) -> str:
@@ -133,9 +132,7 @@ def combined(pieces: Iterable[bytes]) -> str:
     return xxhash.xxh3_128(b"".join(pieces)).hexdigest()
 
 
-def digests(
-    path: Path, starts: Iterable[int], size: int, threads: int = 2, progress: Callable[[int], None] | None = None
-) -> list[bytes]:
+def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> list[bytes]:
     """Return the digests of pieces of a file. Any rank, alone.
 
     Args:
@@ -143,22 +140,15 @@ def digests(
         starts: where the pieces begin, each a multiple of ``CHUNK``.
         size: of the file, in bytes.
         threads: how many pieces are read at a time.
-        progress: called with the number of bytes of each piece, from any thread.
 
     Raises:
         OSError: the file cannot be read, or is shorter.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-
-        def piece(start: int) -> bytes:
-            end = min(start + CHUNK, size)
-            digest = _digest(descriptor, start, end, os.fspath(path))
-            if progress is not None:
-                progress(end - start)
-            return digest
-
-        return each(piece, starts, threads)
+        return each(
+            lambda start: _digest(descriptor, start, min(start + CHUNK, size), os.fspath(path)), starts, threads
+        )
     finally:
         os.close(descriptor)
 

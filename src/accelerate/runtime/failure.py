@@ -31,6 +31,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 OURS = "accelerate"
 # Beside the error file: where the threads of a process stood when the system killed it for a fault of its own.
 FAULTS = "fault.log"
+# The status of a run that was told to stop and has saved a checkpoint; it goes on when it is submitted again (EX_TEMPFAIL of sysexits.h).
+PREEMPTED = 75
 # A traceback may carry a tensor in words. Both ends of it matter.
 _LONGEST = 200_000
 _LONGEST_SUMMARY = 2_000

@@ -28,9 +28,9 @@ from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.base import Communicator
 from accelerate.data import workers
 from accelerate.data.iterable import ends_are_uneven
+from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import tracking
 from accelerate.training.prepared import Facade
-from accelerate.utils.constants import PREEMPTED
 
 logger = logging.getLogger(__name__)
 

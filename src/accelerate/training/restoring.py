@@ -251,8 +251,7 @@ def _compared(listing: Manifest, digests: dict[tuple[str, int], str]) -> list[st
     lines = []
     for name, entry in sorted(listing.files.items()):
         checksum = durable.combined(bytes.fromhex(digests[name, start]) for start in _pieces(listing, name))
-        if checksum != entry.checksum:
-            lines.append(manifest.changed(name, entry, checksum))
+        lines += manifest.changed(name, entry, checksum)
     return lines
 
 

@@ -26,7 +26,7 @@ class Ranks:
     def barrier(self, rank, location="/run/folder", kind="save_state", local_rank=None):
         """Return this rank's barrier; with a local rank, machines have checkpoints of their own."""
         own = local_rank is not None
-        return SaveBarrier(kind, location, Group(rank, self.size, local_rank or 0, 1, own, not own), self.store)
+        return SaveBarrier(kind, location, Group(rank, self.size, local_rank or 0, own, not own), self.store)
 
     def start(self, function, *ranks):
         """Let ranks, by default all, run a function of their number; what it returns or raises is kept."""
@@ -104,7 +104,7 @@ def save_here(gathered):
 
 
 def alone(store, rank=0, size=2):
-    return SaveBarrier("save_state", "/run/folder", Group(rank, size, 0, 1, False, True), store)
+    return SaveBarrier("save_state", "/run/folder", Group(rank, size, 0, False, True), store)
 
 
 def test_a_single_process_meets_itself():

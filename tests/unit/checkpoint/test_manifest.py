@@ -188,8 +188,7 @@ def test_problems_name_file_expectation_and_finding(tmp_path):
         "d is missing (7 bytes were written)",
         "optimizer.bin is not in the manifest",
     ]
-    hashed = []
-    deep = problems(tmp_path, written, deep=True, only="bc".__contains__, progress=hashed.append)
-    assert len(deep) == 2 and deep[1].startswith("c has changed: its checksum is") and sum(hashed) == 7
+    deep = problems(tmp_path, written, deep=True, only="bc".__contains__)
+    assert len(deep) == 2 and deep[1].startswith("c has changed: its checksum is")
     error = str(damaged(tmp_path, [f"line {number}" for number in range(12)]))
     assert "line 9" in error and "line 10" not in error and "and 2 more" in error and str(tmp_path) in error

@@ -127,7 +127,7 @@ def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ
     def play(rank):
         local.rank = rank
         place = storage_of(tmp_path / (f"c{rank}" if differ else "c"))
-        save = Save(place, Group(rank, 2, rank, 2, False, True), {"world_size": 2})
+        save = Save(place, Group(rank, 2, rank, False, True), {"world_size": 2})
         assert not save.barrier.in_background
         try:
             save.begin()

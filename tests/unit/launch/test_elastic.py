@@ -14,7 +14,7 @@ from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, endings_of
 from accelerate.launch.plan import Rendezvous
 from accelerate.runtime import failure
-from accelerate.utils.constants import PREEMPTED
+from accelerate.runtime.failure import PREEMPTED
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 PRELUDE = f"""

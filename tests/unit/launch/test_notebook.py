@@ -21,7 +21,7 @@ from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import FailedElsewhere
 from accelerate.launch.notebook import MeetingError, Request, Worker, WorkerError, check, write_whole_lines
 from accelerate.runtime import failure, storage
-from accelerate.utils.constants import PREEMPTED
+from accelerate.runtime.failure import PREEMPTED
 
 
 def train(rate, steps=1):
