@@ -50,11 +50,11 @@ def test_any_contiguous_buffer():
 def test_a_flipped_bit_shows(tmp_path, at):
     data = bytearray(17 * MB)
     (tmp_path / "f").write_bytes(data)
-    before, told = durable.of_file(tmp_path / "f"), []
+    before = durable.of_file(tmp_path / "f")
     data[at] ^= 1
     (tmp_path / "f").write_bytes(data)
-    after = durable.of_file(tmp_path / "f", 2, told.append)
-    assert before != after and after[0] == sum(told) == 17 * MB
+    after = durable.of_file(tmp_path / "f", 2)
+    assert before != after and before[0] == after[0] == 17 * MB
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
