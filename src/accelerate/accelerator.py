@@ -879,7 +879,7 @@ class Accelerator:
             >>> with accelerator.no_sync(model):
             ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
-        return gradients.no_sync(self, model)
+        return gradients.no_sync(self, backends.resolve(self.state), model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,9 +69,8 @@ class FSDP1(Sharded):
             # Torch does it between devices only.
             _send_states(inner, options["param_init_fn"])
             options.update(sync_module_states=False, param_init_fn=None)
-        if not plugin.use_orig_params:
-            _stand_in(inner, ignored)
-        wrapped = FullyShardedDataParallel(inner, **options)
+        with contextlib.nullcontext() if plugin.use_orig_params else _standing_in(inner, ignored):
+            wrapped = FullyShardedDataParallel(inner, **options)
         if plugin.activation_checkpointing:
             _checkpoint_activations(wrapped, plugin)
         if plugin.use_orig_params:
@@ -231,24 +230,34 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
         take_from_first(tensor, tensor.device)
 
 
-def _stand_in(model: nn.Module, ignored: list[nn.Parameter]) -> None:
-    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty.
+@contextlib.contextmanager
+def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
+    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
 
     Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before, and the names that they
     are followed by, hold the old parameters.
     """
-    kept, made, replaced = {id(parameter) for parameter in ignored}, {}, []
+    kept = {id(parameter) for parameter in ignored}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
             if type(old) is not nn.Parameter or id(old) in kept:
                 continue
-            if id(old) not in made:
-                new = made[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
-                new.__dict__.update(old.__dict__)
-                replaced.append(old)
-            module._parameters[name] = made[id(old)]
-    for old in replaced:
+            if old not in made:
+                made[old] = nn.Parameter(old.detach(), old.requires_grad)
+                made[old].__dict__.update(old.__dict__)
+            module._parameters[name] = made[old]
+    for old in made:
         old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    try:
+        yield
+    except BaseException:
+        former = {new: old for old, new in made.items()}
+        for module in model.modules():  # what torch has flattened already is not there any more
+            for name, new in module._parameters.items():
+                if new in former:
+                    former[new].data, module._parameters[name] = new.data, former[new]
+        raise
 
 
 def _upcast(model: nn.Module, plugin: Any) -> None:

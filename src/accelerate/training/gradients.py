@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
@@ -103,7 +104,7 @@ class Accumulation:
             if backend.synchronises:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
-                    self.held.enter_context(no_sync(accelerator, model))
+                    self.held.enter_context(no_sync(accelerator, backend, model))
         window.inside = True  # last: after an error above nothing would take it back
 
     def __exit__(self, *exception: Any) -> None:
@@ -116,12 +117,12 @@ class Accumulation:
 
 
 @contextlib.contextmanager
-def no_sync(accelerator: Facade, model: nn.Module) -> Iterator[None]:
+def no_sync(accelerator: Facade, backend: Backend, model: nn.Module) -> Iterator[None]:
     """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
     window = accelerator._window
     before, window.apart = window.apart, window.apart or traits.of(accelerator.distributed_type).sharded
     try:
-        with resolve(accelerator.state).no_sync(accelerator, model):
+        with backend.no_sync(accelerator, model):
             yield
     finally:
         window.apart = before

@@ -285,6 +285,19 @@ def test_bf16_keeps_float32_weights_also_beside_frozen_ones(alone):
     optimizer.step()
 
 
+def test_a_wrap_that_fails_leaves_model_and_optimizer_as_they_were(alone, monkeypatch):
+    def refuse(self, *args, **options):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(FullyShardedDataParallel, "__init__", refuse)
+    model = net()
+    before, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        sharding(1, use_orig_params=False).prepare(model, optimizer)
+    assert all(now is then and now.numel() for now, then in zip(model.parameters(), before, strict=True))
+    assert all(held is then for held, then in zip(optimizer.param_groups[0]["params"], before, strict=True))
+
+
 def test_a_wrapped_model_stays_as_it_is(alone):
     own = FullyShardedDataParallel(net(1), device_id=torch.device("cpu"))
     assert sharding(1).prepare(own) is own

@@ -44,7 +44,7 @@ class Asker:
         """Ask for a line of text.
 
         Args:
-            question: ends with a question mark or a colon.
+            question: the question.
             parse: turns the text into the answer; raises `ValueError` with the reason if it cannot.
             default: the answer to an empty line.
             optional: an empty line without a default is an answer, None.
