@@ -100,6 +100,9 @@ def prepare_data_loader(
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")
+    skipped = 0
+    if type(dataloader) is SkipDataLoader:  # of a stream that nobody has sharded yet
+        dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches
     if isinstance(dataloader, PreparedLoader):
         warnings.warn(
             "dataloader is prepared already; it is returned as it is, not sharded a second time.", stacklevel=2
@@ -135,6 +138,7 @@ def prepare_data_loader(
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
+        "skip_batches": skipped,
         "use_stateful_dataloader": stateful,
         "_drop_last": made.drop_last,
         "_non_blocking": non_blocking,

@@ -509,8 +509,10 @@ class DataLoaderShard(PreparedLoader):
         return -1 if size is None or samples is None else (samples - self._progress.extra_samples) % size
 
 
-class SkipDataLoader(DataLoaderShard):
+class SkipDataLoader(PreparedLoader):
     """A loader without its first batches, for streams: they are read and dropped.
+
+    `prepare` shards it like the loader below it; each process leaves out so many batches of its own.
 
     Args:
         dataset: the dataset to load from.
@@ -528,11 +530,7 @@ class SkipDataLoader(DataLoaderShard):
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        options = {"skip_batches": skip_batches, "use_stateful_dataloader": use_stateful_dataloader}
-        super().__init__(dataset, **options, **kwargs)
+        super().__init__(dataset, skip_batches, use_stateful_dataloader, **kwargs)
 
-    def _begin_epoch(self) -> None:
-        """Leave the epoch to the program, whose own loader this is a copy of."""
-
-    def _remainder_ahead(self) -> int:
-        return -1
+    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+        return self._run(self._open(pending), None)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.backends.registry import resolve
 from accelerate.config.enums import FP8BackendType
-from accelerate.data.loader import PreparedLoader
+from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.modules.repoint import follow_any, followed
 from accelerate.modules.unwrap import (
     compile_regions,
@@ -463,7 +463,8 @@ def prepare_data_loader(
         return known
     if device_placement is None:
         device_placement = accelerator.device_placement and traits.of(accelerator.distributed_type).places_batches
-    if isinstance(data_loader, PreparedLoader):  # its Accelerator let go of it; nothing is sharded twice
+    if isinstance(data_loader, PreparedLoader) and type(data_loader) is not SkipDataLoader:
+        # Its Accelerator let go of it; nothing is sharded twice.
         return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
     device_mesh(accelerator)  # in a direct call, it may not be there yet

@@ -1,5 +1,6 @@
 """Ranks that save or load otherwise than all together: what each of them hears, and after how long."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -37,7 +38,7 @@ class Run:
 
     def meet(self, location="/run/first", kind="save_state"):
         """Begin a barrier."""
-        gathered = SaveBarrier(kind, location, Group(self.rank, self.size, 0, 1, False, True), default_store())
+        gathered = SaveBarrier(kind, location, Group(self.rank, self.size, 0, False, True), default_store())
         gathered.begin()
         return gathered
 
@@ -76,12 +77,15 @@ class Flag(logging.Handler):
         return self.path.exists()
 
 
-def reporting(folder, after_s=5.0):
-    """Let waiting ranks report earlier, and return the flag that they raise."""
+@contextlib.contextmanager
+def reporting(after_s=5.0):
+    """Let waiting ranks report earlier, and give the flag that they raise."""
     barrier.REPORT_AFTER_S = after_s
-    flag = Flag(folder)
-    barrier.logger.addHandler(flag)
-    return flag
+    with shared_folder() as folder:
+        flag = Flag(folder)
+        barrier.logger.addHandler(flag)
+        yield flag
+        barrier.logger.removeHandler(flag)
 
 
 def saves_on_main():
@@ -129,8 +133,7 @@ def saves_and_loads():
 def waits_for_slow_main():
     """The main process evaluates, and saves when it is done."""
     run = Run()
-    with shared_folder() as folder:
-        flag = reporting(folder)
+    with reporting() as flag:
         if run.rank == 0:
             rows = 0
             while not flag.is_up():
@@ -145,8 +148,7 @@ def waits_for_slow_main():
 def waits_for_another_program():
     """The main process stands still, but waits for no rank."""
     run = Run()
-    with shared_folder() as folder:
-        flag = reporting(folder)
+    with reporting() as flag:
         if run.rank == 0:
             program = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
             subprocess.run([sys.executable, "-c", program, str(flag.path)], check=True)
@@ -158,8 +160,7 @@ def waits_for_two_that_wait_for_each_other():
     run = Run()
     pair = dist.new_group([1, 2])
     value = torch.ones(1, device=run.accelerator.device)
-    with shared_folder() as folder:
-        flag = reporting(folder)
+    with reporting() as flag:
         if run.rank == 2:
             while not flag.is_up():
                 sum(range(1000))

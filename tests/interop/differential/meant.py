@@ -305,6 +305,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "A configuration file is checked": [
         ("LaunchError", None, "configs.loaded(content='*')*", "configs.updated(content='*",
          "launches.validated(config='*"),
+        ("ValueError", "", "configs.loaded(content='kind None'*", "configs.loaded(content='kind 0'*"),
         ("<no such case>", "", "configs.updated(content='precision what'*",
          "launches.validated(config='precision what'*"),
     ],
@@ -346,6 +347,8 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         (None, None, "samplers.batch_sampler_ranks(*", "checkpoints.naming(*limit=0,*"),
         ("ValueError", "", "loops.skipped_odd(skip=-1,*",
          "accelerator.arguments(given=? gradient_accumulation_steps)*"),
+        ("SystemExit", "", "launching.options(given='num_processes=-1')*",
+         "preparing.variables_of_options(given='num_processes=-1')*"),
     ],
     "A batch sampler whose batches contradict": [(None, None, "samplers.batch_sampler_kinds(*")],
     "What fails by accident works": [
