@@ -24,16 +24,8 @@ def front(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that re-exports names.
 
-    Args:
-        package: The package's name.
-        homes: For each home module the names that it gives, separated by spaces.
-        submodules: Submodules that are attributes of the package without being imported first.
-        eager: Names that the package defines itself.
-
-    Example:
-        >>> getter, _, names = front("accelerate", {"math": "pi e"}, [])
-        >>> names, getter("pi") > 3
-        (['pi', 'e'], True)
+    `homes` has for each module the names that it gives, separated by spaces; `submodules` are attributes without an import;
+    `eager` are names that the package defines itself.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
     modules = frozenset(submodules)

@@ -92,12 +92,7 @@ class ProcessView:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Stop until every process has come here. Every rank must call it; alone, it returns at once.
-
-        Example:
-            >>> from accelerate import PartialState
-            >>> PartialState().wait_for_everyone()
-        """
+        """Stop until every process has come here. Every rank must call it; alone, it returns at once."""
         comm.for_type(self.distributed_type).barrier()
 
     @contextmanager
@@ -109,9 +104,6 @@ class ProcessView:
                 values of one length. Everything else, such as a string, goes to every process whole.
             apply_padding: repeat the last element until every piece is as long as the longest, so that results can be
                 gathered; drop the surplus afterwards.
-
-        Yields:
-            The piece of this process.
 
         Raises:
             ValueError: the values of a dictionary differ in length.
@@ -136,13 +128,7 @@ class ProcessView:
                 self.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Run a `with` block on the main process, then on all others. Every rank must enter it.
-
-        Example:
-            >>> from accelerate import PartialState
-            >>> with PartialState().main_process_first():
-            ...     pass  # the main process fills a cache that the others read
-        """
+        """Run a `with` block on the main process, then on all others. Every rank must enter it."""
         return self._goes_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
@@ -155,16 +141,7 @@ class ProcessView:
             builtins.print(*args, **kwargs)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function to run on the main process only; elsewhere it returns None.
-
-        Example:
-            >>> from accelerate import PartialState
-            >>> @PartialState().on_main_process
-            ... def report(text):
-            ...     print(text)
-            >>> report("once")
-            once
-        """
+        """Decorate a function to run on the main process only; elsewhere it returns None."""
         return _only_on(self, function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -178,31 +155,20 @@ class ProcessView:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one process only; elsewhere it returns None. Alone, a process runs it always.
-
-        Args:
-            function: the function; None returns a decorator.
-            process_index: which process.
-        """
+        """Decorate a function to run on one process only (alone, always); elsewhere it returns None."""
         return _only_on(self, function, self.process_index == process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one process of each machine only; elsewhere it returns None.
-
-        Args:
-            function: the function; None returns a decorator.
-            local_process_index: which process of a machine.
-        """
+        """Decorate a function to run on one process of each machine only; elsewhere it returns None."""
         return _only_on(self, function, self.local_process_index == local_process_index)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave a process group. Every rank of it must call this.
+        """Leave a process group, by default all of them. Every rank of it must call this.
 
-        Args:
-            group: which one; None means all of them. Ranks can still be asked for afterwards; the next `Accelerator()`, or
-                a `PartialState` with arguments or after a reset, starts afresh.
+        Ranks can still be asked for afterwards; the next `Accelerator()`, or a `PartialState` with arguments or after a reset, starts
+        afresh.
         """
         if dist.is_available() and dist.is_initialized():
             if group is None:
@@ -304,16 +270,7 @@ class PartialState(ProcessView):
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, DistributedType]:
-        """Decide how this process talks to the others; downstream libraries replace this method.
-
-        Args:
-            cpu: use the processor.
-            sagemaker_dp: use SageMaker's data parallelism.
-            backend: the `torch.distributed` backend to use; None chooses by device.
-
-        Returns:
-            The backend (None for a process that is alone) and how the processes cooperate.
-        """
+        """Return the backend (None alone) and how processes cooperate; downstream libraries replace this method."""
         if sagemaker_dp:
             importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
             return "smddp", DistributedType.MULTI_GPU
@@ -408,12 +365,7 @@ def _live_backends() -> dict[str, str]:
 
 
 def device_for(cpu: bool, backend: str | None) -> Device:
-    """Return the kind of device that several processes use.
-
-    Args:
-        cpu: use the processor.
-        backend: what was asked for; a live process group decides by itself.
-    """
+    """Return the kind of device that several processes use; a live process group decides by itself."""
     hardware = detect(cpu)
     if dist.is_available() and dist.is_initialized():
         live = _live_backends()

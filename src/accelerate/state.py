@@ -244,8 +244,7 @@ class AcceleratorState(ProcessView):
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Let the next instance be built anew; existing instances keep what they know.
 
-        Args:
-            reset_partial_state: do the same for `PartialState`. Needed for another device, backend or process count.
+        `reset_partial_state` does the same for `PartialState`: needed for another device, backend or process count.
         """
         storage.accelerator.renew()
         if os.environ.get(flag := BY_NAME["use_fsdp"].env) == _MIRRORED:
@@ -342,11 +341,7 @@ _MIRRORED = "tRUE"
 
 
 def asked_for(plugin: str) -> bool:
-    """Say whether the environment asks for an engine, as the launcher and TrainingArguments do. Any rank, alone.
-
-    Args:
-        plugin: `deepspeed_plugins`, `fsdp_plugin` or `megatron_lm_plugin`.
-    """
+    """Say whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do. Any rank."""
     switch = f"use_{_ENGINES[plugin]}"
     return os.environ.get(BY_NAME[switch].env) != _MIRRORED and env.value_of(switch)
 

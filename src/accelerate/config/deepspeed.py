@@ -42,11 +42,7 @@ _TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
 
 
 def read_deepspeed_config(source: Any) -> dict[str, Any]:
-    """Return the configuration in a dictionary (as a deep copy), a JSON file, or a base64 string of JSON.
-
-    Raises:
-        ValueError: `source` is none of these.
-    """
+    """Return the configuration in a dictionary (a deep copy), a JSON file or base64 of JSON; else a ValueError."""
     if isinstance(source, dict):
         return copy.deepcopy(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and os.path.exists(source)):
@@ -95,11 +91,7 @@ class HfDeepSpeedConfig:
         self._offload = self._stage in (2, 3) and ("cpu" in devices or "nvme" in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the dictionary that would hold a key, and the last part of the key.
-
-        Returns:
-            The dictionary (None when the path to it does not exist) and the last part of the path.
-        """
+        """Return the dictionary that would hold a key (None where there is none), and the last part of the key."""
         *path, key = ds_key_long.split(".")
         node: Any = self.config
         for part in path:
@@ -112,11 +104,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(key, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete a key and everything below it.
-
-        Raises:
-            ValueError: there is no such key, and `must_exist` is set.
-        """
+        """Delete a key and everything below it; with `must_exist`, a missing one is a ValueError."""
         node, key = self.find_config_node(ds_key_long)
         if node is not None and key in node:
             del node[key]

@@ -12,22 +12,10 @@ PUBLIC_PATH = "accelerate.utils.dataclasses"
 
 
 def at_public_path(cls: T) -> T:
-    """Give a class the module path that users import it from.
+    """Give a class the module path that users import it from; the outermost decorator.
 
     Pickles store that path (`training_args.bin` of transformers holds a `DistributedType`), so it must stay valid wherever
     the class lives, and in any other implementation of this interface.
-
-    Args:
-        cls: the class; it is changed in place.
-
-    Returns:
-        The same class, so that this works as a decorator (the outermost one).
-
-    Example:
-        >>> @at_public_path
-        ... class Settings: ...
-        >>> Settings.__module__
-        'accelerate.utils.dataclasses'
     """
     cls.__module__ = PUBLIC_PATH
     return cls

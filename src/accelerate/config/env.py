@@ -34,11 +34,7 @@ def without_variables() -> Iterator[None]:
 
 
 def value_of(name: str) -> Any:
-    """Return what the environment of this process says about an option, else the default of the table.
-
-    Raises:
-        ValueError: the variable does not hold a value of the option; the message names it.
-    """
+    """Return what the process's environment says about an option, else the table's default; errors name it."""
     option = BY_NAME[name]
     value = option.read(os.environ)
     return option.default if value is None else value
@@ -47,21 +43,8 @@ def value_of(name: str) -> Any:
 def setting(argument: Any, name: str, default: Any = None, field: str | None = None) -> Any:
     """Return an argument, else what the environment says about an option, else a default.
 
-    Numbers and truth values are read from text. Words are not compared with the option's choices: a program may use more of them
-    than the launcher offers.
-
-    Args:
-        argument: what the caller of a plugin gave; None means that nothing was given.
-        name: the option.
-        default: the value where nothing is said.
-        field: what errors call the argument; the name of the option by default.
-
-    Raises:
-        ValueError: the argument or the variable is no number or truth value.
-
-    Example:
-        >>> setting("2", "zero_stage"), setting(None, "zero_stage", 1)
-        (2, 1)
+    Numbers and truth values are read from text, with a ValueError that calls the argument `field`. Words are not compared with the
+    option's choices: a program may use more of them than the launcher offers.
     """
     option = BY_NAME[name]
     source = field or name
@@ -80,15 +63,7 @@ def setting(argument: Any, name: str, default: Any = None, field: str | None = N
 
 
 def fill(plugin: Any, rows: Mapping[str, tuple[str, Any]]) -> None:
-    """Give a plugin's fields that are None what the environment says, else a default; arguments stay as they are.
-
-    Args:
-        plugin: the object.
-        rows: field to (option, default).
-
-    Raises:
-        ValueError: as in `setting`.
-    """
+    """Give a plugin's fields that are None what `setting` finds; `rows` is field to (option, default)."""
     for field, (name, default) in rows.items():
         if getattr(plugin, field) is None:
             setattr(plugin, field, setting(None, name, default))

@@ -44,8 +44,7 @@ def get_module_class_from_name(module: "nn.Module", name: str) -> "type[nn.Modul
 def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") -> "set[type[nn.Module]]":
     """Return the classes that the plugin names, or those of the model's `_no_split_modules` that it contains.
 
-    Raises:
-        ValueError: a class in `transformer_cls_names_to_wrap` does not occur in the model.
+    A named class that does not occur in the model is a ValueError.
     """
     names = plugin.transformer_cls_names_to_wrap
     declared = getattr(model, "_no_split_modules", None) or ()
@@ -389,11 +388,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = policy(**dtypes)
 
     def validate_mixed_precision_policy(self) -> None:
-        """Check that the policy is of the class that this version of FSDP takes.
-
-        Raises:
-            ValueError: it belongs to the other version, or is no policy.
-        """
+        """Raise a ValueError unless the policy is of the class that this version of FSDP takes."""
         from torch.distributed import fsdp
 
         expected = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
@@ -412,11 +407,7 @@ class FullyShardedDataParallelPlugin:
             self.cpu_offload = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """Check that `cpu_offload` is of the class that this version of FSDP takes.
-
-        Raises:
-            ValueError: it belongs to the other version, or is no offload policy.
-        """
+        """Raise a ValueError unless `cpu_offload` is of the class that this version of FSDP takes."""
         from torch.distributed import fsdp
 
         self._expect("cpu_offload", fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy)

@@ -111,23 +111,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return hook, wrapper
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _COMMUNICATION) -> dict[str, Any]:
-        """Return the attributes that torch's constructor takes, deep-copied.
-
-        Args:
-            ignore_keys: the attributes to leave out.
-        """
+        """Return the attributes that torch's constructor takes, deep-copied: all but `ignore_keys`."""
         return {name: copy.deepcopy(value) for name, value in self.__dict__.items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Register the chosen compression on a wrapped model; "no" leaves the model alone.
+        """Register the chosen compression on a DistributedDataParallel; "no" leaves the model alone.
 
-        Every rank must call this once, before the first backward pass.
-
-        Args:
-            model: a `torch.nn.parallel.DistributedDataParallel`.
-
-        Raises:
-            ValueError: `comm_hook` or `comm_wrapper` was set to something unknown.
+        Every rank must call this once, before the first backward pass. Fields that were set to something unknown are a ValueError.
         """
         chosen, wrapper = self._communication()
         if chosen is DDPCommunicationHookType.NO:
@@ -250,14 +240,7 @@ class ProfileKwargs(KwargsHandler):
         return [known[name] for name in self.activities]
 
     def build(self) -> Any:
-        """Build the profiler.
-
-        Returns:
-            A `torch.profiler.profile`, not yet started.
-
-        Raises:
-            ValueError: an activity is unknown or this machine cannot record it.
-        """
+        """Return a `torch.profiler.profile`, not yet started; a ValueError names an activity that is unknown here."""
         import torch
 
         options = {name: value for name, value in vars(self).items() if name in _OF_PROFILER}

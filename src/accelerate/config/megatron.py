@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-Parser = Callable[["MegatronLMPlugin", Any, Mapping[str, Any] | None], None]
+Batch = Mapping[str, Any] | None
+Parser = Callable[["MegatronLMPlugin", Any, Batch], None]
 
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
 
@@ -44,11 +45,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 
 
 def find_parser(model_type: str) -> Parser:
-    """Return the parser for a model type: its own, else the one with the longest name that it contains.
-
-    Raises:
-        ValueError: there is none; the message lists the types that have one.
-    """
+    """Return the parser of a model type, else that of the longest name in it; a ValueError lists the known ones."""
     wanted = model_type.lower()
     fitting = [name for name in MODEL_CONFIGS_TO_MEGATRON_PARSERS if name in wanted]
     if not fitting:
@@ -67,139 +64,87 @@ _NAMES_OF_T5 = ("num_layers", "d_model", "num_heads", "n_positions")
 
 
 def _set(
-    plugin: "MegatronLMPlugin",
-    config: Any,
-    model_type_name: str,
-    names: Sequence[str] = _USUAL_NAMES,
-    **particular: Any,
+    plugin: "MegatronLMPlugin", model: Any, type_name: str, names: Sequence[str] = _USUAL_NAMES, **particular: Any
 ) -> None:
     """Write the arguments that every type of model has, and those that are particular to one."""
     plugin.megatron_lm_default_args.update(
-        {size: getattr(config, name) for size, name in zip(_SIZES, names, strict=True)},
-        orig_vocab_size=config.vocab_size,
-        model_return_dict=config.return_dict,
-        model_type_name=model_type_name,
+        {size: getattr(model.config, name) for size, name in zip(_SIZES, names, strict=True)},
+        orig_vocab_size=model.config.vocab_size,
+        model_return_dict=model.config.return_dict,
+        model_type_name=type_name,
         pretraining_flag=True,
     )
     plugin.megatron_lm_default_args.update(particular)
 
 
-def _columns(batch_data: Mapping[str, Any] | None, key: str = "input_ids") -> int | None:
+def _columns(batch_data: Batch, key: str = "input_ids") -> int | None:
     """Return the length of the sequences in a batch's (batch, sequence) tensor."""
     return None if batch_data is None else batch_data[key].shape[1]
 
 
-def _set_length(plugin: "MegatronLMPlugin", *lengths: int | None) -> int:
-    """Resolve `plugin.seq_length`: the first of some lengths that is known."""
+def _length(plugin: "MegatronLMPlugin", batch_data: Batch, limit: int, *given: int | None) -> int:
+    """Resolve `plugin.seq_length`: what is given, else the length in a batch, else the limit of the model."""
+    lengths = (*given, _columns(batch_data), limit)
     plugin.seq_length = next(length for length in lengths if length is not None)
     return plugin.seq_length
 
 
-def _long_context(plugin: "MegatronLMPlugin", config: Any, batch_data: Mapping[str, Any] | None) -> dict[str, Any]:
+def _long_context(plugin: "MegatronLMPlugin", config: Any, batch_data: Batch) -> dict[str, Any]:
     """Return what decoders need whose position limit is far above what they train on."""
     given = (plugin.seq_length, plugin.decoder_seq_length, getattr(config, "max_sequence_length", None))
-    length = _set_length(plugin, *given, _columns(batch_data), config.max_position_embeddings)
+    length = _length(plugin, batch_data, config.max_position_embeddings, *given)
     return {"seq_length": length, "return_logits": plugin.return_logits}
 
 
 @add_model_config_to_megatron_parser("megatron-bert")
-def parse_bert_config(
-    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
-) -> None:
-    """Read the sizes of a BERT. A class whose name contains MaskedLM is pretrained, any other is fine-tuned.
-
-    Args:
-        megatron_lm_plugin: receives the arguments.
-        model: the transformers model.
-        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
-    """
-    plugin, config = megatron_lm_plugin, model.config
-    given = (plugin.encoder_seq_length, plugin.seq_length)
+def parse_bert_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
+    """Read the sizes of a BERT. A class whose name contains MaskedLM is pretrained, any other is fine-tuned."""
+    plugin, limit = megatron_lm_plugin, model.config.max_position_embeddings
     _set(
         plugin,
-        config,
+        model,
         "bert",
-        seq_length=_set_length(plugin, *given, _columns(batch_data), config.max_position_embeddings),
+        seq_length=_length(plugin, batch_data, limit, plugin.encoder_seq_length, plugin.seq_length),
         pretraining_flag="maskedlm" in type(model).__name__.lower(),
-        num_labels=config.num_labels,
+        num_labels=model.config.num_labels,
     )
 
 
 @add_model_config_to_megatron_parser("gpt2")
-def parse_gpt2_config(
-    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
-) -> None:
-    """Read the sizes of a GPT-2.
-
-    Args:
-        megatron_lm_plugin: receives the arguments.
-        model: the transformers model.
-        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
-    """
-    plugin, config = megatron_lm_plugin, model.config
-    given = (plugin.decoder_seq_length, plugin.seq_length)
-    _set(
-        plugin,
-        config,
-        "gpt",
-        _NAMES_OF_GPT2,
-        seq_length=_set_length(plugin, *given, _columns(batch_data), config.n_positions),
-        return_logits=plugin.return_logits,
-        tokenizer_type="GPT2BPETokenizer",
-    )
+def parse_gpt2_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
+    """Read the sizes of a GPT-2."""
+    plugin, limit = megatron_lm_plugin, model.config.n_positions
+    length = _length(plugin, batch_data, limit, plugin.decoder_seq_length, plugin.seq_length)
+    particular = {"return_logits": plugin.return_logits, "tokenizer_type": "GPT2BPETokenizer"}
+    _set(plugin, model, "gpt", _NAMES_OF_GPT2, seq_length=length, **particular)
 
 
 @add_model_config_to_megatron_parser("t5")
-def parse_t5_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None) -> None:
-    """Read the sizes of a T5.
-
-    Args:
-        megatron_lm_plugin: receives the arguments.
-        model: the transformers model.
-        batch_data: a batch with `input_ids` and `labels` of shape (batch, sequence), or None.
-    """
-    plugin, config = megatron_lm_plugin, model.config
+def parse_t5_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
+    """Read the sizes of a T5, whose lengths are those of `input_ids` and `labels`."""
+    plugin, limit = megatron_lm_plugin, model.config.n_positions
     for name, key in (("encoder_seq_length", "input_ids"), ("decoder_seq_length", "labels")):
         if getattr(plugin, name) is None:
-            setattr(plugin, name, config.n_positions if batch_data is None else _columns(batch_data, key))
+            setattr(plugin, name, limit if batch_data is None else _columns(batch_data, key))
     lengths = {"encoder_seq_length": plugin.encoder_seq_length, "decoder_seq_length": plugin.decoder_seq_length}
-    _set(plugin, config, "t5", _NAMES_OF_T5, **lengths)
+    _set(plugin, model, "t5", _NAMES_OF_T5, **lengths)
 
 
 @add_model_config_to_megatron_parser("llama")
-def parse_llama_config(
-    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
-) -> None:
-    """Read the sizes of a Llama.
-
-    Args:
-        megatron_lm_plugin: receives the arguments.
-        model: the transformers model.
-        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
-    """
-    plugin, config = megatron_lm_plugin, model.config
-    length = _long_context(plugin, config, batch_data)
-    _set(plugin, config, "gpt", tokenizer_type="Llama2Tokenizer", **length)
+def parse_llama_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
+    """Read the sizes of a Llama."""
+    particular = _long_context(megatron_lm_plugin, model.config, batch_data)
+    _set(megatron_lm_plugin, model, "gpt", tokenizer_type="Llama2Tokenizer", **particular)
 
 
 @add_model_config_to_megatron_parser("glm4_moe")
-def parse_glm4_moe_config(
-    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
-) -> None:
-    """Read the sizes of a GLM-4.5 mixture of experts.
-
-    Args:
-        megatron_lm_plugin: receives the arguments.
-        model: the transformers model.
-        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
-
-    Source: https://arxiv.org/abs/2508.06471
-    """
-    plugin, config = megatron_lm_plugin, model.config
+def parse_glm4_moe_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
+    """Read the sizes of a GLM-4.5 mixture of experts. Source: https://arxiv.org/abs/2508.06471"""
+    config = model.config
     head_size = config.hidden_size // config.num_attention_heads
     _set(
-        plugin,
-        config,
+        megatron_lm_plugin,
+        model,
         "gpt",
         tokenizer_type="HuggingFaceTokenizer",
         original_model_type=config.model_type,
@@ -220,7 +165,7 @@ def parse_glm4_moe_config(
         rotary_base=config.rope_theta,
         rotary_percent=getattr(config, "partial_rotary_factor", 0.5),
         untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", False),
-        **_long_context(plugin, config, batch_data),
+        **_long_context(megatron_lm_plugin, config, batch_data),
         **_glm4_experts(config),
         **{name: getattr(config, name) for name in _GLM4_OPTIONAL if hasattr(config, name)},
     )
@@ -418,7 +363,7 @@ class MegatronLMPlugin:
             self.recompute_method = "uniform" if self.recompute_method is None else self.recompute_method
             self.recompute_num_layers = 1 if self.recompute_num_layers is None else self.recompute_num_layers
 
-    def set_network_size_args(self, model: "nn.Module", batch_data: Mapping[str, Any] | None = None) -> None:
+    def set_network_size_args(self, model: "nn.Module", batch_data: Batch = None) -> None:
         """Read the network's sizes from the model's configuration.
 
         Args:
@@ -432,23 +377,14 @@ class MegatronLMPlugin:
         find_parser(model.config.model_type)(self, model, batch_data)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Switch on half precision.
-
-        Args:
-            mixed_precision: fp16 or bf16; anything else changes nothing.
-        """
+        """Switch on fp16 or bf16; anything else changes nothing."""
         if mixed_precision in ("fp16", "bf16"):
             self.megatron_lm_default_args[mixed_precision] = True
         if mixed_precision == "bf16":  # gradients are reduced in float32, which torch's wrapper does not do
             self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Set the batch sizes.
-
-        Args:
-            micro_batch_size: samples that a rank works on at a time.
-            dp_degree: data-parallel ranks.
-        """
+        """Set the batch sizes: samples that a rank works on at a time, times data-parallel ranks."""
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
@@ -456,14 +392,7 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[name] = getattr(self, name)
 
     def set_optimizer_type(self, optimizer: "Optimizer") -> None:
-        """Take over a torch optimizer's kind and options; Megatron-LM then builds its own.
-
-        Args:
-            optimizer: some Adam or SGD.
-
-        Raises:
-            ValueError: another kind.
-        """
+        """Take over the kind and options of a torch Adam or SGD, for Megatron-LM's own one; else a ValueError."""
         name = type(optimizer).__name__
         options = getattr(optimizer, "defaults", {})
         arguments = self.megatron_lm_default_args
@@ -507,11 +436,7 @@ class MegatronLMPlugin:
         return steps // self.megatron_lm_default_args["data_parallel_size"]
 
     def set_tensorboard_logging_options(self) -> None:
-        """Switch on everything that Megatron-LM can write to TensorBoard.
-
-        Raises:
-            ImportError: Megatron-LM is not installed.
-        """
+        """Switch on everything that Megatron-LM can write to TensorBoard; an ImportError where it is not installed."""
         if not is_megatron_lm_available():
             raise ImportError("set_all_logging_options needs Megatron-LM; install it, or use other_megatron_args.")
         from megatron.training.arguments import _add_logging_args

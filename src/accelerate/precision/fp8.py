@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerate.config.enums import FP8BackendType
-from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.low_bit import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.modules.repoint import followed
 from accelerate.precision.base import warn_user
 from accelerate.runtime import storage, traits

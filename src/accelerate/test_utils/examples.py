@@ -8,14 +8,7 @@ _PARSED = ("main", "training_function")
 
 
 def get_function_contents_by_name(lines: Sequence[str], name: str) -> list[str]:
-    """Return the lines of a function of an example script.
-
-    Args:
-        lines: the script.
-        name: "main" or "training_function".
-
-    Returns:
-        From the line that defines it to the next one at the left margin.
+    """Return the lines of "main" or "training_function" of an example script, up to the next one at the left margin.
 
     Raises:
         ValueError: another name was given.
@@ -34,11 +27,7 @@ def get_function_contents_by_name(lines: Sequence[str], name: str) -> list[str]:
 
 
 def clean_lines(lines: Sequence[str]) -> list[str]:
-    """Return lines without comments and empty ones.
-
-    Args:
-        lines: the lines.
-    """
+    """Return lines without comments and empty ones."""
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 

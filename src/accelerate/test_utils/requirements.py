@@ -40,16 +40,7 @@ def run_first(test_case: T) -> T:
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Skip a test where torch is older than a version.
-
-    Args:
-        test_case: the test; None returns a decorator.
-        version: the version.
-
-    Example:
-        >>> @require_torch_min_version(version="2.6.0")
-        ... def test_something(): ...
-    """
+    """Skip a test where torch is older than a version; without a test, return a decorator."""
     if test_case is None:
         return functools.partial(require_torch_min_version, version=version)
     return unittest.skipUnless(is_torch_version(">=", version), f"The test needs torch {version} or newer")(test_case)
@@ -87,12 +78,7 @@ def _has_huggingface_suite() -> bool:
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return what tests run on: the device, how many there are, and a function that says how much memory is in use.
-
-    Returns:
-        The name of the device, its count (1 for the CPU), and a function that returns bytes (always 0 where nobody counts
-        them).
-    """
+    """Return what tests run on: the device, how many (1 for the CPU), and a function for the bytes in use, or 0."""
     device = "xla" if imports.is_torch_xla_available() else probe.detect().type
     if device in ("cpu", "xla"):
         return device, 1, lambda: 0

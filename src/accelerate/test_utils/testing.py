@@ -32,13 +32,7 @@ class SubprocessCallException(Exception):
 
 @dataclass
 class RunOutput:
-    """What a command left behind.
-
-    Attributes:
-        returncode: its exit status.
-        stdout: the lines of its output.
-        stderr: the lines of its errors.
-    """
+    """What a command left behind: its exit status, and the lines of its output and of its errors."""
 
     returncode: int
     stdout: list[str] = field(default_factory=list)
@@ -70,27 +64,14 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(
 
 
 def path_in_accelerate_package(*components: str) -> pathlib.Path:
-    """Return a path inside the installed package.
-
-    Args:
-        components: the parts of the path below the package.
-
-    Example:
-        >>> path_in_accelerate_package("test_utils", "scripts", "test_script.py").name
-        'test_script.py'
-    """
+    """Return a path inside the installed package."""
     return pathlib.Path(__file__).resolve().parents[1].joinpath(*components)
 
 
 def run_command(
     command: Sequence[str], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Run a command and wait for it.
-
-    Args:
-        command: program and arguments.
-        return_stdout: return its output.
-        env: all variables; those of this process by default.
+    """Run a command and wait for it; `env` are all variables, by default those of this process.
 
     Returns:
         The output as text if it was asked for.
@@ -117,18 +98,12 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> RunOutput:
-    """Run a command and show its lines when it has ended.
+    """Run a command and show its lines when it has ended; `env` are all variables, by default those of this process.
 
     Args:
-        cmd: program and arguments.
-        env: all variables; those of this process by default.
-        stdin: what the command reads.
         timeout: after how many seconds it is stopped.
         quiet: do not show its lines.
         echo: show the command itself.
-
-    Returns:
-        Its exit status and its lines.
 
     Raises:
         RuntimeError: the command failed or was stopped; the message holds its errors.
@@ -164,15 +139,7 @@ def execute_subprocess_async(
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> Any:
-    """Return the truth value of a variable, or the default as it is.
-
-    Args:
-        key: the name of the variable.
-        default: what to return when it is not set, or empty.
-
-    Raises:
-        ValueError: its value is no truth value.
-    """
+    """Return the truth value of a variable, or the default as it is; what is no truth value is a ValueError."""
     return flag_of(key) if os.environ.get(key, "").strip() else default
 
 
@@ -189,19 +156,7 @@ def get_torch_dist_unique_port() -> int:
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Expect an exception from a block.
-
-    Args:
-        exception_class: its type; a subclass will do.
-        msg: what its text must contain.
-
-    Raises:
-        AssertionError: there was none, or another one.
-
-    Example:
-        >>> with assert_exception(ValueError, "invalid literal"):
-        ...     int("x")
-    """
+    """Expect an exception of a type, with `msg` in its text, from a block; else raise an AssertionError."""
     try:
         yield
     except Exception as error:
@@ -216,13 +171,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Call a function and return what it printed.
-
-    Args:
-        func: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-    """
+    """Call a function and return what it printed."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         func(*args, **kwargs)
@@ -243,11 +192,7 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class TempDirTestCase(unittest.TestCase):
-    """A test case with a directory of its own, `self.tmpdir`.
-
-    Attributes:
-        clear_on_setup: empty the directory before each test.
-    """
+    """A test case with a directory of its own, `self.tmpdir`, emptied before each test if `clear_on_setup` is set."""
 
     clear_on_setup: bool = True
     tmpdir: ClassVar[pathlib.Path]
@@ -279,11 +224,7 @@ class MockingTestCase(unittest.TestCase):
     """A test case that replaces things for the length of a test."""
 
     def add_mocks(self, mocks: mock.Mock | list[Any]) -> None:
-        """Start patches, and stop them when the test ends.
-
-        Args:
-            mocks: a patch of `unittest.mock`, or several.
-        """
+        """Start one or several patches of `unittest.mock`, and stop them when the test ends."""
         self.mocks = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
         for patch in self.mocks:
             patch.start()
@@ -291,10 +232,6 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is the same on all ranks. Every rank calls it.
-
-    Args:
-        tensor: the tensor of this rank, of the same shape everywhere.
-    """
+    """Tell whether a tensor, of the same shape everywhere, is the same on all ranks. Every rank calls it."""
     mine = tensor[None].clone().to(PartialState().device)
     return all(torch.equal(theirs, mine[0]) for theirs in gather(mine))

@@ -52,14 +52,7 @@ class RegressionModel(nn.Module):
         self.first_batch = True
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the heights of the line.
-
-        Args:
-            x: positions, of any shape.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return the heights of the line at positions `x`, of any shape."""
         if x is None:
             raise ValueError("x is None; pass a tensor of positions.")
         if self.first_batch:
@@ -114,15 +107,10 @@ def _loaders(accelerator: Any, batch_size: int, labels: bool) -> tuple[DataLoade
 
 
 def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[DataLoader, DataLoader]:
-    """Return small loaders for a classifier of sentences, without any download.
+    """Return small loaders (training, evaluation) for a classifier of sentences, without any download.
 
-    Args:
-        accelerator: its precision decides what lengths are padded to.
-        batch_size: rows in a batch of the training loader.
-
-    Returns:
-        The loaders for training and evaluation; batches are mappings of "input_ids", "attention_mask" (both batch x length,
-        int64) and "labels" (batch, int64).
+    Batches are mappings of "input_ids", "attention_mask" (both batch x length, int64) and "labels" (batch, int64); the precision of
+    the Accelerator decides what lengths are padded to.
     """
     return _loaders(accelerator, batch_size, labels=True)
 
@@ -130,8 +118,5 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[DataLoad
 def mocked_dataloaders_for_autoregressive_models(
     accelerator: Any, batch_size: int = 16
 ) -> tuple[DataLoader, DataLoader]:
-    """Return small loaders for a language model, without any download.
-
-    Args and Returns: as `mocked_dataloaders`, with "labels" equal to "input_ids".
-    """
+    """Return small loaders for a language model: as `mocked_dataloaders`, with "labels" equal to "input_ids"."""
     return _loaders(accelerator, batch_size, labels=False)

@@ -34,20 +34,13 @@ class AimTracker(LibraryTracker):
         self.writer.name = self.run_name
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration with the run.
-
-        Args:
-            values: Names and values.
-        """
+        """Store the configuration with the run."""
         self.writer["hparams"] = values
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log values.
+        """Log numbers or Aim's own objects; what Aim refuses is left out, and warned about once.
 
-        Args:
-            values: Names and values: numbers, or Aim's own objects. What Aim refuses is left out, and warned about once.
-            step: The step they belong to.
-            **kwargs: Passed to the run's ``track``, such as ``context``.
+        ``kwargs`` go to the run's ``track``, such as ``context``.
         """
         for name, value in values.items():
             try:
@@ -56,12 +49,9 @@ class AimTracker(LibraryTracker):
                 mention("Aim", name, value)
 
     def log_images(self, values: dict, step: int | None = None, kwargs: dict[str, dict] | None = None) -> None:
-        """Log images.
+        """Log images: arrays, PIL images, or pairs of an image and its caption.
 
-        Args:
-            values: Names and images: arrays, PIL images, or pairs of an image and its caption.
-            step: The step they belong to.
-            kwargs: Under ``"aim_image"`` what is passed to ``aim.Image``, under ``"track"`` what is passed to ``track``.
+        ``kwargs`` has under ``"aim_image"`` what is passed to ``aim.Image``, and under ``"track"`` what is passed to ``track``.
         """
         from aim import Image
 

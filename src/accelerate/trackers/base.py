@@ -1,6 +1,7 @@
 """The contract of a tracker, the base of the built-in ones, and numbers as their libraries take them."""
 
 import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -20,13 +21,7 @@ _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Make a tracker's method do nothing on other ranks than the main one, when the tracker wants that.
-
-    A decorator for methods of trackers whose ``main_process_only`` is True; with False they run on every rank.
-
-    Args:
-        function: The method.
-    """
+    """Make a method of a tracker whose ``main_process_only`` is True do nothing on other ranks than the main one."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -89,20 +84,10 @@ class GeneralTracker:
         """Start the run. Here, rather than in the constructor, the library is imported and asked for a run."""
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration of the run.
-
-        Args:
-            values: Names and values, such as hyperparameters. It must not be changed.
-        """
+        """Store the configuration of the run, names and values such as hyperparameters, which must not be changed."""
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log values.
-
-        Args:
-            values: Names and values.
-            step: The step they belong to.
-            **kwargs: For the library.
-        """
+        """Log names and values, with the step they belong to; ``kwargs`` are for the library."""
 
     def finish(self) -> None:
         """End the run, after everything logged is written."""
@@ -122,14 +107,12 @@ class LibraryTracker(GeneralTracker):
 
     Attributes:
         handle: The name of the attribute that holds the library's object; it is None until the tracker has started.
-
-    Args:
-        run_name: Name of the run, or of its project.
-        **kwargs: For the library, when the run starts.
+        library: The name of the module that ``_library`` returns, whatever ``name`` a subclass has.
     """
 
     requires_logging_directory = False
     handle = "writer"
+    library: str
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
@@ -142,6 +125,10 @@ class LibraryTracker(GeneralTracker):
         """The library's own object of the run."""
         return getattr(self, self.handle)
 
+    def _library(self) -> Any:
+        """Return the tracker's library, which is imported when it is first needed."""
+        return importlib.import_module(self.library)
+
 
 # Values as the libraries take them: numbers, with a word about what is left out
 
@@ -149,16 +136,7 @@ _mentioned: set[tuple[str, str]] = set()
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a value as a Python number, or None when it is none.
-
-    Args:
-        value: A number, or a tensor or array of one element.
-
-    Example:
-        >>> import torch
-        >>> as_number(torch.tensor(2.0)), as_number("2.0")
-        (2.0, None)
-    """
+    """Return a number, or a tensor or array of one element, as a Python number; None for anything else."""
     if isinstance(value, (int, float)):
         return value
     if hasattr(value, "item") and hasattr(value, "shape"):
@@ -171,12 +149,7 @@ def as_number(value: Any) -> int | float | None:
 
 
 def numbers_of(values: dict[str, Any], library: str) -> dict[str, int | float]:
-    """Return the values that are numbers; each of the others is mentioned once in the log.
-
-    Args:
-        values: Names and values.
-        library: Who takes only numbers, for the message.
-    """
+    """Return the values that are numbers; each of the others is mentioned once in the log, with the library's name."""
     numbers = {}
     for name, value in values.items():
         number = as_number(value)

@@ -44,21 +44,15 @@ class ClearMLTracker(LibraryTracker):
             self.task = Task.init(**{**names, **self.init_kwargs})
 
     def store_init_configuration(self, values: dict) -> None:
-        """Connect the configuration to the task.
-
-        Args:
-            values: Names and values.
-        """
+        """Connect the configuration to the task."""
         # A copy: ClearML may write values set in its web page back into what it was given.
         self.task.connect_configuration(dict(values))
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log numbers: with a step as points of a chart, without one as single values.
 
-        Args:
-            values: Names and values. A name such as ``eval_loss`` is the series ``eval`` of the chart ``loss``.
-            step: The step they belong to.
-            **kwargs: Passed to the logger's ``report_scalar`` or ``report_single_value``.
+        A name such as ``eval_loss`` is the series ``eval`` of the chart ``loss``. ``kwargs`` go to the logger's ``report_scalar`` or
+        ``report_single_value``.
         """
         logger = self.task.get_logger()
         for name, value in values.items():
@@ -72,13 +66,7 @@ class ClearMLTracker(LibraryTracker):
                 logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
 
     def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
-
-        Args:
-            values: Names and images: arrays, PIL images or paths.
-            step: The step they belong to.
-            **kwargs: Passed to the logger's ``report_image``.
-        """
+        """Log arrays, PIL images or paths; ``kwargs`` go to the logger's ``report_image``."""
         logger = self.task.get_logger()
         for name, image in values.items():
             title, series = _title_and_series(name)
@@ -93,18 +81,9 @@ class ClearMLTracker(LibraryTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given by columns and rows or as a pandas frame.
+        """Log a table, given by columns and rows or as a pandas frame; neither is a ValueError.
 
-        Args:
-            table_name: Its name.
-            columns: Names of the columns.
-            data: The rows.
-            dataframe: A pandas frame instead of the two.
-            step: The step it belongs to.
-            **kwargs: Passed to the logger's ``report_table``.
-
-        Raises:
-            ValueError: There are neither rows nor a frame.
+        ``kwargs`` go to the logger's ``report_table``.
         """
         if dataframe is None and data is None:
             raise ValueError(f"log_table({table_name!r}) got no rows: pass `data`, or a pandas frame as `dataframe`.")

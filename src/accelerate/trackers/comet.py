@@ -23,30 +23,22 @@ class CometMLTracker(LibraryTracker):
         https://www.comet.com/docs/v2/api-and-sdk/python-sdk/start/
     """
 
-    name = "comet_ml"
+    name = library = "comet_ml"
 
     def start(self) -> None:
         """Start the experiment."""
-        import comet_ml
-
-        begin = comet_ml.start if parse(comet_ml.__version__) >= _HAS_START else comet_ml.Experiment
+        comet = self._library()
+        begin = comet.start if parse(comet.__version__) >= _HAS_START else comet.Experiment
         self.writer = begin(project_name=self.run_name, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration as parameters.
-
-        Args:
-            values: Names and values.
-        """
+        """Store the configuration as parameters."""
         self.writer.log_parameters(values)
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and dicts of numbers as metrics, text as other information.
 
-        Args:
-            values: Names and values.
-            step: The step they belong to.
-            **kwargs: Passed to the experiment's ``log_metric``, ``log_metrics`` or ``log_other``.
+        ``kwargs`` go to the experiment's ``log_metric``, ``log_metrics`` or ``log_other``.
         """
         if step is not None:
             self.writer.set_step(step)

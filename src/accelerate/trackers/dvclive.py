@@ -33,20 +33,13 @@ class DVCLiveTracker(LibraryTracker):
             self.live = Live(**self.init_kwargs)
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration as parameters.
-
-        Args:
-            values: Names and values.
-        """
+        """Store the configuration as parameters."""
         self.live.log_params(values)
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log what DVCLive can log as metrics, and go on to its next step.
+        """Log what DVCLive can log as metrics, and go on to its next step, by default the one after the last.
 
-        Args:
-            values: Names and values.
-            step: The step they belong to; by default the one after the last.
-            **kwargs: Passed to ``log_metric``.
+        ``kwargs`` go to ``log_metric``.
         """
         from dvclive.plots import Metric
 

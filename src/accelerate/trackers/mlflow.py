@@ -32,7 +32,7 @@ class MLflowTracker(LibraryTracker):
         https://mlflow.org/docs/latest/api_reference/python_api/mlflow.html
     """
 
-    name = "mlflow"
+    name = library = "mlflow"
     handle = "active_run"
 
     def __init__(
@@ -56,11 +56,9 @@ class MLflowTracker(LibraryTracker):
 
     def start(self) -> None:
         """Find or make the experiment and start the run."""
-        import mlflow
-
-        self.active_run = mlflow.start_run(
+        self.active_run = self._library().start_run(
             run_id=self.run_id,
-            experiment_id=self._experiment(mlflow),
+            experiment_id=self._experiment(self._library()),
             run_name=self.run_name,
             nested=self.nested_run,
             tags=self.tags,
@@ -81,14 +79,8 @@ class MLflowTracker(LibraryTracker):
         )
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration as parameters; those longer than MLflow takes are left out, with a warning.
-
-        Args:
-            values: Names and values.
-        """
-        import mlflow
-
-        limits = mlflow.utils.validation
+        """Store the configuration as parameters; those longer than MLflow takes are left out, with a warning."""
+        limits = self._library().utils.validation
         kept = {}
         for name, value in values.items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
@@ -101,59 +93,27 @@ class MLflowTracker(LibraryTracker):
                 kept[name] = value
         items = iter(kept.items())
         while batch := dict(islice(items, limits.MAX_PARAMS_TAGS_PER_BATCH)):
-            mlflow.log_params(batch)
+            self._library().log_params(batch)
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics.
-
-        Args:
-            values: Names and values.
-            step: The step they belong to.
-            **kwargs: Passed to ``mlflow.log_metrics``.
-        """
-        import mlflow
-
-        mlflow.log_metrics(numbers_of(values, "MLflow"), step=step, **kwargs)
+        """Log numbers as metrics; ``kwargs`` go to ``mlflow.log_metrics``."""
+        self._library().log_metrics(numbers_of(values, "MLflow"), step=step, **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Log a figure as an artifact.
-
-        Args:
-            figure: A matplotlib or plotly figure.
-            artifact_file: Path of the artifact, within the run.
-            **save_kwargs: Passed to ``mlflow.log_figure``.
-        """
-        import mlflow
-
-        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+        """Log a matplotlib or plotly figure as an artifact within the run; ``kwargs`` go to ``mlflow.log_figure``."""
+        self._library().log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Log a file as an artifact.
-
-        Args:
-            local_path: The file.
-            artifact_path: Folder of the artifact, within the run.
-        """
-        import mlflow
-
-        mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
+        """Log a file as an artifact, in a folder within the run."""
+        self._library().log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Log the files of a folder as artifacts.
-
-        Args:
-            local_dir: The folder.
-            artifact_path: Folder of the artifacts, within the run.
-        """
-        import mlflow
-
-        mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+        """Log the files of a folder as artifacts, in a folder within the run."""
+        self._library().log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     def finish(self) -> None:
         """End the run."""
-        import mlflow
-
-        mlflow.end_run()
+        self._library().end_run()
 
 
 def _tags(text: str) -> dict[str, Any]:

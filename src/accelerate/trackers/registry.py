@@ -44,14 +44,10 @@ Choice = str | LoggerType | GeneralTracker
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Make a tracker of your own available to ``log_with`` by its name.
-
-    Args:
-        tracker_class: A subclass of ``GeneralTracker``. It can also be used as a decorator's argument; nothing is
-            returned. A registered name takes precedence over a built-in one.
+    """Make a tracker of your own available to ``log_with`` by its name, before a built-in one of that name.
 
     Raises:
-        ValueError: It is no such class, or lacks a ``name`` or ``requires_logging_directory``.
+        ValueError: It is no subclass of ``GeneralTracker``, or lacks a ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class!r}.")

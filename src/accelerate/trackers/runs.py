@@ -1,6 +1,5 @@
 """Tracking with Weights & Biases, SwanLab and Trackio, whose libraries work alike: a module with `init` and `config`, and a run."""
 
-import importlib
 from typing import Any
 
 from accelerate.trackers.base import LibraryTracker, built_in
@@ -8,12 +7,7 @@ from accelerate.trackers.base import LibraryTracker, built_in
 
 @built_in
 class RunTracker(LibraryTracker):
-    """The base of trackers for libraries that are called like their trackers and return a run; every rank may log.
-
-    Args:
-        run_name: Name of the project.
-        **kwargs: Passed to the library's ``init``.
-    """
+    """The base of trackers for libraries that are called like their trackers and return a run; every rank may log."""
 
     handle = "run"
     main_process_only = False
@@ -22,25 +16,12 @@ class RunTracker(LibraryTracker):
         """Start the run."""
         self.run = self._library().init(project=self.run_name, **self.init_kwargs)
 
-    def _library(self) -> Any:
-        return importlib.import_module(self.name)
-
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration with the run.
-
-        Args:
-            values: Names and values.
-        """
+        """Store the configuration with the run."""
         self._library().config.update(values, allow_val_change=True)
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log values of any kind that the library takes.
-
-        Args:
-            values: Names and values.
-            step: The step they belong to.
-            **kwargs: Passed to the run's ``log``.
-        """
+        """Log values of any kind that the library takes; ``kwargs`` go to the run's ``log``."""
         self.run.log(values, step=step, **kwargs)
 
     def finish(self) -> None:
@@ -60,7 +41,7 @@ class TrackioTracker(RunTracker):
         https://huggingface.co/docs/trackio
     """
 
-    name = "trackio"
+    name = library = "trackio"
 
 
 @built_in
@@ -68,13 +49,7 @@ class _ImageTracker(RunTracker):
     """The base of those whose library has images."""
 
     def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
-
-        Args:
-            values: Names, and for each a list of images: arrays, PIL images or paths.
-            step: The step they belong to.
-            **kwargs: Passed to the run's ``log``.
-        """
+        """Log a list of images (arrays, PIL images or paths) for each name; ``kwargs`` go to the run's ``log``."""
         image = self._library().Image
         for name, images in values.items():
             self.log({name: [image(one) for one in images]}, step=step, **kwargs)
@@ -92,7 +67,7 @@ class SwanLabTracker(_ImageTracker):
         https://docs.swanlab.cn/en/api/py-init.html
     """
 
-    name = "swanlab"
+    name = library = "swanlab"
 
     def start(self) -> None:
         """Start the run."""
@@ -112,7 +87,7 @@ class WandBTracker(_ImageTracker):
         https://docs.wandb.ai/ref/python/
     """
 
-    name = "wandb"
+    name = library = "wandb"
 
     def log_table(
         self,
@@ -123,15 +98,6 @@ class WandBTracker(_ImageTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given by columns and rows or as a pandas frame.
-
-        Args:
-            table_name: Its name.
-            columns: Names of the columns.
-            data: The rows.
-            dataframe: A pandas frame instead of the two.
-            step: The step it belongs to.
-            **kwargs: Passed to the run's ``log``.
-        """
+        """Log a table, given by columns and rows or as a pandas frame; ``kwargs`` go to the run's ``log``."""
         table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)

@@ -61,8 +61,7 @@ class TensorBoardTracker(LibraryTracker):
     def store_init_configuration(self, values: dict) -> None:
         """Write the configuration as hyperparameters, and as ``hparams.yml`` in a folder named after the time.
 
-        Args:
-            values: Names and values. Values that TensorBoard's table cannot show are shown as text.
+        Values that TensorBoard's table cannot show are shown as text.
         """
         shown = {name: value if isinstance(value, _HPARAM_TYPES) else str(value) for name, value in values.items()}
         self.writer.add_hparams(shown, metric_dict={})
@@ -77,11 +76,8 @@ class TensorBoardTracker(LibraryTracker):
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as scalars, text as text, and dicts of numbers as scalars in one chart.
 
-        Args:
-            values: Names and values. A tensor or array of one element is a number; what is none of these is left out, and
-                warned about once.
-            step: The step they belong to.
-            **kwargs: Passed to ``add_scalar``, ``add_text`` or ``add_scalars``.
+        A tensor or array of one element is a number; what is none of these is left out, and warned about once. ``kwargs`` go to
+        ``add_scalar``, ``add_text`` or ``add_scalars``.
         """
         for name, value in values.items():
             if isinstance(value, str):
@@ -95,13 +91,7 @@ class TensorBoardTracker(LibraryTracker):
         self.writer.flush()
 
     def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
-
-        Args:
-            values: Names and images: tensors or arrays of shape (N, C, H, W), or as ``dataformats`` says.
-            step: The step they belong to.
-            **kwargs: Passed to ``add_images``.
-        """
+        """Log tensors or arrays of shape (N, C, H, W), or as ``dataformats`` says; ``kwargs`` go to ``add_images``."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 

@@ -10,7 +10,6 @@ from typing import Any
 from accelerate.config import env
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.enums import RNGType
-from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
@@ -22,6 +21,7 @@ from accelerate.config.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int

@@ -26,13 +26,8 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
     """Decide whether a layer may run in 8 bits, for `module_filter_func`.
 
-    Args:
-        module: the layer.
-        fqn: its full name.
-        layers_to_filter: full names of layers to leave alone.
-
-    Returns:
-        False for the named layers and for linear layers with a side that is no multiple of 16, which the kernels need.
+    False for the layers named in full by `layers_to_filter`, and for linear layers with a side that is no multiple of 16, which the
+    kernels need.
     """
     if fqn in layers_to_filter:
         return False
@@ -44,10 +39,6 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
     It sees one module at a time. To spare the first and last layer of a whole model, leave `module_filter_func` of
     `convert_model_to_fp8_ao` unset.
-
-    Args:
-        module: the layer, or a model.
-        fqn: its full name.
     """
     return filter_linear_layers(
         module, fqn, [name for name in find_first_last_linear_layers(module) if name is not None]
@@ -56,11 +47,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether torchao has converted a layer of the model to 8 bits.
-
-    Raises:
-        ImportError: torchao is not installed.
-    """
+    """Whether torchao has converted a layer of the model to 8 bits; an ImportError where torchao is not installed."""
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(module, Float8Linear) for module in model.modules())

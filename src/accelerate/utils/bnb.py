@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from accelerate.big_modeling import dispatch_model, init_empty_weights
-from accelerate.config.bnb import BnbQuantizationConfig
 from accelerate.config.enums import CustomDtype
+from accelerate.config.low_bit import BnbQuantizationConfig
 from accelerate.offload.device_map import check_device_map, computed_map
 from accelerate.offload.loading import CheckpointLoad, quantize_and_offload_8bit
 from accelerate.offload.placement import Device, default_device, quantizes, set_module_tensor_to_device
@@ -347,11 +347,7 @@ def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the modules that should keep their precision: the output layer, and those tied to others.
-
-    Args:
-        model: The model; its tensors may be on the meta device.
-    """
+    """Return the modules that should keep their precision: the output layer, and those tied to others."""
     groups = find_tied_parameters(model)
     tied = [name.rpartition(".")[0] for group in groups for name in group]
     prefix = getattr(model, "base_model_prefix", None)
@@ -363,20 +359,12 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Say whether a model has 4-bit layers of bitsandbytes.
-
-    Args:
-        model: Any module.
-    """
+    """Say whether a model has 4-bit layers of bitsandbytes."""
     import bitsandbytes as bnb
 
     return any(isinstance(module, bnb.nn.Linear4bit) for module in model.modules())
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """Return the device of a module's first parameter.
-
-    Args:
-        parameter: A module with parameters.
-    """
+    """Return the device of a module's first parameter."""
     return next(parameter.parameters()).device

@@ -5,13 +5,12 @@ from accelerate._lazy import front
 _HOMES = {
     "typing": "TYPE_CHECKING",
     "accelerate.comm.nested": "TensorInformation",
-    "accelerate.config.bnb": "BnbQuantizationConfig",
     "accelerate.config.deepspeed": "DeepSpeedPlugin",
     "accelerate.config.enums": (
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
         "EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
-    "accelerate.config.fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "accelerate.config.low_bit": "AORecipeKwargs BnbQuantizationConfig FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     "accelerate.config.fsdp": "FullyShardedDataParallelPlugin get_module_class_from_name",
     "accelerate.config.handlers": (
         "AutocastKwargs DistributedDataParallelKwargs GradientAccumulationPlugin GradScalerKwargs "

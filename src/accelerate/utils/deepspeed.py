@@ -22,10 +22,7 @@ _ON_THE_HOST = {
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
-    """Return the selected plugin of a run with one or several.
-
-    Args:
-        state: the AcceleratorState, which holds the plugins by name.
+    """Return the selected plugin of a state with one or several.
 
     Raises:
         ValueError: there is no plugin, or none is selected.
@@ -69,23 +66,13 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
 
 
 class DeepSpeedEngineWrapper:
-    """Drives a DeepSpeed engine, which owns backward, clipping, accumulation and the optimizer's step.
-
-    Args:
-        engine: the `DeepSpeedEngine` that `deepspeed.initialize` returned.
-    """
+    """Drives a DeepSpeed engine, which owns backward, clipping, accumulation and the optimizer's step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run backward, and step at the end of an accumulation window. Every rank calls it.
-
-        Args:
-            loss: a scalar.
-            sync_gradients: whether this batch ends the window.
-            kwargs: for the engine's `backward`.
-        """
+        """Run backward, and step where `sync_gradients` says that an accumulation window ends. Every rank calls it."""
         # The window is counted here rather than in the engine, because a data loader's end closes it early.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
@@ -99,11 +86,7 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """The optimizer of a DeepSpeed engine; the engine steps it and clears gradients, so these calls do nothing here.
-
-    Args:
-        optimizer: the optimizer that `deepspeed.initialize` returned.
-    """
+    """The optimizer of a DeepSpeed engine, which steps it and clears gradients: these calls do nothing here."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
@@ -121,15 +104,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """The scheduler of a DeepSpeed engine; the engine steps it.
-
-    Args:
-        scheduler: the scheduler that `deepspeed.initialize` returned.
-        optimizers: the prepared optimizers.
-    """
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
+    """The scheduler of a DeepSpeed engine; the engine steps it."""
 
     def step(self) -> None:
         """Do nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""

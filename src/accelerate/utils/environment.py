@@ -37,14 +37,7 @@ _FALSE = frozenset(("n", "no", "f", "false", "off", "0"))
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a word as a truth value.
-
-    Args:
-        value: y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case.
-        to_bool: return a bool instead of 1 or 0.
-
-    Returns:
-        1 or 0, or True or False.
+    """Read a word (y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case) as 1 or 0, with `to_bool` as a bool.
 
     Raises:
         ValueError: the word is none of these.
@@ -81,11 +74,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return a variable as a truth value.
-
-    Args:
-        key: the name of the variable.
-        default: what to return when it is not set, or empty; a word is read like a value.
+    """Return a variable as a truth value, or the default where it is not set, or empty.
 
     Raises:
         ValueError: its value is no truth value; see `str_to_bool`.
@@ -100,12 +89,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return a variable as it is.
-
-    Args:
-        key: the name of the variable.
-        default: what to return when it is not set, or empty.
-    """
+    """Return a variable as it is, or the default where it is not set, or empty."""
     text = os.environ.get(key, "")
     return text if text.strip() else str(default)
 
@@ -239,16 +223,10 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    r"""Turn variables into the lines of an environment file, such as DeepSpeed's `.deepspeed_env`.
+    """Turn variables into the lines (NAME=value) of an environment file, such as DeepSpeed's `.deepspeed_env`.
 
     A name that is no plain identifier, an empty value, or a value that could end the line or start another command is
     left out with a warning.
-
-    Args:
-        current_env: names and values.
-
-    Returns:
-        One `NAME=value\n` per accepted variable, in the same order.
     """
     lines = []
     for key, value in current_env.items():
@@ -289,23 +267,17 @@ def ask_nvidia_smi(*arguments: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the NVIDIA GPUs of this machine, and how many there are, without initialising CUDA.
+    """Return the names of this machine's NVIDIA GPUs, and how many there are, without initialising CUDA.
 
     Raises:
-        FileNotFoundError: there is no `nvidia-smi`.
-        subprocess.CalledProcessError: it failed.
+        FileNotFoundError, subprocess.CalledProcessError: there is no `nvidia-smi`, or it failed.
     """
     names = ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader")
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver, for instance "550.40.07".
-
-    Raises:
-        FileNotFoundError: there is no `nvidia-smi`.
-        subprocess.CalledProcessError: it failed.
-    """
+    """Return the version of the NVIDIA driver, for instance "550.40.07"; raises as `get_gpu_info`."""
     versions = ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     if not versions:
         raise ValueError("nvidia-smi reports no driver version; check that it lists a GPU.")
@@ -336,10 +308,9 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of accelerator of this machine as torch's device type and our distributed type.
+    """Return this machine's accelerator as torch's device type and our distributed type: `("xpu", "MULTI_XPU")`, say.
 
-    Returns:
-        For instance `("xpu", "MULTI_XPU")`; `("cuda", "MULTI_GPU")` also where there is no accelerator at all.
+    It is `("cuda", "MULTI_GPU")` also where there is no accelerator at all.
     """
     import torch
 
@@ -355,14 +326,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 @dataclass
 class CPUInformation:
-    """Where a process stands among the processes of a run on CPUs.
-
-    Args:
-        rank: number among all processes.
-        world_size: how many processes there are.
-        local_rank: number among the processes of this machine.
-        local_world_size: how many of them there are.
-    """
+    """Where a process stands among the processes of a run on CPUs, and among those of its machine."""
 
     rank: int = 0
     world_size: int = 1

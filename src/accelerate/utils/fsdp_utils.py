@@ -232,11 +232,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
-    """Return a gradient scaler for fp16 with `fully_shard`; its sharded gradients need no special one.
-
-    Args:
-        kwargs: for `torch.amp.GradScaler`.
-    """
+    """Return a gradient scaler for fp16 with `fully_shard`; its sharded gradients need no special one."""
     return torch.amp.GradScaler(**kwargs)
 
 
@@ -244,13 +240,10 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
 
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
-    """Return a model's state dict. With `sd_options` every rank calls it.
+    """Return a model's state dict, or that of the active adapter of a PEFT model. With `sd_options` every rank calls it.
 
-    Args:
-        model: the model.
-        adapter_only: only the active adapter, if it is a PEFT model.
-        sd_options: torch's `StateDictOptions`: how it gathers a sharded model; None takes the tensors as they are on this rank. With
-            `full_state_dict` and `cpu_offload`, ranks other than 0 get an empty dictionary.
+    `sd_options` are torch's `StateDictOptions` for gathering a sharded model; None takes this rank's tensors as they are. With
+    `full_state_dict` and `cpu_offload`, ranks other than 0 get an empty dictionary.
     """
     if sd_options is None:
         state = None
@@ -277,16 +270,9 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
 def _set_model_state_dict(
     model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
-    """Load a model's state dict. With `sd_options` every rank calls it.
+    """Load what `_get_model_state_dict` returned; return missing and unexpected keys.
 
-    Args:
-        model: the model.
-        state_dict: as `_get_model_state_dict` returned it.
-        adapter_only: it holds only the active adapter, if it is a PEFT model.
-        sd_options: how torch distributes it over a sharded model.
-
-    Returns:
-        The missing and unexpected keys.
+    With `sd_options` every rank calls it.
     """
     if adapter_only and is_peft_model(model):
         from peft import set_peft_model_state_dict
@@ -305,12 +291,7 @@ def _set_model_state_dict(
 
 
 def _adapter_entries(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the active adapter, by the names that the user wrote. Any rank, alone.
-
-    Args:
-        model: a FullyShardedDataParallel around a PEFT model.
-        state: its state dict.
-    """
+    """Return the active adapter's entries, by the names the user wrote, of an FSDP1-wrapped model. Any rank."""
     from peft import get_peft_model_state_dict
 
     inner = extract_model_from_parallel(model)
@@ -322,15 +303,7 @@ def _adapter_entries(model: nn.Module, state: Mapping[str, Any]) -> dict[str, An
 
 
 def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
-    """Load an adapter together with the rest of the model as it is, because FSDP1 loads all of its parameters. All ranks.
-
-    Args:
-        model: a FullyShardedDataParallel around a PEFT model.
-        adapter: what `_adapter_entries` returned, or its like.
-
-    Returns:
-        Missing and unexpected keys.
-    """
+    """Load what `_adapter_entries` returned together with the rest, since FSDP1 loads all parameters. All ranks."""
     whole = model.state_dict()
     names = {id(value): name for name, value in whole.items()}
     own = _adapter_entries(model, whole)

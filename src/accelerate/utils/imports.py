@@ -28,13 +28,9 @@ _found: set[tuple[str, ...]] = set()
 
 
 def _is_installed(package: str, *distributions: str) -> bool:
-    """Tell whether a package can be found and comes from an installed distribution.
+    """Tell whether a package is there and comes from a distribution of one of these names, by default its own.
 
-    The second condition tells it from a folder of the same name in the working directory.
-
-    Args:
-        package: the name of the package as it is imported.
-        distributions: the names it may be distributed under; none means the package's own name (`-` and `_` are the same).
+    A folder of the same name in the working directory comes from none.
     """
     wanted = (package, *distributions)
     if wanted in _found:

@@ -110,25 +110,14 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables that describe the parallelism of a run to an environment.
-
-    Args:
-        args: as in `prepare_simple_launcher_cmd_env`.
-        current_env: the environment; it is changed in place.
-
-    Returns:
-        The same environment.
-    """
+    """Add the variables that describe the parallelism of a run to an environment, in place, and return it."""
     current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     current_env.update(feature_exports("parallelism", _settings(args)))
     return current_env
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables that describe FP8 training to an environment.
-
-    Args and Returns: as `prepare_extend_env_parallelism_config`.
-    """
+    """Add the variables that describe FP8 training to an environment, in place, and return it."""
     current_env.update(feature_exports("fp8", _settings(args)))
     return current_env
 
@@ -195,13 +184,9 @@ def prepare_sagemager_args_inputs(
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return the value of a path-like variable with one more directory at its end; the variable is not changed.
+    """Return a path-like variable, which is not changed, with one more directory at its end.
 
     Empty parts of it, which would stand for the working directory, are left out.
-
-    Args:
-        env_var_name: such as "PYTHONPATH".
-        path_to_add: the directory.
     """
     return os.pathsep.join([*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add])
 
@@ -209,13 +194,7 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = []
 ) -> argparse.Namespace:
-    """Return the arguments that another parser knows, with the values they have here.
-
-    Args:
-        args: parsed arguments.
-        parser: the other parser, such as torchrun's.
-        default_args: what that parser needs to be satisfied.
-    """
+    """Return the arguments that another parser knows; `default_args` are what that parser needs to be satisfied."""
     known, _ = parser.parse_known_args(list(default_args))
     for name in vars(known):
         if hasattr(args, name):
@@ -224,14 +203,7 @@ def _filter_args(
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
-    """Turn script arguments `--name value` into typed values by name, as hyperparameters of a job.
-
-    Args:
-        nargs: the arguments.
-
-    Raises:
-        LaunchError: a flag has no value, or a value no flag.
-    """
+    """Turn script arguments `--name value` into typed values by name; one that stands alone is a LaunchError."""
     return sagemaker.hyperparameters(nargs)
 
 
@@ -267,12 +239,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Run the function as one process of the group.
-
-        Args:
-            index: the number of the process on this machine.
-            args: the arguments of the function.
-        """
+        """Run the function as the process of this number on this machine."""
         from accelerate.runtime import traits
 
         if self.debug:

@@ -33,10 +33,9 @@ class MegatronLMDummyDataLoader:
         self.dataset_args["megatron_dataset_flag"] = True
 
     def set_megatron_data_args(self) -> None:
-        """Write the arguments into Megatron-LM's global ones. Every rank calls it, after Megatron-LM was initialised.
+        """Write the arguments into Megatron-LM's global ones; an ImportError without Megatron-LM.
 
-        Raises:
-            ImportError: Megatron-LM is not installed.
+        Every rank calls it, after Megatron-LM was initialised.
         """
         if not is_megatron_lm_available():
             raise ImportError("MegatronLMDummyDataLoader needs Megatron-LM; install it, or use a torch DataLoader.")
@@ -58,11 +57,7 @@ class MegatronLMDummyDataLoader:
         return provider
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
-        """Return the three data iterators.
-
-        Raises:
-            NotImplementedError: always, for now.
-        """
+        """Return the three data iterators: for now, always a NotImplementedError."""
         raise _later("Iterating over Megatron-LM's data sets")
 
 
@@ -128,11 +123,7 @@ class _MissingStep(AbstractTrainStep):
 
 
 class BertTrainStep(_MissingStep):
-    """The step of a BERT model. Not available yet.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """The step of a BERT model. Not available yet: a NotImplementedError."""
 
     def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable:
         """Return the loss of masked words and sentence order, or of a classification."""
@@ -142,70 +133,32 @@ class BertTrainStep(_MissingStep):
 
 
 class GPTTrainStep(_MissingStep):
-    """The step of a GPT model. Not available yet.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """The step of a GPT model. Not available yet: a NotImplementedError."""
 
 
 class T5TrainStep(_MissingStep):
-    """The step of a T5 model. Its masks work; the step is not available yet.
-
-    Raises:
-        NotImplementedError: on construction.
-    """
+    """The step of a T5 model. Its masks work; the step is not available yet: a NotImplementedError."""
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the mask that Megatron-LM wants for attention among encoder tokens.
-
-        Args:
-            attention_mask: shape (batch, sequence), 1 where there is a token.
-
-        Returns:
-            Shape (batch, sequence, sequence), True where attention is *forbidden*.
-        """
+        """Return the mask among encoder tokens: (batch, sequence, sequence), True where *forbidden*."""
         tokens = attention_mask.bool()
         return ~(tokens.unsqueeze(1) & tokens.unsqueeze(2))
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device) -> torch.Tensor:
-        """Return the mask that hides later tokens from earlier ones.
-
-        Args:
-            seq_length: tokens of the decoder.
-            device: where the mask is made.
-
-        Returns:
-            Shape (1, sequence, sequence), True where attention is *forbidden*.
-        """
+        """Return the mask that hides later tokens: (1, sequence, sequence), True where attention is *forbidden*."""
         return torch.ones(1, seq_length, seq_length, dtype=torch.bool, device=device).triu(diagonal=1)
 
     @staticmethod
     def get_enc_dec_mask(attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device) -> torch.Tensor:
-        """Return the mask for attention from decoder to encoder.
-
-        Args:
-            attention_mask: shape (batch, encoder sequence), 1 where there is a token.
-            dec_seq_length: tokens of the decoder.
-            device: where the mask is made.
-
-        Returns:
-            Shape (batch, decoder sequence, encoder sequence), True where attention is *forbidden*.
-        """
+        """Return the mask from decoder to encoder: (batch, decoder, encoder sequence), True where *forbidden*."""
         padding = ~attention_mask.to(device).bool()
         return padding.unsqueeze(1).expand(-1, dec_seq_length, -1)
 
 
 def avg_losses_across_data_parallel_group(losses: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of each loss over the data-parallel ranks, which all call it.
-
-    Args:
-        losses: scalars.
-
-    Returns:
-        Shape (number of losses,).
+    """Return the mean of each scalar loss over the data-parallel ranks, which all call it; shape (number of losses,).
 
     Raises:
         ImportError: Megatron-LM is not installed.

@@ -28,8 +28,7 @@ OUT_OF_MEMORY_TEXTS = (
 def clear_device_cache(garbage_collection: bool = False) -> None:
     """Give the device memory that torch holds in reserve back to the driver. Any rank, alone.
 
-    Args:
-        garbage_collection: Collect Python's garbage first, so that tensors in reference cycles count as free.
+    `garbage_collection` collects Python's garbage first, so that tensors in reference cycles count as free.
     """
     if garbage_collection:
         gc.collect()
@@ -56,15 +55,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Say whether an exception means that memory ran out, so that a smaller batch may work.
-
-    Args:
-        exception: What was raised.
-
-    Example:
-        >>> should_reduce_batch_size(RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"))
-        True
-    """
+    """Say whether an exception means that memory ran out, so that a smaller batch may work."""
     if isinstance(exception, torch.OutOfMemoryError):
         return True
     if not isinstance(exception, RuntimeError):

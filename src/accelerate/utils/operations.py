@@ -324,8 +324,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective so that debug mode compares its first argument, or `tensor`, between the ranks first.
 
-    Raises:
-        DistributedOperationException: by the decorated function, on all ranks, if structure, shapes or dtypes differ.
+    A disagreement is a DistributedOperationException on all ranks.
     """
 
     @functools.wraps(function)

@@ -101,30 +101,13 @@ def wait_for_everyone() -> None:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the qualified name of a class or function, or of an object's class.
-
-    Args:
-        obj: Anything.
-
-    Example:
-        >>> get_pretty_name(torch.nn.Linear(1, 1)), get_pretty_name(len)
-        ('Linear', 'len')
-    """
+    """Return the qualified name of a class or function, or of an object's class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return getattr(named, "__qualname__", None) or named.__name__
 
 
 def merge_dicts(source: dict, destination: dict) -> dict:
-    """Merge a nested dict into another one, in place, and return that one; where both have a value the source's wins.
-
-    Args:
-        source: It stays as it is.
-        destination: It receives the entries.
-
-    Example:
-        >>> merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}})
-        {'a': {'c': 2, 'b': 1}}
-    """
+    """Merge a nested dict into another one, in place, and return that one; the source's values win."""
     for key, value in source.items():
         if isinstance(value, dict):
             below = destination.get(key)
@@ -135,28 +118,12 @@ def merge_dicts(source: dict, destination: dict) -> dict:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return an attribute by its dotted name.
-
-    Args:
-        obj: Where to start.
-        attr: A dotted name such as ``"encoder.0.weight"``.
-
-    Raises:
-        AttributeError: A part of the name is missing.
-    """
+    """Return an attribute by its dotted name, such as ``"encoder.0.weight"``; a missing part is an AttributeError."""
     return reduce(getattr, attr.split("."), obj)
 
 
 def convert_bytes(size: int | float) -> str:
-    """Return a size in bytes as text in the largest unit that fits, up to petabytes.
-
-    Args:
-        size: Bytes.
-
-    Example:
-        >>> convert_bytes(1536)
-        '1.5 KB'
-    """
+    """Return a size in bytes as text in the largest unit that fits, up to petabytes: 1536 is "1.5 KB"."""
     units = ("bytes", "KB", "MB", "GB", "TB", "PB")
     step = 0
     while size >= 1024 and step < len(units) - 1:
@@ -166,11 +133,7 @@ def convert_bytes(size: int | float) -> str:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Say whether a program on this machine listens on a port.
-
-    Args:
-        port: The port; 29500, where processes meet by default, when it is None.
-    """
+    """Say whether a program on this machine listens on a port, by default 29500, where processes meet."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else int(port))) == 0

@@ -103,14 +103,6 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """Do `synchronize_rng_state` for several generators. Every rank must call it.
-
-    Args:
-        rng_types: which generators, in the same order on every rank.
-        generator: for "generator".
-
-    Raises:
-        ValueError, AssertionError: as `synchronize_rng_state`, which gets members of `RNGType`.
-    """
+    """Do `synchronize_rng_state` for several generators, in the same order on every rank. Every rank must call it."""
     for rng_type in rng_types:
         synchronize_rng_state(RNGType(rng_type), generator=generator)

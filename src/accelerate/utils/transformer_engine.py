@@ -18,11 +18,7 @@ from accelerate.utils.imports import (
 
 
 def _transformer_engine() -> Any:
-    """Return the module with Transformer Engine's layers for this machine.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return the module with Transformer Engine's layers for this machine; an ImportError where there is none."""
     if not is_transformer_engine_available():
         raise ImportError(
             "Transformer Engine is not installed. Install it with `pip install transformer-engine[pytorch]`, or choose another "
@@ -85,11 +81,7 @@ def convert_model(
 
 
 def layer_types() -> tuple[type, ...]:
-    """Return the types of Transformer Engine's layers.
-
-    Raises:
-        ImportError: Transformer Engine is not installed.
-    """
+    """Return the types of Transformer Engine's layers; an ImportError where it is not installed."""
     engine = _transformer_engine()
     return tuple(
         getattr(engine, name) for name in ("Linear", "LayerNorm", "TransformerLayer") if hasattr(engine, name)
@@ -97,11 +89,7 @@ def layer_types() -> tuple[type, ...]:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether the model has a layer of Transformer Engine.
-
-    Raises:
-        ImportError: Transformer Engine is not installed.
-    """
+    """Whether the model has a layer of Transformer Engine; an ImportError where that is not installed."""
     kinds = layer_types()
     return any(isinstance(module, kinds) for module in model.modules())
 
@@ -144,10 +132,7 @@ def runs_in_fp8(model: nn.Module) -> bool:
 
 
 def engine_recipe(handler: Any) -> Any:
-    """Return Transformer Engine's recipe object for a handler.
-
-    Args:
-        handler: a `TERecipeKwargs` or `FP8RecipeKwargs`; None takes Transformer Engine's defaults.
+    """Return Transformer Engine's recipe for a `TERecipeKwargs` or `FP8RecipeKwargs`; None takes its defaults.
 
     Raises:
         ImportError: Transformer Engine is not installed.

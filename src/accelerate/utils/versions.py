@@ -17,14 +17,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def installed_version(distribution: str) -> Version:
-    """Return the version of an installed distribution; the answer is kept for the life of the process.
-
-    Args:
-        distribution: its name on the package index, for instance "torch".
-
-    Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed. (A kind of ImportError.)
-    """
+    """Return an installed distribution's version, kept for the life of the process; else a PackageNotFoundError."""
     return parse(importlib.metadata.version(distribution))
 
 
@@ -36,16 +29,9 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         operation: one of `<`, `<=`, `==`, `!=`, `>=`, `>`.
         requirement_version: what to compare with, for instance "2.4.0".
 
-    Returns:
-        Whether the comparison holds.
-
     Raises:
         ValueError: `operation` is unknown.
         importlib.metadata.PackageNotFoundError: the distribution is not installed.
-
-    Example:
-        >>> compare_versions("packaging", ">=", "20.0")
-        True
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"operation is {operation!r}. Choose one of: {', '.join(STR_OPERATION_TO_FUNC)}.")
@@ -55,17 +41,8 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the version of the installed torch with a required one.
+    """Compare the version of the installed torch with a required one, as `compare_versions` does.
 
-    Args:
-        operation: one of `<`, `<=`, `==`, `!=`, `>=`, `>`.
-        version: what to compare with. A local suffix counts: torch 2.6.0+cpu is not `== 2.6.0` but `> 2.6.0`.
-
-    Returns:
-        Whether the comparison holds.
-
-    Example:
-        >>> is_torch_version(">=", "2.4.0")
-        True
+    A local suffix counts: torch 2.6.0+cpu is not `== 2.6.0` but `> 2.6.0`.
     """
     return compare_versions("torch", operation, version)

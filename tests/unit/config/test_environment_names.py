@@ -3,7 +3,7 @@
 import pytest
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.config import deepspeed, fp8, fsdp, handlers, megatron, parallel
+from accelerate.config import deepspeed, fsdp, handlers, low_bit, megatron, parallel
 from accelerate.config.options import OPTIONS
 from accelerate.logging import get_logger
 
@@ -14,7 +14,7 @@ EXPORTED = {name for option in OPTIONS for name in (option.env, *option.env_name
 def test_an_empty_variable_is_as_if_it_were_not_set(monkeypatch, blank):
     build = (
         fsdp.FullyShardedDataParallelPlugin, deepspeed.DeepSpeedPlugin, megatron.MegatronLMPlugin, ParallelismConfig,
-        handlers.TorchDynamoPlugin, fp8.MSAMPRecipeKwargs, parallel.TorchContextParallelConfig, parallel.DeepSpeedSequenceParallelConfig,
+        handlers.TorchDynamoPlugin, low_bit.MSAMPRecipeKwargs, parallel.TorchContextParallelConfig, parallel.DeepSpeedSequenceParallelConfig,
     )  # fmt: skip
 
     def fields():

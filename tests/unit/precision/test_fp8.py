@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate.config.enums import FP8BackendType
-from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.precision import fp8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

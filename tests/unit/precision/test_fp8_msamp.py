@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.enums import DistributedType
-from accelerate.config.fp8 import MSAMPRecipeKwargs
+from accelerate.config.low_bit import MSAMPRecipeKwargs
 from accelerate.precision import fp8
 
 

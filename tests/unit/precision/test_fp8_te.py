@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config import fp8 as recipes
+from accelerate.config import low_bit as recipes
 from accelerate.precision import fp8
 from accelerate.utils import transformer_engine as library
 

@@ -9,8 +9,7 @@ from typing import Any
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview, parallel_size
-from accelerate.config.options import OPTIONS, Option
-from accelerate.config.options.features import CHAPTERS
+from accelerate.config.options import CHAPTERS, OPTIONS, Option
 from accelerate.launch import hardware
 from accelerate.utils.constants import (  # noqa: F401, words that the recorded interface has here
     DEEPSPEED_MULTINODE_LAUNCHERS,

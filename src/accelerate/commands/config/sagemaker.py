@@ -11,8 +11,7 @@ from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview
 from accelerate.config.enums import ComputeEnvironment
-from accelerate.config.options import OPTIONS, Option
-from accelerate.config.options.features import CHAPTERS
+from accelerate.config.options import CHAPTERS, OPTIONS, Option
 from accelerate.config.options.schema import Check, matching, rows
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners.sagemaker import create_role

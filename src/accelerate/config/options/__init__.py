@@ -4,55 +4,89 @@ The parser, the reader of configuration files, what the launcher exports and wha
 data only and imports nothing heavy.
 """
 
-from accelerate.config.options.engines import DEEPSPEED_OPTIONS, FSDP_OPTIONS, MEGATRON_OPTIONS
-from accelerate.config.options.features import (
-    FEATURES,
-    NEEDS_DEVICES,
-    PARADIGMS,
-    SECTIONS,
-    SWITCH_OF_DISTRIBUTED_TYPE,
-    Feature,
-)
-from accelerate.config.options.general import DYNAMO_WORDS
-from accelerate.config.options.general import OPTIONS as GENERAL_OPTIONS
-from accelerate.config.options.schema import Option
-from accelerate.config.options.special import ENVIRONMENT_OPTIONS, FP8_OPTIONS, PARALLELISM_OPTIONS, TPU_OPTIONS
+from accelerate.config.options import engines, general
+from accelerate.config.options.general import DYNAMO_WORDS as DYNAMO_WORDS
+from accelerate.config.options.schema import Chapter, Feature, Option
 
-OPTIONS: tuple[Option, ...] = (
-    *GENERAL_OPTIONS,
-    *TPU_OPTIONS,
-    *DEEPSPEED_OPTIONS,
-    *FSDP_OPTIONS,
-    *MEGATRON_OPTIONS,
-    *FP8_OPTIONS,
-    *ENVIRONMENT_OPTIONS,
-    *PARALLELISM_OPTIONS,
-)
+OPTIONS: tuple[Option, ...] = (*general.OPTIONS, *engines.OPTIONS)
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
-__all__ = [
-    "BY_NAME",
-    "DYNAMO_WORDS",
-    "FEATURES",
-    "NEEDS_DEVICES",
-    "OPTIONS",
-    "PARADIGMS",
-    "SECTIONS",
-    "SWITCH_OF_DISTRIBUTED_TYPE",
-    "Feature",
-    "Option",
-    "of_feature",
-]
+# What the launcher can be asked to run.
+FEATURES: dict[str, Feature] = {
+    "deepspeed": Feature("DeepSpeed", "use_deepspeed"),
+    "fsdp": Feature("FSDP", "use_fsdp"),
+    "megatron": Feature(
+        "Megatron-LM",
+        "use_megatron_lm",
+        instead="--use_fsdp, or --use_parallelism_config with --parallelism_config_tp_size for tensor parallelism",
+    ),
+    "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
+    "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8"),
+    "tpu": Feature("Training on TPUs", "tpu"),
+    "machines": Feature("Launching on several machines", "num_machines", wanted=1),
+    "mpi": Feature("Launching through mpirun", "mpirun_hostfile"),
+    "sagemaker": Feature("Amazon SageMaker", "compute_environment", wanted="AMAZON_SAGEMAKER"),
+}
+
+# What `distributed_type` in a configuration file means in terms of options; an unknown name is an error.
+SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
+    "NO": None,
+    "MULTI_CPU": None,
+    **dict.fromkeys(("MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"), "multi_gpu"),
+    **dict.fromkeys(("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"), "multi_gpu"),
+    "DEEPSPEED": "use_deepspeed",
+    "FSDP": "use_fsdp",
+    "MEGATRON_LM": "use_megatron_lm",
+    "XLA": "tpu",
+}
+
+# At most one of these is chosen; `--cpu` goes with all but the first two.
+PARADIGMS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+NEEDS_DEVICES = ("multi_gpu", "tpu")
+
+# The mappings of a configuration file, and the feature that reads each of them (None: every run).
+SECTIONS: dict[str, str | None] = {
+    "dynamo_config": None,
+    "deepspeed_config": "deepspeed",
+    "fsdp_config": "fsdp",
+    "megatron_lm_config": "megatron",
+    "fp8_config": "fp8",
+    "mpirun_config": "mpi",
+    "parallelism_config": "parallelism",
+}
+
+# The chapters of the interview, in order. Besides options and chapters, `when` may ask for `kind` (a word of `distributed_type`
+# without the engines), `distributed_type` and `picks_devices`, which the interview finds out itself.
+_MEGATRON = {"distributed_type": ("MEGATRON_LM",)}
+_DEEPSPEED = {"distributed_type": ("DEEPSPEED",)}
+CHAPTERS: tuple[Chapter, ...] = (
+    Chapter("machines"),
+    Chapter("engine"),
+    Chapter("compilation", "Should the model be compiled with torch.compile?", was="dynamo_backend"),
+    Chapter("compilation details", "Should its settings be changed?", when={"compilation": (True,)}),
+    Chapter(
+        "deepspeed file", "Do you have a configuration file of DeepSpeed?", _DEEPSPEED, was="deepspeed_config_file"
+    ),
+    Chapter("deepspeed", when=_DEEPSPEED),
+    Chapter("fsdp", when={"distributed_type": ("FSDP",)}),
+    Chapter("megatron", when=_MEGATRON),
+    Chapter("megatron details", "Should further settings of Megatron-LM be made?", when=_MEGATRON),
+    Chapter(
+        "parallelism",
+        "Should several kinds of parallelism be combined (ParallelismConfig)?",
+        when={"distributed_type": ("DEEPSPEED", "FSDP"), "fsdp_version": (None, "2")},
+        was="use_parallelism_config",
+    ),
+    Chapter("mpi", "Should mpirun start the processes?", when={"kind": ("MULTI_CPU",)}, was="mpirun_hostfile"),
+    Chapter("tpu", when={"kind": ("XLA",)}),
+    Chapter("processes"),
+    Chapter("precision"),
+    Chapter("fp8", when={"mixed_precision": ("fp8",)}),
+    Chapter("other"),
+)
 
 
 def of_feature(feature: str) -> tuple[Option, ...]:
-    """Return the options that only this feature reads.
-
-    Args:
-        feature: a key of `FEATURES`.
-
-    Raises:
-        KeyError: there is no such feature.
-    """
-    FEATURES[feature]
+    """Return the options that only this feature, a key of `FEATURES`, reads."""
+    FEATURES[feature]  # an unknown one is a KeyError
     return tuple(option for option in OPTIONS if option.feature == feature)

@@ -1,8 +1,9 @@
-"""Options of the training engines: DeepSpeed, FSDP and Megatron-LM."""
+"""Options of what some runs use: the engines, FP8, several kinds of parallelism, TPUs, SageMaker, MPI."""
 
 from functools import partial
 
 from accelerate.config.options.schema import (
+    BIT,
     LOWER,
     NOT_GIVEN,
     SEVERAL,
@@ -13,6 +14,7 @@ from accelerate.config.options.schema import (
     existing_file,
     fraction,
     json_file,
+    matching,
     rows,
 )
 from accelerate.utils.constants import (
@@ -24,24 +26,21 @@ from accelerate.utils.constants import (
     FSDP_STATE_DICT_TYPE,
 )
 
-_OFFLOAD = ("none", "cpu", "nvme")
-_ZERO_3 = {"zero_stage": (3,)}
+_OFFLOAD = "none cpu nvme"
+_ZERO, _ZERO_3 = {"zero_stage": (1, 2, 3)}, {"zero_stage": (3,)}
 _LOGS_IN = {"deepspeed_multinode_launcher": [word for word in DEEPSPEED_MULTINODE_LAUNCHERS if word != "standard"]}
 _FSDP_1, _FSDP_2 = {"fsdp_version": ("1",)}, {"fsdp_version": ("2",)}
-_RECOMPUTES_ALL = {"megatron_lm_recompute_granularity": ("full",)}
+_STAGES = {"megatron_lm_pp_degree": SEVERAL}
+_FULL = {"megatron_lm_recompute_granularity": ("full",)}
 
 _deepspeed = rows(
-    "DeepSpeed Arguments",
-    section="deepspeed_config",
-    feature="deepspeed",
-    chapter="deepspeed",
-    env="ACCELERATE_DEEPSPEED_*",
-    style=LOWER,
+    "DeepSpeed Arguments", section="deepspeed_config", feature="deepspeed", env="ACCELERATE_DEEPSPEED_*", style=LOWER
 )
+_deepspeed_truth = partial(_deepspeed, words=TRUE_OR_FALSE)
 _without_file = partial(_deepspeed, when={"deepspeed_config_file": NOT_GIVEN})
 _of_launcher = partial(_deepspeed, env=None, when=_LOGS_IN, optional=True)
 
-DEEPSPEED_OPTIONS: tuple[Option, ...] = (
+DEEPSPEED_OPTIONS = (
     _deepspeed(
         "deepspeed_config_file",
         "DeepSpeed's own configuration file (JSON).",
@@ -49,12 +48,9 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         chapter="deepspeed file",
         check=json_file,
     ),
-    _without_file("zero_stage", "ZeRO stage: 0, 1, 2 or 3.", words=("0", "1", "2", "3"), offer=2),
+    _without_file("zero_stage", "ZeRO stage: 0, 1, 2 or 3.", words="0 1 2 3", offer=2),
     _deepspeed(
-        "offload_optimizer_device",
-        "Where optimizer state is kept: none, cpu or nvme.",
-        words=_OFFLOAD,
-        when={"zero_stage": (1, 2, 3)},
+        "offload_optimizer_device", "Where optimizer state is kept: none, cpu or nvme.", words=_OFFLOAD, when=_ZERO
     ),
     _deepspeed("offload_param_device", "Where parameters are kept: none, cpu or nvme.", words=_OFFLOAD, when=_ZERO_3),
     _deepspeed(
@@ -87,18 +83,14 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         optional=True,
         check=above_zero,
     ),
-    _deepspeed(
+    _deepspeed_truth(
         "zero3_init_flag",
         "With ZeRO 3, build the model in shards (true or false).",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        words=TRUE_OR_FALSE,
         when={"zero_stage": (3, None)},
     ),
-    _deepspeed(
-        "zero3_save_16bit_model",
-        "With ZeRO 3, save the gathered 16-bit weights (true or false).",
-        words=TRUE_OR_FALSE,
-        when=_ZERO_3,
+    _deepspeed_truth(
+        "zero3_save_16bit_model", "With ZeRO 3, save the gathered 16-bit weights (true or false).", when=_ZERO_3
     ),
     _without_file(
         "deepspeed_moe_layer_cls_names",
@@ -110,7 +102,7 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         "deepspeed_multinode_launcher",
         "How DeepSpeed starts other machines: pdsh, standard, openmpi, mvapich, mpich, nossh or slurm.",
         env=None,
-        words=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
+        words=DEEPSPEED_MULTINODE_LAUNCHERS,
         when={"num_machines": SEVERAL},
     ),
     _of_launcher("deepspeed_hostfile", "Host file of DeepSpeed's launcher.", check=existing_file),
@@ -123,19 +115,17 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
 )
 
 
-_fsdp = rows(
-    "FSDP Arguments", "fsdp_", section="fsdp_config", feature="fsdp", chapter="fsdp", env="FSDP_*", style=LOWER
-)
+_fsdp = rows("FSDP Arguments", "fsdp_", section="fsdp_config", feature="fsdp", env="FSDP_*", style=LOWER)
 _fsdp_off = partial(_fsdp, words=TRUE_OR_FALSE, default="false")
 _fsdp_on = partial(_fsdp_off, default="true")
 
-FSDP_OPTIONS: tuple[Option, ...] = (
-    _fsdp("version", "FSDP generation.", choices=("1", "2"), default="1"),
+FSDP_OPTIONS = (
+    _fsdp("version", "FSDP generation.", choices="1 2", default="1"),
     _fsdp(
         "sharding_strategy",
         "What is sharded (FSDP 1): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
         default="FULL_SHARD",
-        words=tuple(FSDP_SHARDING_STRATEGY),
+        words=FSDP_SHARDING_STRATEGY,
         when=_FSDP_1,
     ),
     _fsdp(
@@ -150,7 +140,7 @@ FSDP_OPTIONS: tuple[Option, ...] = (
     _fsdp(
         "auto_wrap_policy",
         "What is wrapped: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
-        words=tuple(FSDP_AUTO_WRAP_POLICY),
+        words=FSDP_AUTO_WRAP_POLICY,
     ),
     _fsdp(
         "transformer_layer_cls_to_wrap",
@@ -169,13 +159,13 @@ FSDP_OPTIONS: tuple[Option, ...] = (
     _fsdp(
         "backward_prefetch",
         "When the next parameters are gathered in the backward pass: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
-        words=tuple(FSDP_BACKWARD_PREFETCH),
+        words=FSDP_BACKWARD_PREFETCH,
         when=_FSDP_1,
     ),
     _fsdp(
         "state_dict_type",
         "Shape of checkpoints: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
-        words=tuple(FSDP_STATE_DICT_TYPE),
+        words=FSDP_STATE_DICT_TYPE,
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
     ),
@@ -200,23 +190,19 @@ FSDP_OPTIONS: tuple[Option, ...] = (
 
 
 _megatron = rows(
-    "Megatron-LM Arguments",
-    "megatron_lm_",
-    section="megatron_lm_config",
-    feature="megatron",
-    chapter="megatron details",
-    env="MEGATRON_LM_*",
+    "Megatron-LM Arguments", "megatron_lm_", section="megatron_lm_config", feature="megatron", env="MEGATRON_LM_*"
 )
-_megatron_bool = partial(_megatron, default=False)
-_megatron_word = partial(_megatron, style=LOWER)
-_megatron_truth = partial(_megatron_word, words=TRUE_OR_FALSE)
-_megatron_int = partial(_megatron, type="int", check=at_least(1))
-_megatron_one = partial(_megatron_int, offer=1)
-_degree = partial(_megatron_int, default=1, chapter="megatron")
-_recommended = partial(_megatron_truth, offer="true", chapter="megatron")
-_dropout = partial(_megatron, type="float", optional=True, check=fraction)
+_degree = partial(_megatron, default=1, check=at_least(1))
+_recommended = partial(_megatron, style=LOWER, words=TRUE_OR_FALSE, offer="true")
+_detail = partial(_megatron, chapter="megatron details")
+_detail_bool = partial(_detail, default=False)
+_detail_word = partial(_detail, style=LOWER)
+_detail_truth = partial(_detail_word, words=TRUE_OR_FALSE)
+_detail_int = partial(_detail, type="int", check=at_least(1))
+_detail_one = partial(_detail_int, offer=1)
+_dropout = partial(_detail, type="float", optional=True, check=fraction)
 
-MEGATRON_OPTIONS: tuple[Option, ...] = (
+MEGATRON_OPTIONS = (
     _degree("tp_degree", "Degree of tensor parallelism."),
     _recommended(
         "sequence_parallelism",
@@ -224,59 +210,205 @@ MEGATRON_OPTIONS: tuple[Option, ...] = (
         when={"megatron_lm_tp_degree": SEVERAL},
     ),
     _degree("pp_degree", "Degree of pipeline parallelism."),
-    _megatron_int(
-        "num_micro_batches",
-        "Micro-batches of one pipeline pass.",
-        chapter="megatron",
-        when={"megatron_lm_pp_degree": SEVERAL},
-        offer=1,
-    ),
+    _megatron("num_micro_batches", "Micro-batches of one pipeline pass.", when=_STAGES, offer=1, check=at_least(1)),
     _recommended("recompute_activations", "Recompute selected activations (true or false)."),
     _recommended("use_distributed_optimizer", "Shard the optimizer over the data-parallel processes."),
-    _megatron(
-        "gradient_clipping",
-        "Largest norm of the gradients; 0 is no limit.",
-        default=1.0,
-        chapter="megatron",
-        check=at_least(0),
-    ),
-    _megatron_word(
+    _megatron("gradient_clipping", "Largest norm of the gradients; 0 is no limit.", default=1.0, check=at_least(0)),
+    _detail_word(
         "recompute_granularity",
         "What is recomputed: full or selective.",
-        words=("full", "selective"),
+        words="full selective",
         when={"megatron_lm_recompute_activations": ("true",)},
     ),
-    _megatron_word(
-        "recompute_method",
-        "How full recomputation is spread: uniform or block.",
-        words=("uniform", "block"),
-        when=_RECOMPUTES_ALL,
+    _detail_word(
+        "recompute_method", "How full recomputation is spread: uniform or block.", words="uniform block", when=_FULL
     ),
-    _megatron_one("recompute_num_layers", "Layers of one unit of recomputation.", when=_RECOMPUTES_ALL),
-    _megatron_word(
+    _detail_one("recompute_num_layers", "Layers of one unit of recomputation.", when=_FULL),
+    _detail_word(
         "attention_backend",
         "Attention kernel: flash, fused, unfused, local or auto.",
-        words=("flash", "fused", "unfused", "local", "auto"),
+        words="flash fused unfused local auto",
         offer="auto",
     ),
     _dropout("attention_dropout", "Dropout of the attention."),
     _dropout("hidden_dropout", "Dropout of the hidden layers."),
-    _megatron_truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32 (true or false)."),
-    _megatron_truth("use_rotary_position_embeddings", "Use rotary position embeddings (true or false)."),
-    _megatron_truth("calculate_per_token_loss", "Scale the loss by the number of tokens (true or false)."),
-    _megatron_bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
-    _megatron_one("context_parallel_size", "Degree of context parallelism."),
-    _megatron_one("expert_model_parallel_size", "Degree of expert parallelism."),
-    _megatron_one("expert_tensor_parallel_size", "Degree of tensor parallelism within an expert."),
-    _megatron_int("decoder_last_pipeline_num_layers", "Decoder layers of the last pipeline stage.", optional=True),
-    _megatron_bool("use_custom_fsdp", "Use Megatron's own FSDP."),
-    _megatron_bool("optimizer_cpu_offload", "Run the optimizer on the CPU."),
-    _megatron_bool(
+    _detail_truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32 (true or false)."),
+    _detail_truth("use_rotary_position_embeddings", "Use rotary position embeddings (true or false)."),
+    _detail_truth("calculate_per_token_loss", "Scale the loss by the number of tokens (true or false)."),
+    _detail_bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
+    _detail_one("context_parallel_size", "Degree of context parallelism."),
+    _detail_one("expert_model_parallel_size", "Degree of expert parallelism."),
+    _detail_one("expert_tensor_parallel_size", "Degree of tensor parallelism within an expert."),
+    _detail_int("decoder_last_pipeline_num_layers", "Decoder layers of the last pipeline stage.", optional=True),
+    _detail_bool("use_custom_fsdp", "Use Megatron's own FSDP."),
+    _detail_bool("optimizer_cpu_offload", "Run the optimizer on the CPU."),
+    _detail_bool(
         "overlap_cpu_optimizer_d2h_h2d",
         "Overlap the CPU optimizer with the copies to and from the GPU.",
         when={"megatron_lm_optimizer_cpu_offload": (True,)},
     ),
-    _megatron_bool("use_precision_aware_optimizer", "Use the optimizer that keeps its state in low precision."),
-    _megatron_bool("no_load_optim", "Do not load the optimizer."),
-    _megatron_bool("no_save_optim", "Do not save the optimizer."),
+    _detail_bool("use_precision_aware_optimizer", "Use the optimizer that keeps its state in low precision."),
+    _detail_bool("no_load_optim", "Do not load the optimizer."),
+    _detail_bool("no_save_optim", "Do not save the optimizer."),
+)
+
+
+_tpu = rows("TPU", feature="tpu")
+_POD = {"tpu_use_cluster": (True,)}
+_pod = partial(_tpu, when=_POD)
+_pod_key = partial(_pod, flags=())
+
+TPU_OPTIONS = (
+    _tpu(
+        "main_training_function",
+        "The function of the script to run on each core.",
+        offer="main",
+        check=matching(r"[^\W\d]\w*", "that is no name of a function"),
+    ),
+    _tpu(
+        "tpu_use_cluster",
+        "Train on a TPU pod of Google Cloud.",
+        flags=("--tpu_cluster",),
+        default=False,
+        switch=True,
+        negation="--no_tpu_cluster",
+    ),
+    _tpu(
+        "downcast_bf16",
+        "With bf16, turn float64 tensors into float32 rather than bfloat16.",
+        default=False,
+        switch=True,
+        chapter="precision",
+        when={"kind": ("XLA",), "mixed_precision": ("bf16",)},
+    ),
+    _pod_key("tpu_name", "Name of the TPU."),
+    _pod_key("tpu_zone", "Zone of the TPU."),
+    _pod("tpu_use_sudo", "Run the script with sudo in the pod.", default=False, switch=True),
+    _pod_key("command_file", "File of commands to run in the pod.", optional=True, check=existing_file),
+    _pod_key("commands", "Commands to run in the pod.", type="strs", when={**_POD, "command_file": NOT_GIVEN}),
+    _pod("vm", "A virtual machine of the pod; give it once for each.", type="strs", key="tpu_vm"),
+    _pod("env", "A NAME=VALUE to set in the pod; give it once for each.", type="strs", key="tpu_env"),
+)
+
+
+_fp8 = rows("FP8 Arguments", "fp8_", section="fp8_config", feature="fp8", env="ACCELERATE_FP8_*", key="*")
+_AO = {"fp8_backend": ("ao",)}
+_ao = partial(_fp8, default=True, style=BIT, when=_AO)
+_te = partial(_fp8, when={"fp8_backend": ("te",)})
+
+FP8_OPTIONS = (
+    _fp8("backend", "Library: torchao, Transformer Engine or MS-AMP.", choices="ao te msamp"),
+    _te("use_autocast_during_eval", "Evaluate in FP8 too (te).", default=False, switch=True),
+    _te("margin", "Margin of the scaling factor, as a power of two (te).", default=0, check=at_least(0)),
+    _te("interval", "Steps between two computations of the scaling factor (te).", default=1, check=at_least(1)),
+    _te("format", "Number format of FP8 (te).", choices="HYBRID E4M3 E5M2", default="HYBRID", key="fp8_format"),
+    _te("amax_history_len", "How many past maxima the scaling looks at (te).", default=1024, check=at_least(1)),
+    _te(
+        "amax_compute_algo", "Which of the past maxima counts (te).", choices="max most_recent", default="most_recent"
+    ),
+    _te(
+        "override_linear_precision",
+        "Use higher precision in the forward pass, the input gradient, the weight gradient (te).",
+        type="bools",
+        default=(False, False, False),
+        env=None,
+        env_names=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
+    ),
+    _fp8(
+        "opt_level",
+        "How much is kept in FP8 (msamp).",
+        choices="O1 O2",
+        default="O2",
+        when={"fp8_backend": ("msamp",)},
+    ),
+    _ao("enable_fsdp_float8_all_gather", "Let FSDP2 gather the weights in FP8 (ao).", when={**_AO, **_FSDP_2}),
+    _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
+)
+
+_aws = rows("AWS Arguments", key="", feature="sagemaker", chapter="other")
+_mpi = rows("MPI Arguments", section="mpirun_config", chapter="mpi")
+
+ENVIRONMENT_OPTIONS = (
+    _aws("aws_access_key_id", "Access key of the AWS account."),
+    _aws("aws_secret_access_key", "Secret key of the AWS account."),
+    _mpi("mpirun_hostfile", "Host file of mpirun, to start CPU processes through it.", check=existing_file),
+    _mpi(
+        "mpirun_ccl",
+        "Workers of oneCCL for each process.",
+        flags=(),
+        feature="mpi",
+        offer="1",
+        check=matching(r"[0-9]+", "it must be a whole number"),
+    ),
+    Option(
+        "compute_environment",
+        "options",
+        "LOCAL_MACHINE or AMAZON_SAGEMAKER.",
+        flags=(),
+        choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+    ),
+)
+
+_WITH_FSDP = {"distributed_type": ("FSDP",)}
+_SPLIT = {"parallelism_config_cp_size": SEVERAL}
+_ULYSSES = {"parallelism_config_sp_size": SEVERAL}
+
+
+_parallelism = rows(
+    "ParallelismConfig Arguments",
+    "parallelism_config_",
+    section="parallelism_config",
+    feature="parallelism",
+    env="PARALLELISM_CONFIG_*",
+)
+_ulysses = partial(_parallelism, above_one="parallelism_config_sp_size", when=_ULYSSES)
+_parallel_size = partial(_parallelism, default=1, check=at_least(1))
+
+PARALLELISM_OPTIONS = (
+    _parallel_size("dp_replicate_size", "Copies of the model (data parallel)."),
+    _parallel_size("dp_shard_size", "Processes that one copy is sharded over (FSDP).", when=_WITH_FSDP),
+    _parallel_size("tp_size", "Processes that one layer is split over (tensor parallel).", when=_WITH_FSDP),
+    _parallel_size("cp_size", "Processes that one sequence is split over (context parallel).", when=_WITH_FSDP),
+    _parallelism(
+        "cp_backend", "Implementation of context parallelism.", choices="torch", default="torch", when=_SPLIT
+    ),
+    _parallelism(
+        "cp_comm_strategy",
+        "How the processes of one sequence exchange keys and values: allgather or alltoall.",
+        default="allgather",
+        above_one="parallelism_config_cp_size",
+        words="allgather alltoall",
+        when=_SPLIT,
+    ),
+    _parallel_size(
+        "sp_size", "Processes of sequence parallelism (Ulysses).", when={"distributed_type": ("DEEPSPEED",)}
+    ),
+    _parallelism(
+        "sp_backend",
+        "Implementation of sequence parallelism; torch is this fork's own.",
+        choices="deepspeed torch",
+        default="deepspeed",
+        when=_ULYSSES,
+    ),
+    _ulysses("sp_seq_length_is_variable", "The sequence length differs from batch to batch.", default=True),
+    _ulysses(
+        "sp_seq_length",
+        "Length of every sequence (Ulysses).",
+        when={**_ULYSSES, "parallelism_config_sp_seq_length_is_variable": (False,)},
+        check=matching(r"0*[1-9][0-9]*", "it must be a whole number of at least 1"),
+    ),
+    _ulysses(
+        "sp_attn_implementation",
+        "Attention of sequence parallelism: eager, flash_attention_2, flash_attention_3 or sdpa.",
+        default="sdpa",
+        words="sdpa flash_attention_2 flash_attention_3",
+        open=True,
+    ),
+)
+
+
+OPTIONS: tuple[Option, ...] = (
+    *TPU_OPTIONS,
+    *(*DEEPSPEED_OPTIONS, *FSDP_OPTIONS, *MEGATRON_OPTIONS),
+    *(*FP8_OPTIONS, *ENVIRONMENT_OPTIONS, *PARALLELISM_OPTIONS),
 )

@@ -15,9 +15,10 @@ DYNAMO_WORDS = (
     "aot_torchxla_trace_once torhchxla_trace_once tvm"
 )
 # The recorded interface misspells one word, and lacks three that `torch.compile` takes.
-MORE_DYNAMO_WORDS = ("torchxla_trace_once", "hpu_backend", "neuron")
+MORE_DYNAMO_WORDS = "torchxla_trace_once hpu_backend neuron"
 
 _general = rows(GENERAL, key="")
+_switch = partial(_general, default=False, switch=True)
 _hardware = rows(HARDWARE, default=False, switch=True)
 _resource = rows(RESOURCES)
 _dynamo = rows(RESOURCES, "dynamo_", section="dynamo_config", chapter="compilation details", env="ACCELERATE_DYNAMO_*")
@@ -47,7 +48,7 @@ OPTIONS: tuple[Option, ...] = (
     _resource(
         "mixed_precision",
         "Number format of the forward and backward pass; the weights stay as they are.",
-        choices=("no", "fp16", "bf16", "fp8"),
+        choices="no fp16 bf16 fp8",
         env="ACCELERATE_MIXED_PRECISION",
         chapter="precision",
         special_words=({"kind": ("XLA",)}, ("no", "bf16")),
@@ -90,16 +91,16 @@ OPTIONS: tuple[Option, ...] = (
         "numa_affinity",
         "Bind each process to CPU cores (Linux): those of the memory node next to its GPU, or of its socket, or a part of "
         "the node's that no other process gets. On the CPU the processes are spread over the nodes.",
-        choices=("none", "node", "socket", "exclusive"),
+        choices="none node socket exclusive",
         env="ACCELERATE_NUMA_AFFINITY",
-        words=("node", "socket", "exclusive"),
+        words="node socket exclusive",
         chapter="processes",
         when={"enable_cpu_affinity": (True,)},
     ),
     _dynamo(
         "backend",
         "Compile the model with torch.compile and this backend.",
-        choices=(*DYNAMO_WORDS.split(), *MORE_DYNAMO_WORDS),
+        choices=f"{DYNAMO_WORDS} {MORE_DYNAMO_WORDS}",
         corrections={"torhchxla_trace_once": "torchxla_trace_once"},
         style=UPPER,
         words=tuple(word for word in DYNAMO_WORDS.split() if word not in ("no", "torhchxla_trace_once")),
@@ -109,7 +110,7 @@ OPTIONS: tuple[Option, ...] = (
     _dynamo(
         "mode",
         "What torch.compile optimises for.",
-        choices=("default", "reduce-overhead", "max-autotune"),
+        choices="default reduce-overhead max-autotune",
         default="default",
     ),
     _dynamo_switch("use_fullgraph", "Fail if the model does not compile into one graph."),
@@ -146,7 +147,7 @@ OPTIONS: tuple[Option, ...] = (
         "rdzv_backend",
         "How the processes find each other: static or c10d.",
         default="static",
-        words=("static", "c10d"),
+        words="static c10d",
         open=True,
     ),
     _runner("rdzv_conf", "Settings of that method: key=value,key=value.", default=""),
@@ -162,10 +163,5 @@ OPTIONS: tuple[Option, ...] = (
         env="ACCELERATE_DEBUG_MODE",
         style=ON,
     ),
-    _general(
-        "dry_run",
-        "Print what would be started, and where each setting comes from, and start nothing.",
-        default=False,
-        switch=True,
-    ),
+    _switch("dry_run", "Print what would be started, and where each setting comes from, and start nothing."),
 )

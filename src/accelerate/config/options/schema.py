@@ -47,11 +47,9 @@ class Option:
         type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list) or `bools` (comma-separated truth values). By default
             `bool` for a switch, else that of `default` or of `offer`, else `str`.
         default: the value when nobody sets it. None means that the launcher or the worker decides.
-        choices: the accepted words, or None for anything.
         corrections: accepted words that stand for others.
         unset: words, in a file or a variable, that say that nobody sets it.
-        flags: spellings on the command line, long ones with underscores (hyphens work too); None means `--name`, an
-            empty tuple means that only a configuration file can set it.
+        flags: spellings with underscores (hyphens work too); None is `--name`, an empty tuple a setting of files alone.
         switch: True for a flag that takes no value and means true.
         negation: a flag that sets it to false.
         env: the variable in which the launcher hands the value to the worker, and which sets it from outside.
@@ -69,9 +67,7 @@ class Option:
         offer: the value that Enter takes in the interview; None means `default`.
         optional: Enter leaves the option out of the file.
         check: says what is wrong with an answer.
-        spellings: the flags as argparse takes them: each with underscores first, then with hyphens if that differs.
-        file_key: the key in a configuration file, or None if a file cannot set the option.
-        variables: `env`, or `env_names`.
+        spellings, file_key, variables: derived: the flags with underscores, then with hyphens; the key or None; all variables.
     """
 
     name: str
@@ -121,26 +117,16 @@ class Option:
         return self.type == "bool" or self.words == TRUE_OR_FALSE
 
     def offered(self, answers: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the words that the interview offers beside these answers; none if any text is an answer.
-
-        Words that stand for others are not offered.
-        """
+        """Return the words that the interview offers beside these answers; none if any text will do."""
         if self.special_words is not None and agree(answers, self.special_words[0]):
             return self.special_words[1]
         return tuple(word for word in self.words or self.choices or () if word not in self.corrections)
 
     def parse(self, raw: Any, source: str | None = None) -> Any:
-        """Turn what a flag, a variable or a configuration file holds into the option's value.
-
-        Args:
-            raw: text, or what YAML made of it.
-            source: where it stands, for the error; the name of the option by default.
-
-        Returns:
-            The value, or None for None and for a word of `unset`.
+        """Turn what a flag, a variable or a configuration file holds into the value; None for None and for a word of `unset`.
 
         Raises:
-            ValueError: it is not of the option's type, or none of its choices. The message lists the choices.
+            ValueError: it is not of the option's type, or none of its choices; the message names `source` and lists the choices.
         """
         if raw is None or (self.unset and str(raw).lower() in self.unset):
             return None
@@ -162,22 +148,14 @@ class Option:
         )
 
     def read(self, environ: Mapping[str, str]) -> Any:
-        """Return what the environment says about the option; None where it says nothing, as an empty variable does.
-
-        Raises:
-            ValueError: as in `parse`; the message names the variable.
-        """
+        """Return what the environment says, None where it says nothing; raises as `parse`, naming the variable."""
         texts = [environ.get(name, "") for name in self.variables]
         if not "".join(texts).strip():
             return None
         return self.parse([text or "false" for text in texts] if self.env_names else texts[0], self.variables[0])
 
     def encode(self, value: Any) -> dict[str, str]:
-        """Turn the option's value into the environment variables of a worker.
-
-        Returns:
-            Variable names and their text; empty if the option has no variable or nothing is to be said.
-        """
+        """Turn the option's value into the environment variables of a worker: none if there is nothing to say."""
         if value is None:
             return {}
         if self.env_names:
@@ -194,8 +172,7 @@ class Feature:
     Attributes:
         title: its name in messages.
         switch: the option that turns it on.
-        wanted: the value of the switch that does so; None means any value that is set and not false, and an integer
-            means any value above it.
+        wanted: the value of the switch that does so; None: any that is set and not false; an integer: any above it.
         instead: what works today, where this version cannot run it; asking for it is an error then, never ignored.
     """
 
@@ -223,9 +200,7 @@ class Chapter:
     """Some questions of the interview.
 
     Attributes:
-        name: what the options of the chapter call it.
-        question: asked first; the answer no passes the chapter over. None if there is no such question. The answer stands
-            among the answers under the name of the chapter.
+        question: asked first, if any; no passes the chapter over. The answer stands under the chapter's name.
         when: the answers without which the chapter is passed over.
         was: the default of `question` is yes if an earlier file sets this option.
     """
@@ -237,19 +212,20 @@ class Chapter:
 
 
 def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:
-    """Return a function that makes the options of a heading from a name, a help text and the fields of its own.
+    """Return a function that makes the options of a heading from a name, a help text and fields of its own.
 
-    Args:
-        group: the heading.
-        prefix: what the names begin with.
-        shared: fields that the options have in common. In `env` and `key`, `*` stands for the name without the prefix.
+    `shared` are the fields that they have in common. In `env` and `key`, `*` stands for the name without the prefix; `choices` and
+    `words` may be one text; the chapter is that of the feature, if nothing else is said.
     """
 
     def row(name: str, help: str, **own: Any) -> Option:
-        fields = {**shared, **own}
+        fields = {"chapter": shared.get("feature", "other"), **shared, **own}
         for field_name, word in (("env", name.upper()), ("key", name)):
             if fields.get(field_name):
                 fields[field_name] = fields[field_name].replace("*", word)
+        for field_name in {"choices", "words"} & fields.keys():
+            several = fields[field_name]
+            fields[field_name] = tuple(several.split() if isinstance(several, str) else several)
         return Option(prefix + name, group, help, **fields)
 
     return row
@@ -279,12 +255,7 @@ def port(value: int) -> str | None:
 
 
 def matching(pattern: str, wanted: str) -> Check:
-    """Return a check that refuses texts that do not match a pattern as a whole.
-
-    Args:
-        pattern: the regular expression.
-        wanted: what to write, for the message.
-    """
+    """Return a check that refuses texts that do not match a pattern as a whole, with the message `wanted`."""
     return lambda value: None if re.fullmatch(pattern, value) else wanted
 
 
@@ -314,15 +285,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def to_bool(value: Any, name: str) -> bool:
-    """Read a truth value that may be written as a word.
-
-    Args:
-        value: a bool, 0 or 1, or one of true/false, yes/no, y/n, t/f, on/off, 1/0 in any case.
-        name: the argument or variable it came from, for the error.
-
-    Raises:
-        ValueError: `value` is none of these.
-    """
+    """Read a truth value: a bool, 0 or 1, or a word of `str_to_bool`; a ValueError calls the value `name`."""
     try:
         return bool(str_to_bool(str(value).strip()))
     except ValueError:
@@ -330,11 +293,7 @@ def to_bool(value: Any, name: str) -> bool:
 
 
 def to_int(value: Any, name: str) -> int:
-    """Read a whole number that may be written as text.
-
-    Raises:
-        ValueError: `value` is no whole number.
-    """
+    """Read a whole number that may be written as text; a ValueError calls the value `name`."""
     try:
         number = int(value)
         if isinstance(value, str) or number == value:
@@ -345,17 +304,7 @@ def to_int(value: Any, name: str) -> int:
 
 
 def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | None = None) -> E:
-    """Read a member of an enumeration from the member itself, its name in any case, or its value.
-
-    Args:
-        kind: the enumeration.
-        value: what the user wrote.
-        name: the argument it came from, for the error.
-        aliases: other (upper-case) names of members.
-
-    Raises:
-        ValueError: nothing matches; the message lists the names.
-    """
+    """Read a member from itself, its name or an upper-case alias, or its value; a ValueError lists the names."""
     if isinstance(value, kind):
         return value
     word = str(value).strip().upper()
@@ -367,12 +316,7 @@ def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | Non
 
 
 def to_names(value: Any) -> list[str]:
-    """Split comma-joined names; a sequence of names becomes a list.
-
-    Example:
-        >>> to_names("GPT2Block, GPT2MLP")
-        ['GPT2Block', 'GPT2MLP']
-    """
+    """Split comma-joined names; a sequence of names becomes a list."""
     parts = value.split(",") if isinstance(value, str) else value
     return [part.strip() for part in parts if part.strip()]
 

@@ -42,16 +42,9 @@ def _check(name: str) -> Callable[[Check], Check]:
 
 
 def run_checks(checks: Mapping[str, Check], accelerator: Accelerator) -> None:
-    """Run the checks one after the other; the main rank prints a line for each. Every rank calls it.
+    """Run the checks one after the other; the main rank prints a line for each. Every rank calls it with the same checks.
 
-    A rank that fails ends, and its launcher ends the ranks that wait for it in a collective.
-
-    Args:
-        checks: what to run, the same on every rank.
-        accelerator: the setup.
-
-    Raises:
-        RuntimeError: a check failed on this rank; the message says which, and the cause is what it raised.
+    A rank that fails raises a RuntimeError and ends, and its launcher ends the ranks that wait for it in a collective.
     """
     width = len(str(len(checks)))
     for number, (name, check) in enumerate(checks.items(), 1):
@@ -284,11 +277,7 @@ def check_accumulation(accelerator: Accelerator) -> None:
 
 
 def check_precision(name: str) -> Check:
-    """Return the check of a mixed precision: it computes in that type, keeps its weights in float32, and learns.
-
-    Args:
-        name: "bf16" or "fp16".
-    """
+    """Return the check of "bf16" or "fp16": it computes in that type, keeps its weights in float32, and learns."""
 
     def check(accelerator: Accelerator) -> None:
         AcceleratorState._reset_state()

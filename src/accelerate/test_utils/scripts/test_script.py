@@ -20,11 +20,7 @@ LIMIT_S = 120
 
 
 def main() -> None:
-    """Run all checks.
-
-    Raises:
-        RuntimeError: a check failed on this rank.
-    """
+    """Run all checks; a RuntimeError says which one failed on this rank."""
     os.environ.pop(BY_NAME["gradient_accumulation_steps"].env, None)  # the checks count their own steps
     logging.getLogger("accelerate").setLevel(
         logging.ERROR

@@ -7,8 +7,7 @@ from accelerate.commands.config.cluster import KINDS, ask_cluster
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.interview import Interview, check
 from accelerate.commands.launch import launch_command_parser
-from accelerate.config.options import OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
-from accelerate.config.options.features import CHAPTERS
+from accelerate.config.options import CHAPTERS, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
 from accelerate.launch import config_file
 from accelerate.launch.plan import Source
 from accelerate.launch.resolve import merge

@@ -1,13 +1,21 @@
-"""The recipes for 8-bit training, with the libraries they ask for faked."""
+"""The recipes for 8-bit training, with the libraries they ask for faked, and the configuration of bitsandbytes."""
 
 import sys
 import types
 from dataclasses import dataclass
 
 import pytest
+import torch
 
-from accelerate.config import fp8
-from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config import low_bit
+from accelerate.config.enums import CustomDtype
+from accelerate.config.low_bit import (
+    AORecipeKwargs,
+    BnbQuantizationConfig,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Float8LinearConfig:
 @pytest.fixture
 def no_libraries(monkeypatch):
     for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
-        monkeypatch.setattr(fp8, name, lambda: False)
+        monkeypatch.setattr(low_bit, name, lambda: False)
 
 
 @pytest.fixture
@@ -32,7 +40,7 @@ def libraries(no_libraries, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", float8)
     for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
-        monkeypatch.setattr(fp8, name, lambda: True)
+        monkeypatch.setattr(low_bit, name, lambda: True)
 
 
 def test_missing_libraries_are_named(no_libraries):
@@ -111,3 +119,30 @@ def test_the_old_recipe_chooses_a_backend(libraries, monkeypatch):
     assert FP8RecipeKwargs().backend == "TE"
     with pytest.raises(ValueError, match="backend is 'AO'.*MSAMP, TE"):
         FP8RecipeKwargs(backend="AO")
+
+
+def test_bitsandbytes_defaults():
+    config = BnbQuantizationConfig(load_in_8bit=True)
+    assert (config.target_dtype, config.torch_dtype, config.llm_int8_threshold) == (torch.int8, torch.float16, 6.0)
+    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
+    assert config.target_dtype is CustomDtype.INT4
+    assert config.bnb_4bit_compute_dtype == config.torch_dtype == torch.bfloat16
+    assert config.skip_modules is config.keep_in_fp32_modules is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "both False"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "both True"),
+        ({"load_in_8bit": 1}, "load_in_8bit is 1"),
+        ({"load_in_8bit": True, "llm_int8_threshold": "6"}, "llm_int8_threshold is '6'"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp8"}, "bnb_4bit_quant_type is 'fp8'.*fp4, nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"}, "bnb_4bit_compute_dtype is 'fp8'.*fp32, fp16, bf16"),
+        ({"load_in_4bit": True, "torch_dtype": 16}, "torch_dtype is 16"),
+        ({"load_in_4bit": True, "skip_modules": "lm_head"}, "skip_modules is 'lm_head'"),
+    ],
+)
+def test_bitsandbytes_wrong_values_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        BnbQuantizationConfig(**kwargs)
