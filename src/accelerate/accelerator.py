@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import comm
+from accelerate._lazy import front
 from accelerate.backends import registry as backends
 from accelerate.checkpoint.background import Background
 from accelerate.comm.base import Communicator
@@ -35,60 +36,32 @@ from accelerate.diagnostics import memory
 from accelerate.diagnostics.precision import PrecisionReport, precision_report
 from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
-from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
 from accelerate.precision.base import apply_downcast, precision
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
-from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from accelerate.trackers.registry import filter_trackers
 from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
-from accelerate.utils.constants import (
-    DTENSOR_PYTORCH_VERSION,
-    FSDP2_PYTORCH_VERSION,
-    FSDP_PYTORCH_VERSION,
-    MODEL_NAME,
-    PROFILE_PATTERN_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME,
-    SCALER_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    WEIGHTS_PATTERN_NAME,
-)
-from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names, fsdp2_prepare_model
+from accelerate.utils.constants import PROFILE_PATTERN_NAME
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 
-__all__ = [
-    "DTENSOR_PYTORCH_VERSION",
-    "FSDP2_PYTORCH_VERSION",
-    "FSDP_PYTORCH_VERSION",
-    "LOGGER_TYPE_TO_CLASS",
-    "MODEL_NAME",
-    "PROFILE_PATTERN_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME",
-    "SCALER_NAME",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME",
-    "Accelerator",
-    "AcceleratorState",
-    "ParallelismConfig",
-    "TorchDynamoPlugin",
-    "convert_model_to_fp8_ao",
-    "fsdp2_canonicalize_names",
-    "fsdp2_prepare_model",
-    "get_state_dict_offloaded_model",
-    "model_has_dtensor",
-    "prepare_data_loader",
-]
+# What this module gives and does not hold itself.
+_HOMES = {
+    "accelerate.modules.unwrap": "model_has_dtensor",
+    "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS",
+    "accelerate.utils.constants": (
+        "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
+        "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
+    ),
+    "accelerate.utils.fsdp_utils": "fsdp2_canonicalize_names",
+}
+__getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 logger = get_logger(__name__)
 

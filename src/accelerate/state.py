@@ -17,27 +17,11 @@ from accelerate.config import env
 from accelerate.config.enums import DistributedType, DynamoBackend, PrecisionType
 from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.config.options import BY_NAME
-from accelerate.process import (
-    PartialState,
-    ProcessView,
-    SharedDict,
-    _check_unchanged,
-    _settings,
-    do_nothing,
-    group_is_gone,
-)
+from accelerate.process import PartialState, ProcessView, SharedDict, _check_unchanged, _settings, group_is_gone
+from accelerate.process import do_nothing as do_nothing
 from accelerate.runtime import storage, traits
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.imports import is_fp8_available
-
-__all__ = [
-    "AcceleratorState",
-    "GradientState",
-    "PartialState",
-    "ThreadLocalSharedDict",
-    "do_nothing",
-    "is_initialized",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -232,13 +216,8 @@ class AcceleratorState(ProcessView):
                     f"({self.distributed_type}). {_TOO_LATE}"
                 )
             if value is not None and value is not live and value != live:
-                logger.warning(
-                    "%s=%r is not used, because AcceleratorState has already been initialized with %r. %s",
-                    name,
-                    value,
-                    live,
-                    _TOO_LATE,
-                )
+                said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
+                logger.warning("%s=%r is not used, because %s", name, value, said)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

@@ -165,13 +165,3 @@ def test_no_unsafe_call(path):
         if not (relative(path) in UNPICKLERS and "pickle" in ast.unparse(node.func))
     ]
     assert not found, "\n" + "\n".join(found)
-
-
-@pytest.mark.parametrize("path", CODE, ids=relative)
-def test_imports_are_absolute(path):
-    found = [
-        f"{relative(path)}:{node.lineno}"
-        for node in ast.walk(source.tree(path))
-        if isinstance(node, ast.ImportFrom) and node.level
-    ]
-    assert not found, found

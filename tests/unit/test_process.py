@@ -42,7 +42,7 @@ def test_alone(monkeypatch):
     state.destroy_process_group()
 
 
-def test_instances_share_their_attributes():
+def test_instances_share_their_attributes_until_a_reset():
     first = PartialState(cpu=True)
     second = PartialState()
     assert first.__dict__ is second.__dict__ is PartialState._shared_state is storage.process.current
@@ -50,15 +50,12 @@ def test_instances_share_their_attributes():
     assert first.distributed_type == "MULTI_GPU"
     first._shared_state["num_processes"] = 4
     assert second.num_processes == 4
-
-
-def test_reset_leaves_live_objects_whole():
-    old = PartialState(cpu=True)
+    old = first
     PartialState._reset_state()
     assert PartialState._shared_state == {}
-    assert old.num_processes == 1 and old.is_main_process and set(old.__dict__) == KEYS
+    assert old.num_processes == 4 and old.is_main_process and set(old.__dict__) == KEYS
     new = PartialState(cpu=True)
-    assert new.__dict__ is not old.__dict__ and new.__dict__ == old.__dict__
+    assert new.__dict__ is not old.__dict__ and new.num_processes == 1 and old.num_processes == 4
 
 
 def test_attribute_of_a_state_that_was_never_built():
@@ -70,13 +67,10 @@ def test_attribute_of_a_state_that_was_never_built():
         PartialState(cpu=True).colour  # noqa: B018
 
 
-def test_unknown_argument():
+def test_failed_start_leaves_nothing_behind(monkeypatch):
     with pytest.raises(TypeError, match=r"timeot.*timeout"):
         PartialState(cpu=True, timeot=3)
     assert PartialState._shared_state == {}
-
-
-def test_failed_start_leaves_nothing_behind(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="RANK"):
         PartialState(cpu=True)
@@ -85,22 +79,15 @@ def test_failed_start_leaves_nothing_behind(monkeypatch):
     assert PartialState(cpu=True).num_processes == 1
 
 
-def test_prepare_backend_may_be_replaced(monkeypatch):
-    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_, **__: (None, DistributedType.NO))
+def test_prepare_backend_may_be_called_and_replaced(monkeypatch):
+    state = PartialState(cpu=True)
+    assert state._prepare_backend(cpu=True) == (None, "NO")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    state = PartialState()
-    assert state.num_processes == 1 and not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("variables", "answer"), [({}, (None, "NO")), ({"RANK": "0", "WORLD_SIZE": "2"}, ("gloo", "MULTI_CPU"))]
-)
-def test_prepare_backend(monkeypatch, variables, answer):
-    state = PartialState(cpu=True)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert state._prepare_backend(cpu=True) == answer
+    assert state._prepare_backend(cpu=True) == ("gloo", "MULTI_CPU")
+    PartialState._reset_state()
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_, **__: (None, DistributedType.NO))
+    assert PartialState().num_processes == 1 and not dist.is_initialized()
 
 
 def test_deepspeed_gets_a_group_even_alone(monkeypatch, process_group):
@@ -182,13 +169,8 @@ def test_main_process_only(rank, runs):
     assert state.on_local_process(local_process_index=0)(function) is expected
     assert state.on_last_process(function) is (do_nothing if runs else function)
     assert do_nothing(1, a=2) is None
-
-
-@pytest.mark.parametrize(("rank", "expected"), [(0, [1, 2]), (1, [3, 3])])
-def test_split_between_processes(rank, expected):
-    state = pretend(process_index=rank, num_processes=2, distributed_type="MULTI_CPU")
     with state.split_between_processes([1, 2, 3], apply_padding=True) as piece:
-        assert piece == expected
+        assert piece == ([1, 2] if runs else [3, 3])
 
 
 @pytest.mark.parametrize(("rank", "order"), [(0, ["body", "barrier"]), (1, ["barrier", "body"])])

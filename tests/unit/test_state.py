@@ -39,13 +39,10 @@ class Plugin:
         self.precision = precision
 
 
-def test_must_be_built_by_an_accelerator():
+def test_is_built_by_an_accelerator_and_holds_the_process_and_the_plugins():
     with pytest.raises(ValueError, match="Accelerator"):
         AcceleratorState()
     assert not is_initialized() and AcceleratorState._shared_state == {}
-
-
-def test_holds_the_process_and_the_plugins():
     state = build()
     assert set(state.__dict__) == {
         *PartialState().__dict__,
@@ -57,17 +54,13 @@ def test_holds_the_process_and_the_plugins():
     assert state.mixed_precision == "no" and not state.is_fsdp2 and state.deepspeed_plugin is None
     assert "Mixed precision type: no" in repr(state)
     assert pickle.loads(pickle.dumps(state)).__dict__ == state.__dict__
+    state.distributed_type = "MULTI_GPU"
+    assert AcceleratorState().distributed_type == "MULTI_GPU" and PartialState().distributed_type == "NO"
     for call in (state.get_deepspeed_plugin, state.select_deepspeed_plugin):
         with pytest.raises(ValueError, match="not enabled"):
             call("any")
     with pytest.raises(ValueError, match="fsdp_plugin was given"):
         build(fsdp_plugin=Plugin())
-
-
-def test_changes_do_not_reach_the_process_state():
-    state = build()
-    state.distributed_type = "MULTI_GPU"
-    assert AcceleratorState().distributed_type == "MULTI_GPU" and PartialState().distributed_type == "NO"
 
 
 @pytest.mark.parametrize("reset_partial_state", [False, True])
@@ -84,25 +77,19 @@ def test_reset_leaves_live_objects_whole(reset_partial_state):
 # Precision
 
 
-def test_precision_from_the_environment(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "BF16")
-    assert build().mixed_precision == "bf16"
-
-
 @pytest.mark.parametrize("name", ["fp17", ""])
 def test_unknown_precision(name, monkeypatch):
     with pytest.raises(ValueError, match=r"mixed_precision.*no, fp8, fp16, bf16"):
         build(mixed_precision=name)
+    monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: False)
+    with pytest.raises(ValueError, match="torchao"):
+        build(mixed_precision="fp8")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION: 'half'"):
         build()
     assert not is_initialized()
-
-
-def test_fp8_needs_a_library(monkeypatch):
-    monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: False)
-    with pytest.raises(ValueError, match="torchao"):
-        build(mixed_precision="fp8")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "BF16")
+    assert build().mixed_precision == "bf16"
 
 
 def test_a_live_state_cannot_change():
@@ -120,6 +107,8 @@ def test_a_live_state_cannot_change():
 
 
 def test_fsdp_plugin_counts_on_the_processor_too():
+    with pytest.raises(ValueError, match="deepspeed_plugins and fsdp_plugin"):
+        build(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     state = build(fsdp_plugin=plugin, mixed_precision="bf16")
     assert state.distributed_type == "FSDP" and state.fsdp_plugin is plugin and state.is_fsdp2
@@ -147,11 +136,6 @@ def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypa
     build(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True))
     AcceleratorState._reset_state()
     assert asked_for("fsdp_plugin")  # the launcher said so
-
-
-def test_plugins_exclude_each_other():
-    with pytest.raises(ValueError, match="deepspeed_plugins and fsdp_plugin"):
-        build(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,7 @@ class EnumWithContains(EnumMeta):
 
     def __contains__(cls, item: Any) -> bool:
         """Tell whether `item` is a member or the value of one."""
-        if isinstance(item, cls):
-            return True
-        return any(item == member.value for member in cls)
+        return isinstance(item, cls) or any(item == member.value for member in cls)
 
 
 class _ListsChoices(Enum):

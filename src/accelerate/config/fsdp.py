@@ -241,11 +241,8 @@ class FullyShardedDataParallelPlugin:
     def _resolve_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap
 
-        policies = {
-            "TRANSFORMER_BASED_WRAP": wrap.transformer_auto_wrap_policy,
-            "SIZE_BASED_WRAP": wrap.size_based_auto_wrap_policy,
-            "NO_WRAP": None,
-        }
+        named = (wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy, None)
+        policies = dict(zip(FSDP_AUTO_WRAP_POLICY, named, strict=True))
         policy = self._said("auto_wrap_policy", "NO_WRAP")
         known = isinstance(policy, str) and policy.upper() in policies
         if not known and not callable(policy) and not isinstance(policy, wrap._Policy):
@@ -389,10 +386,7 @@ class FullyShardedDataParallelPlugin:
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a ValueError unless the policy is of the class that this version of FSDP takes."""
-        from torch.distributed import fsdp
-
-        expected = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
-        self._expect("mixed_precision_policy", expected)
+        self._expect("mixed_precision_policy", "MixedPrecision", "MixedPrecisionPolicy")
 
     def set_cpu_offload(self) -> None:
         """Replace a truth value in `cpu_offload` by torch's object for this version of FSDP."""
@@ -408,12 +402,12 @@ class FullyShardedDataParallelPlugin:
 
     def validate_cpu_offload(self) -> None:
         """Raise a ValueError unless `cpu_offload` is of the class that this version of FSDP takes."""
+        self._expect("cpu_offload", "CPUOffload", "OffloadPolicy")
+
+    def _expect(self, name: str, first: str, second: str) -> None:
         from torch.distributed import fsdp
 
-        self._expect("cpu_offload", fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy)
-
-    def _expect(self, name: str, expected: type) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, expected):
-            wanted = f"torch.distributed.fsdp.{expected.__name__}"
+        value, expected = getattr(self, name), first if self.fsdp_version == 1 else second
+        if not isinstance(value, getattr(fsdp, expected)):
+            wanted = f"torch.distributed.fsdp.{expected}"
             raise ValueError(f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a {wanted}.")

@@ -226,27 +226,21 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def _activities(self) -> list[Any] | None:
-        if self.activities is None:
-            return None
-        from torch.profiler import ProfilerActivity, supported_activities
-
-        # "cuda" is always accepted: torch itself warns and goes on where there is none.
-        members = {ProfilerActivity.CPU, ProfilerActivity.CUDA, *supported_activities()}
-        known = {member.name.lower(): member for member in sorted(members, key=lambda member: member.name)}
-        for name in self.activities:
-            if name not in known:
-                raise ValueError(f"Invalid profiler activity: {name!r}. Here it must be one of {list(known)}.")
-        return [known[name] for name in self.activities]
-
     def build(self) -> Any:
         """Return a `torch.profiler.profile`, not yet started; a ValueError names an activity that is unknown here."""
-        import torch
+        from torch import profiler
 
         options = {name: value for name, value in vars(self).items() if name in _OF_PROFILER}
         if self.schedule_option is not None:
-            options["schedule"] = torch.profiler.schedule(**self.schedule_option)
-        return torch.profiler.profile(activities=self._activities(), **options)
+            options["schedule"] = profiler.schedule(**self.schedule_option)
+        # "cuda" is always accepted: torch itself warns and goes on where there is none.
+        members = {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA, *profiler.supported_activities()}
+        known = {member.name.lower(): member for member in sorted(members, key=lambda member: member.name)}
+        for name in self.activities or ():
+            if name not in known:
+                raise ValueError(f"Invalid profiler activity: {name!r}. Here it must be one of {list(known)}.")
+        chosen = None if self.activities is None else [known[name] for name in self.activities]
+        return profiler.profile(activities=chosen, **options)
 
 
 @at_public_path

@@ -75,9 +75,7 @@ class AORecipeKwargs(KwargsHandler):
 
         from torchao.float8 import Float8LinearConfig
 
-        self.config = Float8LinearConfig(
-            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
-        )
+        self.config = Float8LinearConfig(**{name: getattr(self, name) for name in names})
 
 
 @at_public_path

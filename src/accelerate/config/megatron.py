@@ -397,16 +397,13 @@ class MegatronLMPlugin:
         options = getattr(optimizer, "defaults", {})
         arguments = self.megatron_lm_default_args
         if "adam" in name.lower():
-            arguments["optimizer"] = "adam"
-            arguments["adam_beta1"], arguments["adam_beta2"] = options["betas"]
-            arguments["adam_eps"] = options["eps"]
+            beta1, beta2 = options["betas"]
+            arguments.update(optimizer="adam", adam_beta1=beta1, adam_beta2=beta2, adam_eps=options["eps"])
         elif "sgd" in name.lower():
-            arguments["optimizer"] = "sgd"
-            arguments["sgd_momentum"] = options["momentum"]
+            arguments.update(optimizer="sgd", sgd_momentum=options["momentum"])
         else:
             raise ValueError(f"The optimizer is a {name}; Megatron-LM has Adam and SGD.")
-        arguments["lr"] = options["lr"]
-        arguments["weight_decay"] = options["weight_decay"]
+        arguments.update(lr=options["lr"], weight_decay=options["weight_decay"])
 
     def set_scheduler_args(self, scheduler: Any) -> None:
         """Take over the lengths of a `MegatronLMDummyScheduler`, where `train_iters` and warm-up are not set; numbers of samples give way to it.

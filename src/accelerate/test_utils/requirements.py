@@ -124,9 +124,9 @@ _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 }
 # Those that `accelerate.utils.imports` decides by the same name.
 _PACKAGES = (
-    "fp16 fp8 transformer_engine transformer_engine_mxfp8 torchao bnb deepspeed pippy schedulefree triton transformers datasets peft "
-    "timm torchvision torchdata_stateful_dataloader pandas matplotlib import_timer aim clearml comet_ml dvclive mlflow swanlab "
-    "tensorboard trackio wandb"
+    "fp16 fp8 transformer_engine transformer_engine_mxfp8 torchao bnb deepspeed pippy schedulefree triton "
+    "transformers datasets peft timm torchvision torchdata_stateful_dataloader pandas matplotlib import_timer aim "
+    "clearml comet_ml dvclive mlflow swanlab tensorboard trackio wandb"
 )
 for _name in _PACKAGES.split():
     _NEEDS[_name] = (_name, getattr(imports, f"is_{_name}_available"))

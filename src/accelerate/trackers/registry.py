@@ -19,20 +19,11 @@ from accelerate.utils import imports
 
 logger = logging.getLogger(__name__)
 
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    tracker.name: tracker
-    for tracker in (
-        AimTracker,
-        CometMLTracker,
-        MLflowTracker,
-        TensorBoardTracker,
-        WandBTracker,
-        ClearMLTracker,
-        DVCLiveTracker,
-        SwanLabTracker,
-        TrackioTracker,
-    )
-}
+_BUILT_IN = (
+    *(AimTracker, CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker),
+    *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, TrackioTracker),
+)
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
 
 # Whether the library of each built-in tracker is installed, in the order of "all"; a registered tracker answers for itself.
 _AVAILABLE: dict[str, Callable[[], bool]] = {

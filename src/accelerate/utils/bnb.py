@@ -14,20 +14,11 @@ from accelerate.big_modeling import dispatch_model, init_empty_weights
 from accelerate.config.enums import CustomDtype
 from accelerate.config.low_bit import BnbQuantizationConfig
 from accelerate.offload.device_map import check_device_map, computed_map
-from accelerate.offload.loading import CheckpointLoad, quantize_and_offload_8bit
+from accelerate.offload.loading import CheckpointLoad
+from accelerate.offload.loading import quantize_and_offload_8bit as quantize_and_offload_8bit
 from accelerate.offload.placement import Device, default_device, quantizes, set_module_tensor_to_device
 from accelerate.offload.tensors import device_of, find_tied_parameters
 from accelerate.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
-
-__all__ = [
-    "get_keys_to_not_convert",
-    "get_parameter_device",
-    "get_quantized_model_device_map",
-    "has_4bit_bnb_layers",
-    "load_and_quantize_model",
-    "quantize_and_offload_8bit",
-    "replace_with_bnb_layers",
-]
 
 logger = logging.getLogger(__name__)
 

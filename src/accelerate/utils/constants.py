@@ -3,7 +3,7 @@
 The file names are part of the checkpoint format and must not change. Importing this module does not import torch.
 """
 
-import operator
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 # Checkpoint files
@@ -62,14 +62,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_CPU", "MULTI_HPU", "MULTI_NEURON"),
 ]
 
-STR_OPERATION_TO_FUNC = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    "<": operator.lt,
-}
+STR_OPERATION_TO_FUNC = {">": gt, ">=": ge, "==": eq, "!=": ne, "<=": le, "<": lt}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,8 @@ _HOMES = {
         "InitProcessGroupKwargs KwargsHandler ProfileKwargs TorchDynamoPlugin"
     ),
     "accelerate.config.megatron": (
-        "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser "
-        "parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"
+        "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config "
+        "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"
     ),
     "accelerate.config.parallel": (
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
@@ -26,10 +26,9 @@ _HOMES = {
     ),
     "accelerate.config.project": "DataLoaderConfiguration ProjectConfiguration",
     "accelerate.utils.constants": (
-        "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION "
-        "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION FSDP2_PYTORCH_VERSION FSDP_AUTO_WRAP_POLICY "
-        "FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY MITA_PROFILING_AVAILABLE_PYTORCH_VERSION "
-        "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"
+        "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION "
+        "FSDP2_PYTORCH_VERSION FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY "
+        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"
     ),
 }
 

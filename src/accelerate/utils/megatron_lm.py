@@ -29,8 +29,7 @@ class MegatronLMDummyDataLoader:
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:
-        self.dataset_args = dict(dataset_kwargs)
-        self.dataset_args["megatron_dataset_flag"] = True
+        self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
 
     def set_megatron_data_args(self) -> None:
         """Write the arguments into Megatron-LM's global ones; an ImportError without Megatron-LM.

@@ -100,11 +100,8 @@ def find_executable_batch_size(
         12
     """
     if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-        )
+        options = {"starting_batch_size": starting_batch_size, "reduce_batch_size_fn": reduce_batch_size_fn}
+        return functools.partial(find_executable_batch_size, **options)
     name = getattr(function, "__name__", repr(function))
     signature = inspect.signature(function)
     batch_size = starting_batch_size

@@ -26,10 +26,10 @@ _HOMES = {
         "align_module_device check_device_same has_offloaded_params set_module_tensor_to_device"
     ),
     "accelerate.offload.tensors": (
-        "_get_proper_dtype calculate_maximum_sizes check_tied_parameters_in_config check_tied_parameters_on_same_device "
-        "compute_module_sizes compute_module_total_buffer_size convert_file_size_to_int dtype_byte_size "
-        "find_tied_parameters get_max_layer_size get_module_leaves get_module_size_with_ties get_non_persistent_buffers "
-        "is_peft_model named_module_tensors retie_parameters"
+        "_get_proper_dtype calculate_maximum_sizes check_tied_parameters_in_config "
+        "check_tied_parameters_on_same_device compute_module_sizes compute_module_total_buffer_size "
+        "convert_file_size_to_int dtype_byte_size find_tied_parameters get_max_layer_size get_module_leaves "
+        "get_module_size_with_ties get_non_persistent_buffers is_peft_model named_module_tensors retie_parameters"
     ),
     "accelerate.offload.weights": "device_map_report get_state_dict_from_offload get_state_dict_offloaded_model",
     "accelerate.utils.constants": "SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME",

@@ -25,8 +25,8 @@ from accelerate.runtime import storage
 _HOMES = {
     "accelerate.comm.nested": (
         "concatenate find_batch_size find_device get_data_structure get_shape honor_type ignorant_find_batch_size "
-        "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify pad_input_tensors send_to_device "
-        "slice_tensors"
+        "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify pad_input_tensors "
+        "send_to_device slice_tensors"
     ),
     "accelerate.utils.constants": "TORCH_DISTRIBUTED_OPERATION_TYPES",
 }

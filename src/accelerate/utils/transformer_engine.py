@@ -1,6 +1,7 @@
 """Training in 8-bit floating point with NVIDIA Transformer Engine."""
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -24,11 +25,7 @@ def _transformer_engine() -> Any:
             "Transformer Engine is not installed. Install it with `pip install transformer-engine[pytorch]`, or choose another "
             "backend for fp8."
         )
-    if is_hpu_available():
-        import intel_transformer_engine as engine
-    else:
-        import transformer_engine.pytorch as engine
-    return engine
+    return importlib.import_module("intel_transformer_engine" if is_hpu_available() else "transformer_engine.pytorch")
 
 
 def _convert_layer(module: nn.Module, to_engine: bool, linear: bool, norm: bool, engine: Any) -> nn.Module | None:
@@ -139,11 +136,8 @@ def engine_recipe(handler: Any) -> Any:
         ValueError: block scaling was asked for where it cannot run.
     """
     _transformer_engine()
-    if is_hpu_available():
-        from intel_transformer_engine import recipe
-    else:
-        from transformer_engine.common import recipe
-
+    package = "intel_transformer_engine" if is_hpu_available() else "transformer_engine.common"
+    recipe = importlib.import_module(f"{package}.recipe")
     # All fields are passed: a default of ours, such as amax_compute_algo, is not always theirs.
     options = dict(handler.to_dict()) if handler is not None else {}
     for ours in ("backend", "opt_level", "use_autocast_during_eval"):

@@ -5,7 +5,7 @@ import pytest
 from accelerate.config import env
 
 
-def test_an_argument_over_the_environment_over_the_plugins_default(monkeypatch):
+def test_an_argument_over_the_environment_over_the_plugins_default_and_bad_ones_named(monkeypatch):
     assert env.setting(None, "fsdp_use_orig_params", False) is False
     assert env.setting(None, "gradient_clipping", "auto") == env.setting("auto", "gradient_clipping", "auto") == "auto"
     assert (env.setting("3", "zero_stage"), env.setting("no", "zero3_init_flag")) == (3, False)
@@ -17,9 +17,6 @@ def test_an_argument_over_the_environment_over_the_plugins_default(monkeypatch):
     assert env.setting(None, "fp8_override_linear_precision") == (False, True, False)
     with env.without_variables():
         assert env.setting(None, "fsdp_use_orig_params", False) is False
-
-
-def test_a_bad_setting_is_named(monkeypatch):
     with pytest.raises(ValueError, match="stage is 'two'"):
         env.setting("two", "zero_stage", field="stage")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "two")

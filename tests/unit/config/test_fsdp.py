@@ -26,13 +26,11 @@ class Model(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("FSDP_"):
-            monkeypatch.delenv(name)
+def restored(monkeypatch):
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin may set it; monkeypatch restores it
 
 
+BY_LAYER = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 STRATEGY, PREFETCH, KIND = fsdp.ShardingStrategy, fsdp.BackwardPrefetch, fsdp.StateDictType
 
 
@@ -123,10 +121,7 @@ def test_own_config_stays_and_a_foreign_one_is_said(caplog):
     [
         # Those that the model declares and has.
         ({"auto_wrap_policy": "transformer_based_wrap"}, {"transformer_layer_cls": {Layer}}),
-        (
-            {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": "Linear"},
-            {"transformer_layer_cls": {nn.Linear}},
-        ),
+        ({**BY_LAYER, "transformer_cls_names_to_wrap": "Linear"}, {"transformer_layer_cls": {nn.Linear}}),
         ({"auto_wrap_policy": "size_based_wrap", "min_num_params": "5"}, {"min_num_params": 5}),
     ],
 )
@@ -136,22 +131,22 @@ def test_a_policy_is_bound_to_the_model(options, bound):
     assert isinstance(plugin.auto_wrap_policy, functools.partial) and plugin.auto_wrap_policy.keywords == bound
 
 
-def test_layers_that_the_model_lacks(caplog):
+def test_layers_that_the_model_lacks_and_a_size_that_is_not_given(caplog):
     plugin = Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"])
     with pytest.raises(ValueError, match="holds Block.*Layer, Linear, Model, ModuleList"):
         plugin.set_auto_wrap_policy(Model())
     Plugin(auto_wrap_policy="transformer_based_wrap").set_auto_wrap_policy(nn.Linear(1, 1))
     assert "_no_split_modules" in caplog.text
-
-
-def test_size_policy_without_a_size_is_no_policy(caplog):
-    plugin = Plugin(auto_wrap_policy=wrap.size_based_auto_wrap_policy)
+    plugin = Plugin(auto_wrap_policy=wrap.size_based_auto_wrap_policy)  # without a size
     plugin.set_auto_wrap_policy(Model())
     assert plugin.auto_wrap_policy is None
     assert "min_num_params" in caplog.text
 
 
-def test_efficient_loading_synchronises_and_tells_transformers():
+def test_efficient_loading_synchronises_and_tells_transformers(monkeypatch):
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    Plugin()
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ, "nothing was asked for"
     with pytest.warns(UserWarning, match="sync_module_states is set to True"):
         plugin = Plugin(cpu_ram_efficient_loading="true")
     assert plugin.sync_module_states is plugin.cpu_ram_efficient_loading is True
@@ -160,12 +155,6 @@ def test_efficient_loading_synchronises_and_tells_transformers():
         module = nn.Linear(2, 2)
     plugin.param_init_fn(module)
     assert not module.weight.is_meta
-
-
-def test_the_variable_is_left_alone_without_the_argument(monkeypatch):
-    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    Plugin()
-    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", torch.bfloat16])
@@ -186,9 +175,6 @@ def test_a_policy_is_replaced_only_on_request():
     assert plugin.mixed_precision_policy == fsdp.MixedPrecision(torch.float16, torch.float16, torch.float32)
     plugin.set_mixed_precision("bf16", override=True)
     assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16
-
-
-def test_policy_as_a_dictionary():
-    plugin = Plugin(fsdp_version=2, mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": torch.float32})
-    policy = plugin.mixed_precision_policy
+    given = {"param_dtype": "bf16", "reduce_dtype": torch.float32}
+    policy = Plugin(fsdp_version=2, mixed_precision_policy=given).mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)

@@ -12,7 +12,6 @@ from accelerate.config import env
 from accelerate.config.enums import DDPCommunicationHookType
 from accelerate.config.handlers import (
     AutocastKwargs,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -20,6 +19,7 @@ from accelerate.config.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from accelerate.config.handlers import DistributedDataParallelKwargs as DDPKwargs
 
 Hook = DDPCommunicationHookType
 
@@ -61,21 +61,12 @@ def test_to_kwargs_holds_what_differs_from_a_handler_built_without_arguments_and
         (TorchDynamoPlugin(backend="Inductor", disable=True), {"backend": "inductor", "disable": True}),
         (GradientAccumulationPlugin(), {}),
         (GradientAccumulationPlugin(num_steps=4, exact=True), {"num_steps": 4, "exact": True}),
-        (
-            DistributedDataParallelKwargs(dim=1, comm_hook="power_sgd", comm_state_option={"random_seed": 3}),
-            {"dim": 1},
-        ),
+        (DDPKwargs(dim=1, comm_hook="power_sgd", comm_state_option={"random_seed": 3}), {"dim": 1}),
     ],
     ids=str,
 )
 def test_arguments_for_torch(handler, expected):
     assert handler.to_kwargs() == expected
-
-
-def test_torch_takes_them():
-    with torch.autocast("cpu", dtype=torch.bfloat16, **AutocastKwargs(cache_enabled=False).to_kwargs()):
-        assert not torch.is_autocast_cache_enabled()
-    assert torch.amp.GradScaler("cpu", **GradScalerKwargs(init_scale=8.0).to_dict()).get_scale() == 8.0
 
 
 class WrappedModel:
@@ -87,7 +78,7 @@ class WrappedModel:
 
 def registered(**kwargs):
     model = WrappedModel()
-    DistributedDataParallelKwargs(**kwargs).register_comm_hook(model)
+    DDPKwargs(**kwargs).register_comm_hook(model)
     return model
 
 
@@ -120,17 +111,13 @@ def test_power_sgd_gets_its_state():
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (DistributedDataParallelKwargs, {"comm_hook": "gzip"}, "'gzip'.*'power_sgd'"),
-        (
-            DistributedDataParallelKwargs,
-            {"comm_hook": "fp16", "comm_wrapper": "power_sgd"},
-            "comm_wrapper is power_sgd.*no, fp16, bf16",
-        ),
+        (DDPKwargs, {"comm_hook": "gzip"}, "'gzip'.*'power_sgd'"),
+        (DDPKwargs, {"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "comm_wrapper is power_sgd.*no, fp16, bf16"),
         (GradientAccumulationPlugin, {"num_steps": 0}, "num_steps is 0"),
         (
             GradientAccumulationPlugin,
-            {"num_steps": 2, "sync_with_dataloader": False, "exact": True},
-            "exact=True needs sync_with_dataloader=True",
+            {"sync_with_dataloader": False, "exact": True},
+            "exact=True needs sync_with_data",
         ),
         (TorchDynamoPlugin, {"backend": "gcc"}, "'GCC' is not a valid DynamoBackend.*'INDUCTOR'"),
     ],
@@ -140,19 +127,16 @@ def test_wrong_values_are_named(kind, given, message):
         kind(**given)
 
 
-def test_a_hook_that_is_set_later(monkeypatch):
-    handler = DistributedDataParallelKwargs()
+def test_a_hook_that_is_set_later_and_settings_without_effect():
+    handler = DDPKwargs()
     handler.register_comm_hook(object())
     handler.comm_hook = "gzip"
     with pytest.raises(ValueError, match="gzip"):
         handler.register_comm_hook(WrappedModel())
-
-
-def test_settings_without_effect_warn():
     with pytest.warns(UserWarning, match="comm_wrapper=bf16 has no effect"):
-        DistributedDataParallelKwargs(comm_wrapper="bf16")
+        DDPKwargs(comm_wrapper="bf16")
     with pytest.warns(UserWarning, match="comm_state_option has no effect with comm_hook=fp16"):
-        DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"random_seed": 1})
+        DDPKwargs(comm_hook="fp16", comm_state_option={"random_seed": 1})
 
 
 def test_profile_builds_torchs_profiler():
@@ -177,12 +161,3 @@ def test_profile_activities():
     assert set(ProfileKwargs().build().activities) == set(torch.profiler.supported_activities())
     with pytest.raises(ValueError, match="Invalid profiler activity: 'tpu'.*cpu.*cuda"):
         ProfileKwargs(activities=["cpu", "tpu"]).build()
-
-
-# torch.compile
-
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION"):
-        monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}", raising=False)

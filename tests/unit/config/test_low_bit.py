@@ -17,6 +17,8 @@ from accelerate.config.low_bit import (
     TERecipeKwargs,
 )
 
+LIBRARIES = ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available")
+
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
@@ -29,17 +31,17 @@ class Float8LinearConfig:
 
 @pytest.fixture
 def no_libraries(monkeypatch):
-    for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
+    for name in LIBRARIES:
         monkeypatch.setattr(low_bit, name, lambda: False)
 
 
 @pytest.fixture
-def libraries(no_libraries, monkeypatch):
+def libraries(monkeypatch):
     float8 = types.ModuleType("torchao.float8")
     float8.Float8LinearConfig = Float8LinearConfig
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", float8)
-    for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
+    for name in LIBRARIES:
         monkeypatch.setattr(low_bit, name, lambda: True)
 
 
@@ -53,7 +55,7 @@ def test_missing_libraries_are_named(no_libraries):
     assert MSAMPRecipeKwargs().opt_level == "O2"
 
 
-def test_torchao_builds_its_config(libraries, monkeypatch):
+def test_torchao_builds_its_config_or_takes_one(libraries, monkeypatch):
     recipe = AORecipeKwargs()
     assert recipe.config == Float8LinearConfig(True, True)
     assert recipe.to_kwargs() == {}
@@ -63,27 +65,22 @@ def test_torchao_builds_its_config(libraries, monkeypatch):
     recipe = AORecipeKwargs(pad_inner_dim=True)
     assert recipe.config == Float8LinearConfig(True, False)
     assert recipe.to_kwargs() == {"config": recipe.config, "enable_fsdp_float8_all_gather": False}
-
-
-def test_torchao_takes_a_config(libraries):
     config = Float8LinearConfig(other=3)
     recipe = AORecipeKwargs(config=config)
-    assert recipe.config is config
-    assert (recipe.pad_inner_dim, recipe.enable_fsdp_float8_all_gather) == (None, None)
+    assert recipe.config is config and recipe.pad_inner_dim is recipe.enable_fsdp_float8_all_gather is None
     with pytest.warns(UserWarning, match="no effect beside config"):
         AORecipeKwargs(config=config, pad_inner_dim=False)
 
 
 def test_transformer_engine_reads_variables(libraries, monkeypatch):
     assert TERecipeKwargs() == TERecipeKwargs(False, 0, 1, "HYBRID", 1024, "most_recent", (False, False, False), False)
-    variables = {
-        "USE_AUTOCAST_DURING_EVAL": "1",
-        "MARGIN": "2",
-        "INTERVAL": "3",
-        "FORMAT": "e4m3",
+    variables = {"USE_AUTOCAST_DURING_EVAL": "1", "MARGIN": "2", "INTERVAL": "3", "FORMAT": "e4m3"}
+    variables |= {
         "AMAX_HISTORY_LEN": "9",
+        "AMAX_COMPUTE_ALGO": "max",
+        "OVERRIDE_DGRAD": "true",
+        "USE_MXFP8_BLOCK_SCALING": "yes",
     }
-    variables |= {"AMAX_COMPUTE_ALGO": "max", "OVERRIDE_DGRAD": "true", "USE_MXFP8_BLOCK_SCALING": "yes"}
     for name, value in variables.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
     recipe = TERecipeKwargs(interval=5)

@@ -1,4 +1,3 @@
-import os
 import types
 
 import pytest
@@ -14,13 +13,8 @@ from accelerate.config.megatron import MegatronLMPlugin as Plugin
 
 BATCH = {"input_ids": torch.ones(2, 9, dtype=torch.long), "labels": torch.ones(2, 5, dtype=torch.long)}
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 4, "n_positions": 16, "vocab_size": 50}
-_USUAL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-    "vocab_size": 50,
-}
+_USUAL = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4}
+_USUAL |= {"max_position_embeddings": 16, "vocab_size": 50}
 BERT = {"model_type": "megatron-bert", **_USUAL, "num_labels": 3}
 T5 = {"model_type": "t5", "num_layers": 2, "d_model": 8, "num_heads": 4, "n_positions": 16, "vocab_size": 50}
 LLAMA = {**BERT, "model_type": "llama"}
@@ -35,13 +29,6 @@ def model(config, name="Model"):
     made = type(name, (), {})()
     made.config = types.SimpleNamespace(return_dict=True, **config)
     return made
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("MEGATRON_LM_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +137,7 @@ def test_own_parser(monkeypatch):
     plugin = Plugin()
     plugin.set_network_size_args(model({"model_type": "Tiny2", "depth": 5}))
     assert plugin.megatron_lm_default_args["num_layers"] == 5
-
-
-def test_the_longest_fitting_name_wins(monkeypatch):
+    monkeypatch.undo()  # the longest fitting name wins
     monkeypatch.setitem(MODEL_CONFIGS_TO_MEGATRON_PARSERS, "llama4", "new")
     assert find_parser("llama4_text") == "new"
     assert find_parser("llama").__name__ == "parse_llama_config"

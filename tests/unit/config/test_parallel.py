@@ -12,13 +12,6 @@ from accelerate.config.parallel import (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    names = ("CP_COMM_STRATEGY", "SP_SEQ_LENGTH", "SP_SEQ_LENGTH_IS_VARIABLE", "SP_ATTN_IMPLEMENTATION")
-    for name in names:
-        monkeypatch.delenv(f"PARALLELISM_CONFIG_{name}", raising=False)
-
-
 def test_tensor_parallel_needs_no_transformers_or_a_recent_one(monkeypatch):
     monkeypatch.setattr(parallel, "is_transformers_available", lambda: False)
     with warnings.catch_warnings():

@@ -5,12 +5,8 @@ import types
 import pytest
 import torch
 
-from accelerate.test_utils.training import (
-    RegressionDataset,
-    RegressionModel,
-    mocked_dataloaders,
-    mocked_dataloaders_for_autoregressive_models,
-)
+from accelerate.test_utils import training
+from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
 
 def test_dataset():
@@ -36,15 +32,11 @@ def test_model(capsys):
 @pytest.mark.parametrize(("precision", "multiple"), [("no", 1), ("fp16", 8)])
 def test_sentences(precision, multiple):
     accelerator = types.SimpleNamespace(mixed_precision=precision)
-    train, evaluate = mocked_dataloaders(accelerator, batch_size=4)
+    train, evaluate = training.mocked_dataloaders(accelerator, batch_size=4)
     batch = next(iter(train))
     assert batch["input_ids"].shape == batch["attention_mask"].shape
     assert batch["input_ids"].shape[1] % multiple == 0
     assert batch["labels"].shape == (4,)
     assert len(evaluate.dataset) < len(train.dataset)
-
-
-def test_language_model_labels():
-    accelerator = types.SimpleNamespace(mixed_precision="no")
-    batch = next(iter(mocked_dataloaders_for_autoregressive_models(accelerator)[0]))
+    batch = next(iter(training.mocked_dataloaders_for_autoregressive_models(accelerator)[0]))
     assert torch.equal(batch["labels"], batch["input_ids"])

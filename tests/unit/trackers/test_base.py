@@ -28,9 +28,7 @@ def test_missing_definitions_are_listed():
     with pytest.raises(NotImplementedError, match="Half lacks.*: `tracker`"):
         Half()
     Whole()
-
-
-def test_a_blank_tracker_does_nothing():
+    # A blank tracker does nothing.
     assert GeneralTracker.__module__ == "accelerate.tracking"
     blank = GeneralTracker(_blank=True)
     assert blank.start() is blank.log({}, step=1, anything=2) is blank.finish() is None

@@ -134,11 +134,7 @@ def test_a_dvclive_run(library, caplog):
         ("dvclive.Live().end", (), {}),
     ]
     assert "'note'" in caplog.text
-
-
-def test_a_dvclive_object_of_ones_own(library):
-    fake_dvclive(library)
-    live = object()
+    live = object()  # of one's own
     tracker = DVCLiveTracker(live=live)
     tracker.start()
     assert tracker.tracker is live and library.taken() == []

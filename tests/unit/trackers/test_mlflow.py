@@ -32,19 +32,10 @@ def test_a_new_experiment(mlflow, tmp_path):
     tracker.start()
     search, create, start = mlflow.taken()
     assert search == ("search", "name = 'it\\'s'")
-    assert create == (
-        "mlflow.create_experiment",
-        (),
-        {"name": "it's", "artifact_location": str(tmp_path), "tags": {"t": 1}},
-    )
-    assert start[2] == {
-        "run_id": None,
-        "experiment_id": "<mlflow.create_experiment()>",
-        "run_name": "run",
-        "nested": False,
-        "tags": {"t": 1},
-        "description": "d",
-    }
+    asked = {"name": "it's", "artifact_location": str(tmp_path), "tags": {"t": 1}}
+    assert create == ("mlflow.create_experiment", (), asked)
+    ids = {"run_id": None, "experiment_id": "<mlflow.create_experiment()>", "run_name": "run"}
+    assert start[2] == {**ids, "nested": False, "tags": {"t": 1}, "description": "d"}
     assert tracker.tracker == "<mlflow.start_run()>"
 
 
@@ -58,10 +49,8 @@ def test_a_known_experiment_and_the_default_one(mlflow):
 
 
 def test_the_environment_wins(mlflow, monkeypatch):
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "other")
-    monkeypatch.setenv("MLFLOW_RUN_ID", "r")
-    monkeypatch.setenv("MLFLOW_TAGS", '{"a": "b"}')
-    monkeypatch.setenv("MLFLOW_NESTED_RUN", "true")
+    for name, value in (("EXPERIMENT_NAME", "other"), ("RUN_ID", "r"), ("TAGS", '{"a": "b"}'), ("NESTED_RUN", "true")):
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
     MLflowTracker("name", tags={"t": 1}).start()
     search, create, start = mlflow.taken()
     assert "other" in search[1] and create[2]["name"] == "other"

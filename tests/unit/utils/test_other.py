@@ -7,23 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-import accelerate.accelerator
-import accelerate.utils
 from accelerate.utils import other
 
 
 class Foo:
     class Inner:
         pass
-
-
-def test_one_function_object_under_all_its_paths():
-    assert other.model_has_dtensor is accelerate.utils.model_has_dtensor is accelerate.accelerator.model_has_dtensor
-    from accelerate.modules import unwrap
-    from accelerate.modules import unwrap as regions
-
-    assert other.compile_regions is regions.compile_regions
-    assert other.extract_model_from_parallel is unwrap.extract_model_from_parallel
 
 
 def test_save_and_load(tmp_path):

@@ -11,13 +11,6 @@ import accelerate.utils
 from accelerate.utils import imports
 
 
-def test_without_rich_the_error_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(imports, "is_rich_available", lambda: False)
-    monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="ACCELERATE_ENABLE_RICH=1"):
-        importlib.import_module("accelerate.utils.rich")
-
-
 def test_with_rich_tracebacks_are_installed(monkeypatch):
     installed = []
     traceback = types.ModuleType("rich.traceback")
@@ -31,9 +24,11 @@ def test_with_rich_tracebacks_are_installed(monkeypatch):
     sys.modules.pop("accelerate.utils.rich")
 
 
-def test_without_rich_the_package_can_be_inspected(monkeypatch):
+def test_without_rich_the_error_says_what_to_do_and_the_package_can_be_inspected(monkeypatch):
     monkeypatch.setattr(imports, "is_rich_available", lambda: False)
     monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
     monkeypatch.delattr(accelerate.utils, "rich", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="ACCELERATE_ENABLE_RICH=1"):
+        importlib.import_module("accelerate.utils.rich")
     assert not hasattr(accelerate.utils, "rich")
     assert "rich" not in dict(inspect.getmembers(accelerate.utils))

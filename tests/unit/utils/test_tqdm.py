@@ -1,6 +1,6 @@
 """The progress bar."""
 
-import builtins
+import sys
 
 import pytest
 
@@ -23,13 +23,6 @@ def test_disable_wins_and_the_iterable_comes_first():
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("tqdm"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match="pip install tqdm"):
         tqdm(range(2))

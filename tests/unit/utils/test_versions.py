@@ -23,9 +23,8 @@ def torch_is(monkeypatch):
 @pytest.mark.parametrize(
     ("installed", "at_least", "equal"),
     [
-        *[("2.6.0", True, True), ("2.6.0+cu126", True, False)],
+        *[("2.6.0", True, True), ("2.6.0+cu126", True, False), ("2.10.1", True, False)],
         ("2.6.0.dev20250101", False, False),
-        ("2.10.1", True, False),
     ],
 )
 def test_torch(torch_is, monkeypatch, installed, at_least, equal):

@@ -57,13 +57,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for option in BY_NAME.values():
-        if option.env:
-            monkeypatch.delenv(option.env, raising=False)
-
-
 @pytest.mark.parametrize("case", CASES, ids=[f"{case[0]}-{case[2]}" for case in CASES])
 def test_code_over_environment_over_default(monkeypatch, case):
     name, takes, argument, in_code, exported, *attribute = case

@@ -21,18 +21,12 @@ def test_spellings_and_file_key():
 @pytest.mark.parametrize(
     ("kind", "raw", "value"),
     [
-        ("str", True, "true"),
-        ("str", 5, "5"),
-        ("int", "5", 5),
-        ("float", "0.5", 0.5),
-        ("bool", "no", False),
-        ("bool", "1", True),
-        ("strs", "a", ["a"]),
-        ("strs", ("a", 1), ["a", "1"]),
+        *[("str", True, "true"), ("str", 5, "5"), ("int", "5", 5), ("float", "0.5", 0.5)],
+        *[("bool", "no", False), ("bool", "1", True), ("str", None, None)],
+        *[("strs", "a", ["a"]), ("strs", ("a", 1), ["a", "1"])],
         ("bools", "true,false,TRUE", (True, False, True)),
         ("bools", "(false, false, true)", (False, False, True)),
         ("bools", [True, False, False], (True, False, False)),
-        ("str", None, None),
     ],
 )
 def test_parse(kind, raw, value):
@@ -57,12 +51,8 @@ def test_choices():
 @pytest.mark.parametrize(
     ("style", "value", "text"),
     [
-        ("plain", True, "True"),
-        (LOWER, True, "true"),
-        (UPPER, "eager", "EAGER"),
-        (BIT, False, "0"),
-        (ON, True, "true"),
-        (ONE, True, "1"),
+        *[("plain", True, "True"), (LOWER, True, "true"), (UPPER, "eager", "EAGER")],
+        *[(BIT, False, "0"), (ON, True, "true"), (ONE, True, "1")],
     ],
 )
 def test_encode(style, value, text):

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.config.options import (
-    BY_NAME,
-    FEATURES,
-    OPTIONS,
-    PARADIGMS,
-    SECTIONS,
-    SWITCH_OF_DISTRIBUTED_TYPE,
-)
+from accelerate.config.options import BY_NAME, FEATURES, OPTIONS, PARADIGMS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE
 
 RECORD = Path(__file__).parents[3] / "architecture" / "record" / "cli-1.15.0.json"
 RECORDED = json.loads(RECORD.read_text("utf-8"))["commands"]["launch"]["arguments"]
@@ -67,21 +60,13 @@ def test_switches_exist():
 
 
 @pytest.mark.parametrize(
-    ("feature", "value", "on"),
+    ("feature", "on", "off", "request_"),
     [
-        ("fsdp", True, True),
-        ("fsdp", False, False),
-        ("machines", 1, False),
-        ("machines", 2, True),
-        ("fp8", "bf16", False),
-        ("fp8", "fp8", True),
+        ("fsdp", True, False, "--use_fsdp"),
+        ("machines", 2, 1, "--num_machines N"),
+        ("fp8", "fp8", "bf16", "--mixed_precision fp8"),
     ],
 )
-def test_feature_is_on(feature, value, on):
-    assert FEATURES[feature].is_on(value) is on
-
-
-def test_feature_request_reads_as_a_command_line():
-    assert FEATURES["fsdp"].request == "--use_fsdp"
-    assert FEATURES["machines"].request == "--num_machines N"
-    assert FEATURES["fp8"].request == "--mixed_precision fp8"
+def test_feature_is_on_and_how_it_is_asked_for(feature, on, off, request_):
+    assert FEATURES[feature].is_on(on) is True and FEATURES[feature].is_on(off) is False
+    assert FEATURES[feature].request == request_
