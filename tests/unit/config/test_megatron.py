@@ -76,6 +76,23 @@ def test_schedule_counts_steps_of_all_replicas(options, expected):
     assert {name: plugin.megatron_lm_default_args[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.AdamW, {"betas": (0.5, 0.25)}, {"optimizer": "adam", "adam_beta1": 0.5, "adam_beta2": 0.25}),
+        (torch.optim.SGD, {"momentum": 0.75}, {"optimizer": "sgd", "sgd_momentum": 0.75}),
+    ],
+)
+def test_optimizers_are_taken_over_and_half_precision_is_switched_on(kind, options, expected):
+    plugin = Plugin()
+    plugin.set_optimizer_type(kind([torch.ones(1)], lr=0.5, weight_decay=0.125, **options))
+    plugin.set_mixed_precision("bf16")
+    expected = {**expected, "lr": 0.5, "weight_decay": 0.125, "bf16": True, "DDP_impl": "local"}
+    assert {name: plugin.megatron_lm_default_args[name] for name in expected} == expected
+    with pytest.raises(ValueError, match="is a Rprop; Megatron-LM has Adam and SGD"):
+        plugin.set_optimizer_type(torch.optim.Rprop([torch.ones(1)]))
+
+
 def test_schedule_without_lengths():
     with pytest.raises(ValueError, match="set_training_args"):
         Plugin().set_scheduler_args(scheduler())

@@ -88,7 +88,7 @@ def test_layers_whose_weights_are_read_by_others_stay(library):
     assert not encoder.activation_relu_or_gelu, "its fused kernel reads the weights itself"
 
 
-def test_maps_count_what_is_not_quantised_with_what_it_takes():
+def test_maps_are_computed_for_the_quantised_size_and_count_the_rest_with_what_it_takes():
     model = nn.Sequential(nn.Embedding(50, 2), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     config = _config(skip_modules=[], keep_in_fp32_modules=[])
     # fp16 embedding 200, weight 64, fp16 bias 16, weight 64
@@ -96,9 +96,6 @@ def test_maps_count_what_is_not_quantised_with_what_it_takes():
     assert fits == {"": "cpu"}
     less = bnb.get_quantized_model_device_map(model, config, "sequential", max_memory={"cpu": 343, "disk": 999})
     assert less["2"] == "disk"
-
-
-def test_maps_are_computed_for_the_quantised_size():
     budget = {0: 150, "cpu": 1000}
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     plain = _config(skip_modules=[], keep_in_fp32_modules=[])
