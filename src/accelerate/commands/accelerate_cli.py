@@ -19,13 +19,7 @@ from accelerate.commands.utils import COMPLETING, CustomArgumentParser, as_progr
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the console script.
-
-    Attributes:
-        module: where it lives, below `accelerate.commands`.
-        parser: the function there that makes its parser.
-        help: what it does, in one sentence.
-    """
+    """A command of the console script; `parser` is the function of its module that makes its parser."""
 
     module: str
     parser: str
@@ -98,14 +92,8 @@ def _without_command(word: str | None) -> NoReturn:
 def complete(parser: argparse.ArgumentParser) -> None:
     """Answer the shell how the word under the cursor may go on, and end the process.
 
-    One spelling of each option is offered: the one with underscores, unless the word has hyphens already. After a script, whose
-    options follow, none is. What has no words of its own is completed by the names of files.
-
-    Args:
-        parser: the parser of the program that is being typed.
-
-    Raises:
-        SystemExit: argcomplete is not installed.
+    One spelling of each option is offered: the one with underscores, unless the word has hyphens already. After a
+    script, whose options follow, none is. What has no words of its own is completed by the names of files.
     """
     try:
         import argcomplete

@@ -100,14 +100,9 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def console(args: argparse.Namespace, replace: bool | None = None) -> None:
-    """Run `accelerate launch` for the console: errors become one line and an exit status.
+    """Run `accelerate launch` for the console: status 2 if nothing was started, else that of the first failed process.
 
-    Args:
-        args: what `launch_command_parser` parsed.
-        replace: whether one process may take the place of this one; by default where this one is the console script.
-
-    Raises:
-        SystemExit: status 2 if nothing was started, else the status of the process that failed first.
+    `replace` lets one process take the place of this one; by default where this one is the console script.
     """
     plan = or_exit("accelerate launch", resolve, args)
     try:

@@ -61,14 +61,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def console(args: argparse.Namespace) -> None:
-    """Run `accelerate tpu-config` for the console: errors become one line and an exit status.
-
-    Args:
-        args: what `tpu_command_parser` parsed.
-
-    Raises:
-        SystemExit: status 2 if nothing was run, else the status of gcloud.
-    """
+    """Run `accelerate tpu-config` for the console: status 2 if nothing was run, else the status of gcloud."""
     try:
         or_exit("accelerate tpu-config", tpu_command_launcher, args)
     except subprocess.CalledProcessError as error:

@@ -62,15 +62,7 @@ class OneSpelling(argparse.HelpFormatter):
 def make_parser(
     name: str, description: str, subparsers: Any = None, func: Callable[..., Any] | None = None, **options: Any
 ) -> CustomArgumentParser:
-    """Return the parser of a command, alone or as a part of another parser.
-
-    Args:
-        name: the command.
-        description: what it does, in one sentence.
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-        func: what runs the command; it becomes `args.func`.
-        options: further arguments of `argparse.ArgumentParser`.
-    """
+    """Return the parser of a command, alone or as a part of `subparsers`; `func` becomes `args.func`."""
     if subparsers is None:
         options.setdefault("formatter_class", OneSpelling)
         parser = CustomArgumentParser(f"accelerate {name}", description=description, **options)
@@ -85,15 +77,9 @@ def make_parser(
 
 @contextlib.contextmanager
 def as_program(prog: str) -> Iterator[None]:
-    """End as a console program does: quietly when the reader of the output is gone, with status 130 after Ctrl-C.
+    """End as a console program does: quietly with status 141 where the output has no reader, with 130 after Ctrl-C.
 
-    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence instead of an error.
-
-    Args:
-        prog: the command, for the message.
-
-    Raises:
-        SystemExit: with status 130 after an interrupt, 141 where the output has no reader any more.
+    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -116,15 +102,6 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
     """Call a function; a request that cannot be run becomes one line on stderr and exit status 2.
 
     What the system refuses on the way (a full disk, a connection), and a `RunError`, becomes one line and status 1.
-
-    Args:
-        prog: the command, for the message.
-        func: the function.
-        args: its arguments.
-
-    Raises:
-        SystemExit: the function raised `ValueError` (as `LaunchError` is), `NotImplementedError` or `OSError`; or as in
-            `as_program`.
     """
     try:
         with as_program(prog):
@@ -138,11 +115,7 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
 
 
 def brief(error: BaseException) -> str:
-    """Return what an error says, in one line of moderate length.
-
-    Args:
-        error: as a library raised it; theirs go on for paragraphs.
-    """
+    """Return what an error says, in one line of moderate length; libraries go on for paragraphs."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
 

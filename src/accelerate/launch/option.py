@@ -25,12 +25,9 @@ class ArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):
 
 
 class Parser(_SpelledTwice, argparse.ArgumentParser):
-    """A parser that accepts `--like_this` and `--like-this`, and remembers what was given.
+    """Accepts `--like_this` and `--like-this`, and lists in `nondefault` which arguments stood on the command line.
 
-    Parsed arguments carry `nondefault`, the names of all arguments that stood on the command line, so that resolution
-    can tell a choice from a default of the same value.
-
-    An unknown option is answered with the nearest one that exists, and exit status 2.
+    So resolution can tell a choice from a default of the same value.
     """
 
     group_class = ArgumentGroup
@@ -44,11 +41,7 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse everything; see `argparse.ArgumentParser.parse_args`.
-
-        Raises:
-            SystemExit: with status 2 for what is not understood, 0 after the help was printed.
-        """
+        """Parse everything; see `argparse.ArgumentParser.parse_args`."""
         words = sys.argv[1:] if args is None else list(args)
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
@@ -78,22 +71,14 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
         return parsed, rest
 
     def unknown(self, words: Sequence[str]) -> str:
-        """Return one line about words that no argument takes: each unknown option with the nearest one that exists.
-
-        Args:
-            words: what was left over; values that follow an unknown option are passed over.
-        """
+        """Return one line about words that no argument takes: each unknown option with the nearest one that exists."""
         flags = [word.partition("=")[0] for word in words if word.startswith("-") and word not in ("-", "--")]
         if not flags:
             return f"{' '.join(words)} is not expected here."
         return " ".join(self._correction(flag) for flag in dict.fromkeys(flags))
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the error on stderr, and end with status 2.
-
-        Args:
-            message: the error.
-        """
+        """Print the usage and the error on stderr, and end with status 2."""
         super().error(message.replace(", training_script_args", ""))  # may be empty, whatever argparse says
 
     def _innermost(self, words: Sequence[str]) -> "Parser":
@@ -113,14 +98,7 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
 
 
 def add_options(parser: Parser, options: Iterable[Option] = OPTIONS) -> None:
-    """Add rows of the option table to a parser, each under its heading.
-
-    Options without flags are left out: only a configuration file can set them.
-
-    Args:
-        parser: the parser; it is changed in place.
-        options: the rows, in the order of `--help`.
-    """
+    """Add rows of the option table to a parser, under their headings; a row without flags is for files only."""
     headings = {heading.title: heading for heading in parser._action_groups}
     for option in options:
         if not option.spellings:

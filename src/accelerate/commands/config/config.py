@@ -99,12 +99,7 @@ class _OwnOptions(OneSpelling):
 
 
 def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the parser of `accelerate config show`.
-
-    Args:
-        parser: what `ArgumentParser.add_subparsers` returned.
-        parents: parsers whose arguments it shares.
-    """
+    """Add the parser of `accelerate config show`."""
     command = make_parser(
         "show",
         "Print the settings that `accelerate launch` would use, and where each comes from.",
@@ -123,15 +118,7 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
 
 
 def show_command(args: argparse.Namespace) -> None:
-    """Run `accelerate config show`.
-
-    Args:
-        args: what `show_command_parser` parsed.
-
-    Raises:
-        LaunchError: a layer holds something that is no value of its option, or two options exclude each other.
-        FileNotFoundError: the configuration file does not exist.
-    """
+    """Run `accelerate config show`."""
     from accelerate.diagnostics.table import table  # not for --help
     from accelerate.launch import resolve
 
@@ -181,12 +168,7 @@ def _rows(values: Mapping[str, Any], file: Any) -> list[dict[str, Any]]:
 
 
 def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the parser of `accelerate config validate`.
-
-    Args:
-        parser: what `ArgumentParser.add_subparsers` returned.
-        parents: parsers whose arguments it shares.
-    """
+    """Add the parser of `accelerate config validate`."""
     text = "Say everything that is wrong with a configuration file, with line numbers; the exit status is 2 if anything is."
     command = config_utils.add_command(parser, parents, "validate", text, validate_command)
     command.add_argument("file", nargs="?", help="The file; by default the one that `accelerate launch` reads.")
@@ -195,16 +177,7 @@ def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser])
 
 
 def validate_command(args: argparse.Namespace) -> None:
-    """Run `accelerate config validate`.
-
-    Args:
-        args: what `validate_command_parser` parsed.
-
-    Raises:
-        LaunchError: the file cannot be read at all, or two were named.
-        FileNotFoundError: there is no such file.
-        SystemExit: with status 2 if something is wrong with it.
-    """
+    """Run `accelerate config validate`: status 2 if something is wrong with the file."""
     if args.file is not None and args.config_file is not None:
         raise LaunchError("Name one file: either FILE or --config_file FILE.")
     path = files.find_required(args.config_file if args.file is None else args.file)

@@ -51,15 +51,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
 
 
 def config_of(content: Mapping[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
-    """Return the content of a configuration file as a `ClusterConfig`, or a `SageMakerConfig` where it says so.
-
-    Args:
-        content: what the file holds.
-        path: the file, for errors.
-
-    Raises:
-        ValueError: as in `load_config_from_file`.
-    """
+    """Return the content of a configuration file as a `ClusterConfig`, or a `SageMakerConfig` where it says so."""
     environment = content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE
     sagemaker = ComputeEnvironment(environment) is ComputeEnvironment.AMAZON_SAGEMAKER
     return (SageMakerConfig if sagemaker else ClusterConfig)._from_mapping(content, path)
