@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from accelerate import __version__
 from accelerate.commands.utils import COMPLETING, CustomArgumentParser, as_program, or_exit
+from accelerate.launch.config_file import nearest
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main() -> None:
-    """Run the command that stands on the command line.
-
-    Raises:
-        SystemExit: with status 2 for a request that cannot be run, 1 for no request, or the status of what ran.
-    """
+    """Run the command that stands on the command line; status 2 if it cannot be run, 1 without one, or its own."""
     with as_program("accelerate"):
         if COMPLETING in os.environ:
             complete(_parser_of_all())
@@ -82,8 +79,6 @@ def _without_command(word: str | None) -> NoReturn:
         parser.parse_args([word])
     if word.endswith(".py"):
         parser.error(f"{word!r} is no command; did you mean `accelerate launch {word}`?")
-    from accelerate.launch.config_file import nearest  # not for --help
-
     near = nearest(word.lower().replace("_", "-"), COMMANDS)
     hint = f"did you mean {near}?" if near else f"choose one of {', '.join(COMMANDS)}."
     parser.error(f"{word!r} is no command; {hint}")

@@ -537,11 +537,7 @@ def _print(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> N
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate estimate-memory`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate estimate-memory`, or add it to what `add_subparsers` returned."""
     description = "Estimate how much memory a model needs, without loading its weights."
     parser = make_parser("estimate-memory", description, subparsers, estimate_command)
     parser.add_argument(
@@ -564,11 +560,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the console script `accelerate-estimate-memory`.
-
-    Raises:
-        SystemExit: with status 2 for a request that cannot be answered.
-    """
+    """Run the console script `accelerate-estimate-memory`; status 2 for a request that cannot be answered."""
     or_exit("accelerate estimate-memory", estimate_command, estimate_command_parser().parse_args())
 
 

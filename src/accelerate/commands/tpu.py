@@ -16,11 +16,7 @@ from accelerate.launch.runners.tpu import gcloud_ssh
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate tpu-config`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate tpu-config`, or add it to what `add_subparsers` returned."""
     description = "Run commands on all machines of a TPU pod."
     parser = make_parser("tpu-config", description, subparsers, tpu_command_launcher, allow_abbrev=False)
     parser.add_argument("--config_file", type=str, help="Configuration file that names the pod and the commands.")
@@ -106,11 +102,7 @@ def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run `accelerate tpu-config` as a program of its own.
-
-    Raises:
-        SystemExit: as in `console`.
-    """
+    """Run `accelerate tpu-config` as a program of its own; exit statuses are those of `console`."""
     console(tpu_command_parser().parse_args())
 
 

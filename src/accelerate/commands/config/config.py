@@ -10,10 +10,9 @@ from typing import Any
 
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.interview import Asker, as_text, check
-from accelerate.commands.utils import OneSpelling, make_parser, or_exit
+from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.option import add_options
 from accelerate.launch.secrets import masked
 
 # What only the parser of `accelerate launch` needs to explain.
@@ -49,11 +48,7 @@ def _ask(before: files.Inspection | None) -> Any:
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate config`, without its subcommands.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate config`, without its subcommands, or add it to `subparsers`."""
     text = "Write a configuration file for `accelerate launch` by answering questions."
     parser = make_parser("config", text, subparsers, config_command, allow_abbrev=False)
     text = "The file to write; by default the one that `accelerate launch` looks for. If it exists, it gives the defaults."
@@ -137,9 +132,8 @@ def show_command(args: argparse.Namespace) -> None:
         cells = []
         for row in rows:
             value = "-" if row["value"] is None else as_text(row["value"])
-            cells.append(
-                (row["name"], value, row["where"] or row["source"], f"({row['effect']})" if row["effect"] else "")
-            )
+            effect = f"({row['effect']})" if row["effect"] else ""
+            cells.append((row["name"], value, row["where"] or row["source"], effect))
         print(table(["setting", "value", "from", ""], cells))
     for note in notes:
         print(f"note: {note}")
@@ -195,11 +189,7 @@ def validate_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Hold the interview as a program of its own.
-
-    Raises:
-        SystemExit: as in `accelerate.commands.config.main`.
-    """
+    """Hold the interview as a program of its own; exit statuses are those of `accelerate.commands.config.main`."""
     or_exit("accelerate config", config_command, config_command_parser().parse_args())
 
 
