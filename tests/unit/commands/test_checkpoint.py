@@ -51,9 +51,6 @@ class Terminal(io.StringIO):
         return True
 
 
-# -- ls ----------------------------------------------------------------------------------------------------------------
-
-
 def test_ls(accelerate, project, tmp_path):
     folder = project / "checkpoints"
     samples.foreign(folder / "epoch_1", age=60)
@@ -145,9 +142,6 @@ def test_info_of_shards(accelerate, sharded):
     run(accelerate, "info", sharded)
 
 
-# -- export and reshard ------------------------------------------------------------------------------------------------
-
-
 def test_export(accelerate, project, tmp_path):
     from safetensors.torch import load_file
 
@@ -188,9 +182,6 @@ def test_what_cannot_be_converted_is_one_line(accelerate, tmp_path, monkeypatch)
     assert not (tmp_path / "ran").exists()
     monkeypatch.setattr("accelerate.checkpoint.convert.reshard", Mock(side_effect=RuntimeError("a\nb")))
     assert len(run(accelerate, "reshard", tmp_path, tmp_path / "out", "--layout", "full", status=2).splitlines()) == 1
-
-
-# -- prune -------------------------------------------------------------------------------------------------------------
 
 
 def left_in(project):
@@ -348,9 +339,6 @@ def test_prune_says_what_it_could_not_remove(accelerate, project, monkeypatch):
     monkeypatch.setattr(LocalStorage, "remove", Mock(side_effect=PermissionError(13, "Permission denied")))
     out = prune(accelerate, project, 3, status=1)
     assert "checkpoint_0 could not be removed" in out and "0 removed.\n" in out
-
-
-# -- object stores -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

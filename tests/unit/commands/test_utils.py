@@ -11,6 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.utils import CustomArgumentGroup, CustomArgumentParser, add_options, or_exit
 from accelerate.config.options import OPTIONS
 from accelerate.launch.errors import LaunchError, RunError
+from cases import cases
 
 
 def parse(line):
@@ -27,32 +28,28 @@ def test_nondefault_holds_what_was_given():
     assert not args.nondefault.intersection(option.name for option in options)
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
-        ("--tpu_cluster", "tpu_use_cluster", True),
-        ("--no-tpu-cluster", "tpu_use_cluster", False),
-        ("--vm a --vm b", "vm", ["a", "b"]),
-        ("--mixed_precision BF16", "mixed_precision", "bf16"),
-        ("--num-processes 2", "num_processes", 2),
-    ],
+@cases(
+    "line, name, value",
+    ("--tpu_cluster", "tpu_use_cluster", True),
+    ("--no-tpu-cluster", "tpu_use_cluster", False),
+    ("--vm a --vm b", "vm", ["a", "b"]),
+    ("--mixed_precision BF16", "mixed_precision", "bf16"),
+    ("--num-processes 2", "num_processes", 2),
 )
 def test_values(line, name, value):
     args = parse(line)
     assert (getattr(args, name), type(getattr(args, name))) == (value, type(value)) and name in args.nondefault
 
 
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    [
-        ("--mixed_precision fp17", "invalid choice: 'fp17' (choose from 'no', 'fp16', 'bf16', 'fp8')"),
-        ("--fsdp_version 7", "(choose from '1', '2')\n"),
-        ("--num_processes two", "num_processes is 'two'; it must be an integer"),
-        ("--gradient_clipping auto", "gradient_clipping is 'auto'; leave the option out"),
-        ("--num_proceses 2", "error: --num_proceses is unknown; did you mean --num_processes?"),
-        ("--num-proceses=2", "error: --num-proceses is unknown; did you mean --num_processes?"),
-        ("--qqq --gpu_id 0", "error: --qqq is unknown; `accelerate launch --help` lists the options. --gpu_id is"),
-    ],
+@cases(
+    "line, answer",
+    ("--mixed_precision fp17", "invalid choice: 'fp17' (choose from 'no', 'fp16', 'bf16', 'fp8')"),
+    ("--fsdp_version 7", "(choose from '1', '2')\n"),
+    ("--num_processes two", "num_processes is 'two'; it must be an integer"),
+    ("--gradient_clipping auto", "gradient_clipping is 'auto'; leave the option out"),
+    ("--num_proceses 2", "error: --num_proceses is unknown; did you mean --num_processes?"),
+    ("--num-proceses=2", "error: --num-proceses is unknown; did you mean --num_processes?"),
+    ("--qqq --gpu_id 0", "error: --qqq is unknown; `accelerate launch --help` lists the options. --gpu_id is"),
 )
 def test_what_is_not_understood(capsys, line, answer):
     with pytest.raises(SystemExit, match="2"):
@@ -82,18 +79,16 @@ def test_other_errors_keep_their_traceback():
     assert or_exit("accelerate x", max, 1, 2) == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "line", "status"),
-    [
-        (FileNotFoundError(2, "No such file or directory", "c.yaml"), "'c.yaml': No such file or directory.", 2),
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device", 1),
-        (ConnectionError("no answer"), "no answer", 1),
-        (ValueError(), "ValueError", 2),
-        (LaunchError("no"), "no", 2),
-        (NotImplementedError("no"), "no", 2),
-        (RunError("no"), "no", 1),
-        (KeyboardInterrupt(), None, 130),
-    ],
+@cases(
+    "error, line, status",
+    (FileNotFoundError(2, "No such file or directory", "c.yaml"), "'c.yaml': No such file or directory.", 2),
+    (OSError(28, "No space left on device"), "[Errno 28] No space left on device", 1),
+    (ConnectionError("no answer"), "no answer", 1),
+    (ValueError(), "ValueError", 2),
+    (LaunchError("no"), "no", 2),
+    (NotImplementedError("no"), "no", 2),
+    (RunError("no"), "no", 1),
+    (KeyboardInterrupt(), None, 130),
 )
 def test_errors_are_one_line_and_a_status(capsys, error, line, status):
     def fail():

@@ -11,6 +11,7 @@ from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import MachineRendezvous
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.utils.other import get_free_port
+from cases import cases
 
 
 @pytest.fixture
@@ -72,9 +73,6 @@ def until(found):
     raise AssertionError("waited in vain")
 
 
-# -- joining -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_late_launcher_does_not_disturb(at, pair, join):
     first, _ = pair()
     (error,) = join(at(1, join_timeout=1.0))
@@ -93,12 +91,10 @@ def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
     assert (first.round, new.round) == (1, 1) and first.members[1]["identity"] != former
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "words"),
-    [
-        ({"processes": 2}, {"processes": 4}, ["processes of each machine", "2 on machine", "4 on machine"]),
-        ({"restarts": 2}, {}, ["--max_restarts"]),
-    ],
+@cases(
+    "here, there, words",
+    ({"processes": 2}, {"processes": 4}, ["processes of each machine", "2 on machine", "4 on machine"]),
+    ({"restarts": 2}, {}, ["--max_restarts"]),
 )
 def test_machines_must_agree(at, join, here, there, words):
     for error in join(at(0, **here), at(1, **there)):

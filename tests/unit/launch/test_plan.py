@@ -117,9 +117,6 @@ def test_every_flag_is_checked():
     assert named == {option.name for option in of_feature("parallelism")}
 
 
-# -- what `--dry-run` prints --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def lines(plan):
     return lambda line, environ: runners.describe(plan(line, environ), environ).splitlines()

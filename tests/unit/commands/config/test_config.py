@@ -5,6 +5,8 @@ import io
 import pytest
 import yaml
 
+from cases import cases
+
 
 @pytest.fixture
 def type_lines(monkeypatch, machine):
@@ -39,15 +41,13 @@ def test_a_faulty_file(accelerate, refused, type_lines, place):
     assert (place / "d.yaml").read_text() == "a: ["
 
 
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["default"], "saved at c.yaml"),
-        (["show"], "configuration file: c.yaml"),
-        (["update"], "Updated c.yaml"),
-        (["validate"], "c.yaml: no problem found"),
-        (["show", "--config_file", "d.yaml"], "configuration file: d.yaml"),
-    ],
+@cases(
+    "words, what",
+    (["default"], "saved at c.yaml"),
+    (["show"], "configuration file: c.yaml"),
+    (["update"], "Updated c.yaml"),
+    (["validate"], "c.yaml: no problem found"),
+    (["show", "--config_file", "d.yaml"], "configuration file: d.yaml"),
 )
 def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words, what):
     machine()

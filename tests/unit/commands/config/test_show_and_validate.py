@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cases import cases
+
 
 @pytest.fixture
 def file(place):
@@ -81,9 +83,6 @@ def test_what_stands_around_the_table(accelerate, place):
     assert "note: fsdp_config.fsdp_versoin is unknown and has no effect" in out
 
 
-# -- validate ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def validate(accelerate, place):
     def run(text):
@@ -125,33 +124,29 @@ def test_everything_at_once(validate):
         assert part in err, part
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num_processes: 3\nparallelism_config: {tp_size: 2}", "need 2"),
-        ("distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: '0,1'", "names 2 devices for 4 processes"),
-        ("deepspeed_config: {deepspeed_config_file: none.json}", "there is no such file (seen from"),
-        ("deepspeed_config: {zero_stage: 4}", "deepspeed_config.zero_stage is '4'; choose one of 0, 1, 2, 3"),
-        ("fsdp_config: {fsdp_offload_params: perhaps}", "write true or false"),
-        ("fsdp_config: {fsdp_sharding_strategy: 6}", "choose one of FULL_SHARD"),
-        ("distributed_type: XLA\nuse_cpu: yes", "asks for TPUs"),
-        # What cannot be read at all.
-        ("", "is empty"),
-    ],
+@cases(
+    "text, message",
+    ("num_processes: 3\nparallelism_config: {tp_size: 2}", "need 2"),
+    ("distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: '0,1'", "names 2 devices for 4 processes"),
+    ("deepspeed_config: {deepspeed_config_file: none.json}", "there is no such file (seen from"),
+    ("deepspeed_config: {zero_stage: 4}", "deepspeed_config.zero_stage is '4'; choose one of 0, 1, 2, 3"),
+    ("fsdp_config: {fsdp_offload_params: perhaps}", "write true or false"),
+    ("fsdp_config: {fsdp_sharding_strategy: 6}", "choose one of FULL_SHARD"),
+    ("distributed_type: XLA\nuse_cpu: yes", "asks for TPUs"),
+    # What cannot be read at all.
+    ("", "is empty"),
 )
 def test_problems(validate, text, message):
     status, _, err = validate(text)
     assert status == 2 and message in err and len(err.splitlines()) <= 2
 
 
-@pytest.mark.parametrize(
-    ("text", "note"),
-    [
-        ("num_processes: 1", "distributed_type is missing"),
-        ("distributed_type: 'NO'\nfp16: true", "fp16 is now mixed_precision: fp16"),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2}", "no problem found"),
-        ("distributed_type: FSDP\nrdzv_backend: etcd", "no problem found"),
-    ],
+@cases(
+    "text, note",
+    ("num_processes: 1", "distributed_type is missing"),
+    ("distributed_type: 'NO'\nfp16: true", "fp16 is now mixed_precision: fp16"),
+    ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2}", "no problem found"),
+    ("distributed_type: FSDP\nrdzv_backend: etcd", "no problem found"),
 )
 def test_notes_are_no_problems(validate, text, note):
     status, out, err = validate(text)
