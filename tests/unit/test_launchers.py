@@ -57,10 +57,8 @@ def train():
     pass
 
 
-def test_no_precision_leaves_the_choice_to_the_environment_and_no_file_is_read(monkeypatch, tmp_path):
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").write_text("num_processes: 2\nmixed_precision: bf16\n")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+def test_no_precision_leaves_the_choice_to_the_environment_and_no_file_is_read(monkeypatch, default_file):
+    default_file("num_processes: 2\nmixed_precision: bf16\n")
     seen = []
     notebook_launcher(lambda: seen.append(os.environ["ACCELERATE_MIXED_PRECISION"]))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")

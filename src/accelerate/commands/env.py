@@ -42,10 +42,8 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
     """Print the report, ready to be pasted into an issue. Values of secrets are not in it.
 
-    A configuration file that cannot be read is a line of the report; `accelerate config validate` finds more.
-
-    Args:
-        args: what `env_command_parser` parsed.
+    A configuration file that cannot be read is a line of the report; `accelerate config validate` finds more. `args` is
+    what `env_command_parser` parsed.
 
     Returns:
         The same facts by name.

@@ -426,10 +426,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """Return the sizes of a model in several element types.
-
-    Args:
-        args: what `estimate_command_parser` parsed.
+    """Return the sizes of a model in several element types, for what `estimate_command_parser` parsed.
 
     Returns:
         For each type: its name, the bytes of the largest layer, of the model, and the estimate for training (a mapping as
@@ -499,10 +496,7 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print the sizes of a model as tables, or as JSON.
-
-    Args:
-        args: what `estimate_command_parser` parsed.
+    """Print the sizes of a model as tables, or as JSON, for what `estimate_command_parser` parsed.
 
     Raises:
         LaunchError: as in `create_empty_model`, or the number of processes is not positive.

@@ -81,13 +81,10 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Start what the arguments say, and wait for its end.
+    """Start what the arguments that `launch_command_parser` parsed say, and wait for its end.
 
     For programs: it returns, or raises what went wrong. `main` is the same for the console, where one process replaces the
     launcher.
-
-    Args:
-        args: what `launch_command_parser` parsed.
 
     Raises:
         LaunchError: the request cannot be run as written.

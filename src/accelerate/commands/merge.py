@@ -13,12 +13,9 @@ from accelerate.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAM
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merge the shards of a checkpoint.
+    """Merge the shards of a checkpoint, for what `merge_command_parser` parsed.
 
     The file appears under its name when all of it is on the disk.
-
-    Args:
-        args: what `merge_command_parser` parsed.
 
     Raises:
         LaunchError: the shards are damaged, or cannot be merged like that, or the output is there already; the message says why.

@@ -18,10 +18,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Run the self check as `accelerate launch` runs a user's script.
-
-    Args:
-        args: what `test_command_parser` parsed.
+    """Run the self check as a launch runs a user's script, for what `test_command_parser` parsed.
 
     Raises:
         SystemExit: the check failed (status 1), could not be started (2), or was interrupted (130).

@@ -157,10 +157,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Convert a file. The result takes its place in one step.
-
-    Args:
-        args: what `to_fsdp2_command_parser` parsed.
+    """Convert a file, for what `to_fsdp2_command_parser` parsed. The result takes its place in one step.
 
     Raises:
         LaunchError: neither `--overwrite` nor `--output_file` says where the result goes, or the file cannot be converted.

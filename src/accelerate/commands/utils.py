@@ -17,10 +17,6 @@ from accelerate.launch.errors import RunError
 
 T = TypeVar("T")
 
-# Exit statuses, as shells count them.
-INTERRUPTED = 130
-CLOSED_PIPE = 141
-
 # Set while a shell asks for completions.
 COMPLETING = "_ARGCOMPLETE"
 
@@ -194,11 +190,11 @@ def as_program(prog: str) -> Iterator[None]:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"\n{prog}: interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(130) from None
     except BrokenPipeError:
         # Python flushes the output once more at exit, where nothing reads it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(CLOSED_PIPE) from None
+        raise SystemExit(141) from None
 
 
 def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:

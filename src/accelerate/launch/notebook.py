@@ -37,9 +37,8 @@ from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFail
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
+from accelerate.runtime.ranks import DEFAULT_PORT
 
-# Torch's default, for a port that the user has not chosen.
-DEFAULT_PORT = 29500
 _BACKENDS = ("static", "c10d")
 # What the command line calls otherwise than `notebook_launcher`.
 _NAMES = {
@@ -50,7 +49,6 @@ _NAMES = {
 }
 # A function of Python's does not run while the process waits inside torch, so these end a rank at once.
 _SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-_INTERRUPTED = 130
 
 
 class WorkerError(RuntimeError):
@@ -245,7 +243,7 @@ class Worker:
             _leave(error)
             # Any other exception would make torch write its own report over this one; and torch takes an interrupted process
             # for one that is done, and waits for its result for ever.
-            raise SystemExit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+            raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
         finally:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # it must not hide an error of the function

@@ -79,11 +79,8 @@ def test_launchers_of_other_kinds(ran, name, words, runner):
     assert [plan.runner for plan, _ in ran] == [runner]
 
 
-def test_clean_option():
-    assert (launch.clean_option("--num-processes"), launch.clean_option("-m")) == ("num_processes", None)
-
-
 def test_help_shows_what_was_chosen(monkeypatch):
+    assert (launch.clean_option("--num-processes"), launch.clean_option("-m")) == ("num_processes", None)
     monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--use_fsdp", "--help"])
     text = launch.launch_command_parser().format_help()
     assert "--fsdp_version" in text and "--zero_stage" not in text

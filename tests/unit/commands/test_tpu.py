@@ -59,7 +59,6 @@ def test_debug_runs_nothing_and_needs_no_gcloud(accelerate, gcloud, monkeypatch)
     ("--config_file c.yaml --install_accelerate --accelerate_version '1; rm -rf /'", "is '1; rm -rf /'"),
     ("--config_file c.yaml --command_file none.txt", "'none.txt' cannot be read"),
     ("--config_file c.yaml --command_file .", "'.' cannot be read"),
-    ("--config_file c.yaml --tpu_name=--flags-file=x --command ls", "is no name of a TPU"),
     ("--config_file none.yaml --command ls", "there is no such file"),
 )
 def test_bad_input(refused, gcloud, line, fragment):

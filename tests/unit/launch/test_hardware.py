@@ -84,16 +84,13 @@ def test_selected_gpus(machine, selection, left):
     (driver(1, split=True), "cuda", BY_TORCH),
     (driver(4), "hip", BY_TORCH),
     (driver(4), "xpu", BY_TORCH),
+    (None, "plug-in of a vendor", BY_TORCH),
 )
 def test_who_counts_the_devices(machine, library, build, found):
-    machine(library, **{build: "6.0"})
+    folder = machine(library, **{build: "6.0"})
+    if build.startswith("plug-in"):
+        (folder / "torch_musa.py").touch()
     assert DETECT({}) == found
-
-
-def test_a_vendor_plugin_is_for_torch(machine):
-    folder = machine(None)
-    (folder / "torch_musa.py").touch()
-    assert DETECT({}) == BY_TORCH
 
 
 def test_the_real_torch_agrees():

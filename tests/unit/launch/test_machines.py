@@ -74,7 +74,7 @@ def test_settings_of_the_rendezvous(plan):
     assert notes == plan(f"{TWO} --machine_rank 0").notes
 
 
-def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun, file):
+def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun, default_file):
     srun(1, 1, "1,1")
     result = plan("--cpu --num_processes 4")
     assert result.machines == Machines(2, 1) and result.local_processes == 2
@@ -85,7 +85,7 @@ def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun,
     assert result.machines == Machines(2, 0) and result.rendezvous.host == "10.0.0.1"
     result = plan("--cpu --num_machines 1")
     assert result.machines == Machines() and "not 2 as with Slurm" in result.notes[0]
-    file("{distributed_type: NO, num_machines: 1, machine_rank: 0, num_processes: 2, main_process_ip: old}")
+    default_file("{distributed_type: NO, num_machines: 1, machine_rank: 0, num_processes: 2, main_process_ip: old}")
     result = plan("--cpu")
     assert result.machines == Machines(2, 1) and result.rendezvous.host == "n1"
     assert any("main_process_ip is 'n1' (from Slurm), not 'old'" in note for note in result.notes)

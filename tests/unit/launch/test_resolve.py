@@ -75,11 +75,11 @@ def test_what_does_not_fit(plan, gpus, count, line, message):
         plan(line)
 
 
-def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
+def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, default_file):
     with pytest.raises(NotAvailableError, match="Megatron-LM.*not available in this version yet.*What works"):
         plan("--use_megatron_lm")
     assert any("not available" in note for note in plan("--use_megatron_lm --dry_run").notes)
-    file("distributed_type: MEGATRON_LM")
+    default_file("distributed_type: MEGATRON_LM")
     with pytest.raises(NotAvailableError, match=r"Megatron-LM .*default_config\.yaml"):
         plan("")
     elsewhere = {"HF_HOME": "/nowhere"}
@@ -123,11 +123,11 @@ def test_tasks_of_a_scheduler_and_another_launcher_are_said(plan):
     assert not any("of these launches" in note for note in plan("--cpu --mpirun_hostfile hosts").notes)
 
 
-def test_settings_without_effect_are_said(plan, file):
+def test_settings_without_effect_are_said(plan, default_file):
     assert plan("--zero_stage 2").notes == ("--zero_stage has no effect without --use_deepspeed.",)
     assert plan("--machine_rank 1").notes == ("--machine_rank has no effect without --num_machines N.",)
     assert plan("--machine_rank 0 --num_machines 1").notes == ()
-    file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
+    default_file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
     result = plan("")
     assert "deepspeed_config in" in result.notes[0]
     assert result["gradient_accumulation_steps"] is None

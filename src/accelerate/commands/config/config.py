@@ -57,10 +57,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def config_command(args: argparse.Namespace) -> None:
-    """Ask for all settings and write them; nothing is written before the last answer.
-
-    Args:
-        args: what `config_command_parser` parsed.
+    """Ask for all settings and write them, as parsed by `config_command_parser`; nothing before the last answer.
 
     Raises:
         LaunchError: the file is there and cannot be read, or it cannot be written, or the input ended too early.

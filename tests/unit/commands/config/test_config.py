@@ -49,11 +49,9 @@ def test_a_faulty_file(accelerate, refused, type_lines, place):
     (["validate"], "c.yaml: no problem found"),
     (["show", "--config_file", "d.yaml"], "configuration file: d.yaml"),
 )
-def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words, what):
+def test_a_file_before_the_subcommand_is_meant(accelerate, place, default_file, machine, words, what):
     machine()
-    default = place / "home" / "accelerate" / "default_config.yaml"
-    default.parent.mkdir(parents=True)
-    default.write_text("fp16: true\n")
+    default = default_file("fp16: true\n")
     (place / "d.yaml").write_text("distributed_type: 'NO'\n")
     if words != ["default"]:
         (place / "c.yaml").write_text("distributed_type: 'NO'\n")

@@ -28,14 +28,13 @@ def test_round_trip(place, ending):
     assert read(path).values["cpu"] is True
 
 
-def test_default_file(place):
+def test_default_file(place, default_file):
     for load in (lambda: load_config_from_file(None), ClusterConfig.from_yaml_file, ClusterConfig.from_json_file):
         with pytest.raises(FileNotFoundError, match=r"default_config\.yaml.*accelerate config default"):
             load()
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         load_config_from_file(place / "none.yaml")
-    (place / "home" / "accelerate").mkdir(parents=True)
-    CONFIG.to_yaml_file(place / "home" / "accelerate" / "default_config.yaml")
+    CONFIG.to_yaml_file(default_file(""))
     assert load_config_from_file(None).num_processes == ClusterConfig.from_yaml_file().num_processes == 2
 
 

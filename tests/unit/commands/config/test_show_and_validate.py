@@ -69,18 +69,15 @@ def test_what_a_higher_layer_rules_out_is_not_used(show, accelerate, place):
     assert status == 2 and "exclude each other" in err
 
 
-def test_a_faulty_file(refused, place):
-    (place / "bad.yaml").write_text("num_proceses: 2")
-    said = refused("config", "show", "--config_file", "bad.yaml")
-    assert "line 1: num_proceses is unknown; did you mean num_processes?" in said
-
-
-def test_what_stands_around_the_table(accelerate, place):
+def test_what_stands_around_the_table(accelerate, refused, place):
     out = accelerate("config", "show")[1]
     assert "none (" in out and "every setting has its default" in out
     (place / "c.yaml").write_text("fsdp_config:\n  fsdp_versoin: 2\n")
     out = accelerate("config", "show", "--config_file", "c.yaml")[1]
     assert "note: fsdp_config.fsdp_versoin is unknown and has no effect" in out
+    (place / "c.yaml").write_text("num_proceses: 2")
+    said = refused("config", "show", "--config_file", "c.yaml")
+    assert "line 1: num_proceses is unknown; did you mean num_processes?" in said
 
 
 @pytest.fixture
@@ -153,10 +150,9 @@ def test_notes_are_no_problems(validate, text, note):
     assert (status, err) == (0, "") and note in out
 
 
-def test_which_file(accelerate, refused, place):
+def test_which_file(accelerate, refused, default_file):
     assert "There is no file" in refused("config", "validate")
     assert "is 'none.yaml': there is no such file" in refused("config", "validate", "none.yaml")
     assert "Name one file" in refused("config", "validate", "a.yaml", "--config_file", "b.yaml")
-    (place / "home" / "accelerate").mkdir(parents=True)
-    (place / "home" / "accelerate" / "default_config.yaml").write_text("distributed_type: 'NO'")
+    default_file("distributed_type: 'NO'")
     assert accelerate("config", "validate")[0] == 0
