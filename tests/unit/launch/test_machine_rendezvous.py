@@ -11,7 +11,6 @@ from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import MachineRendezvous
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.utils.other import get_free_port
-from cases import cases
 
 
 @pytest.fixture
@@ -91,14 +90,12 @@ def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
     assert (first.round, new.round) == (1, 1) and first.members[1]["identity"] != former
 
 
-@cases(
-    "here, there, words",
-    ({"processes": 2}, {"processes": 4}, ["processes of each machine", "2 on machine", "4 on machine"]),
-    ({"restarts": 2}, {}, ["--max_restarts"]),
+@pytest.mark.parametrize(
+    ("option", "words"), [("processes", "processes of each machine"), ("restarts", "--max_restarts")]
 )
-def test_machines_must_agree(at, join, here, there, words):
-    for error in join(at(0, **here), at(1, **there)):
-        assert isinstance(error, LaunchError) and all(word in str(error) for word in words)
+def test_machines_must_agree(at, join, option, words):
+    for error in join(at(0, **{option: 2}), at(1, **{option: 4})):
+        assert isinstance(error, LaunchError) and all(w in str(error) for w in (words, "2 on machine", "4 on machine"))
 
 
 @pytest.fixture
