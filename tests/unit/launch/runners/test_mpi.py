@@ -143,6 +143,7 @@ def test_host_files(found_or_refused, written, text, expected):
 @cases(
     "hosts, count, machines, expected",
     ({"a": 2, "b": 2}, 2, None, {"a": 2}),
+    ({"a": 4, "b": 2}, 6, None, {"a": 4, "b": 2}),
     ({"a": 2, "b": 2}, 2, 2, {"a": 1, "b": 1}),
     ({"a": 4, "b": 2}, 4, 2, {"a": 2, "b": 2}),
     ({"a": 4, "b": 2, "c": 9}, 4, 3, {"a": 4}),
