@@ -56,13 +56,7 @@ def generate_device_map(
 
 @dataclass
 class _Unit:
-    """What stays in one stage.
-
-    Attributes:
-        module: A module with weights.
-        names: It, and what goes along: tensors of its parent, modules without weights.
-        size: Bytes.
-    """
+    """What stays in one stage: a module with weights, and loose tensors and modules that go along; size in bytes."""
 
     module: str
     names: list[str]

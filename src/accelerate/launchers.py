@@ -101,12 +101,7 @@ def notebook_launcher(
         Launching training on one ...
         Training at 0.1.
     """
-    # fmt: off
-    request = Request(
-        function, args, num_processes, mixed_precision, use_port, master_addr, node_rank, num_nodes, rdzv_backend,
-        rdzv_endpoint, rdzv_conf, rdzv_id, max_restarts, monitor_interval, log_line_prefix_template,
-    )
-    # fmt: on
+    request = Request(**locals())  # its fields are these arguments
     check(request)
     _refuse_nesting("notebook_launcher", request.num_nodes == 1 and num_processes == 1)
     hosted = is_colab() or any(name.startswith("KAGGLE") for name in os.environ)

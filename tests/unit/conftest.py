@@ -23,6 +23,19 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def default_file(place):
+    """Write the default configuration file, and return its path."""
+
+    def write(text):
+        path = place / "home" / "accelerate" / "default_config.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
 RECORDER = """#!{python}
 import json, os, sys
 name = os.path.basename(sys.argv[0])

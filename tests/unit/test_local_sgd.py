@@ -9,6 +9,7 @@ from torch import nn
 
 from accelerate import local_sgd
 from accelerate.local_sgd import LocalSGD
+from cases import cases
 
 
 class Communicator:
@@ -64,13 +65,11 @@ def test_after_an_error_nobody_averages(make, communicator):
     assert communicator.calls == 0 and accelerator.held == ["held", "released"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "steps", "error", "text"),
-    [
-        ("ddp", 0, ValueError, "local_sgd_steps=0"),
-        ("ddp", None, ValueError, "local_sgd_steps=None"),
-        ("fsdp2", 4, NotImplementedError, "'fsdp2'"),
-    ],
+@cases(
+    "strategy, steps, error, text",
+    ("ddp", 0, ValueError, "local_sgd_steps=0"),
+    ("ddp", None, ValueError, "local_sgd_steps=None"),
+    ("fsdp2", 4, NotImplementedError, "'fsdp2'"),
 )
 def test_what_is_refused_may_be_switched_off(make, strategy, steps, error, text):
     with pytest.raises(error, match=text):

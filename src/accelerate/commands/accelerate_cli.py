@@ -15,17 +15,12 @@ from typing import NoReturn
 
 from accelerate import __version__
 from accelerate.commands.utils import COMPLETING, CustomArgumentParser, as_program, or_exit
+from accelerate.launch.config_file import nearest
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the console script.
-
-    Attributes:
-        module: where it lives, below `accelerate.commands`.
-        parser: the function there that makes its parser.
-        help: what it does, in one sentence.
-    """
+    """A command of the console script; `parser` is the function of its module that makes its parser."""
 
     module: str
     parser: str
@@ -48,11 +43,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main() -> None:
-    """Run the command that stands on the command line.
-
-    Raises:
-        SystemExit: with status 2 for a request that cannot be run, 1 for no request, or the status of what ran.
-    """
+    """Run the command that stands on the command line; status 2 if it cannot be run, 1 without one, or its own."""
     with as_program("accelerate"):
         if COMPLETING in os.environ:
             complete(_parser_of_all())
@@ -88,8 +79,6 @@ def _without_command(word: str | None) -> NoReturn:
         parser.parse_args([word])
     if word.endswith(".py"):
         parser.error(f"{word!r} is no command; did you mean `accelerate launch {word}`?")
-    from accelerate.launch.config_file import nearest  # not for --help
-
     near = nearest(word.lower().replace("_", "-"), COMMANDS)
     hint = f"did you mean {near}?" if near else f"choose one of {', '.join(COMMANDS)}."
     parser.error(f"{word!r} is no command; {hint}")
@@ -98,14 +87,8 @@ def _without_command(word: str | None) -> NoReturn:
 def complete(parser: argparse.ArgumentParser) -> None:
     """Answer the shell how the word under the cursor may go on, and end the process.
 
-    One spelling of each option is offered: the one with underscores, unless the word has hyphens already. After a script, whose
-    options follow, none is. What has no words of its own is completed by the names of files.
-
-    Args:
-        parser: the parser of the program that is being typed.
-
-    Raises:
-        SystemExit: argcomplete is not installed.
+    One spelling of each option is offered: the one with underscores, unless the word has hyphens already. After a
+    script, whose options follow, none is. What has no words of its own is completed by the names of files.
     """
     try:
         import argcomplete

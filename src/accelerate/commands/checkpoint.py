@@ -26,15 +26,7 @@ BUSY_SECONDS = 600
 
 
 def checkpoint_command(args: argparse.Namespace) -> None:
-    """Run a subcommand.
-
-    Args:
-        args: what `checkpoint_command_parser` parsed.
-
-    Raises:
-        LaunchError: it could not be done; the message says why.
-        SystemExit: with status 1 if `verify` found a problem, or something could not be removed.
-    """
+    """Run a subcommand: status 1 if `verify` found a problem, or something could not be removed."""
     with one_line_errors():
         status = args.run(args)
     if status:
@@ -43,11 +35,7 @@ def checkpoint_command(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what damaged or unusual files run into, within the block, into an error that the command line prints in a line.
-
-    Raises:
-        LaunchError: instead of that. Errors of the system, such as a full disk, are left as they are.
-    """
+    """Turn what damaged or unusual files run into into a LaunchError; errors of the system are left as they are."""
     try:
         yield
     except (LaunchError, RunError, OSError):
@@ -269,11 +257,7 @@ def _remove(plan: Pruning) -> int:
 
 
 def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate checkpoint` and its subcommands.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate checkpoint` and its subcommands."""
     description = "List, verify, inspect, convert and prune checkpoints."
     parser = make_parser("checkpoint", description, subparsers, checkpoint_command)
     commands = parser.add_subparsers(title="subcommands", required=True)

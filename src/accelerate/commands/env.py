@@ -31,11 +31,7 @@ _COMPANIONS = (
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate env`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate env`, or add it to what `add_subparsers` returned."""
     description = "Print versions, devices and configuration, for a bug report."
     parser = make_parser("env", description, subparsers, env_command, allow_abbrev=False)
     which = "The configuration file to show; by default the one that a launch reads."
@@ -46,10 +42,8 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
     """Print the report, ready to be pasted into an issue. Values of secrets are not in it.
 
-    A configuration file that cannot be read is a line of the report; `accelerate config validate` finds more.
-
-    Args:
-        args: what `env_command_parser` parsed.
+    A configuration file that cannot be read is a line of the report; `accelerate config validate` finds more. `args` is
+    what `env_command_parser` parsed.
 
     Returns:
         The same facts by name.
@@ -130,11 +124,7 @@ def _version(distribution: str) -> str:
 
 
 def main() -> None:
-    """Run `accelerate env` as a program of its own.
-
-    Raises:
-        SystemExit: with status 2 if the configuration file does not exist.
-    """
+    """Run `accelerate env` as a program of its own; status 2 if the configuration file does not exist."""
     or_exit("accelerate env", env_command, env_command_parser().parse_args())
 
 

@@ -58,10 +58,9 @@ class Item:
     """A tensor of a model.
 
     Attributes:
-        shape: its shape.
         size: its bytes with floating-point numbers in fp32; integers stay as they are.
         parameter: whether training changes it.
-        block: the block that it belongs to, which FSDP gathers at once; empty for what lies outside of all blocks.
+        block: the block that FSDP gathers at once; empty for what lies outside of all blocks.
         layer: the layer that it belongs to, which has to be on a device at once.
     """
 
@@ -79,12 +78,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model, as far as memory goes.
-
-    Attributes:
-        source: where its tensors are listed, for people.
-        items: its tensors; those that share memory once.
-    """
+    """A model, as far as memory goes: its tensors, those that share memory once, and where they are listed."""
 
     source: str
     items: tuple[Item, ...]
@@ -130,21 +124,11 @@ def _block(name: str) -> str:
 
 
 def inventory_of_path(path: str) -> Inventory | None:
-    """Return what the weights at a path consist of.
+    """Return what the weights at a path consist of; None for a configuration without weights.
 
-    What training changes does not follow from names: all floating-point tensors are taken for parameters. A layer is a numbered
-    block, or a module with tensors of its own.
-
-    Args:
-        path: a safetensors file, an index of several, a folder with one or the other or with shards as torch's distributed
-            checkpoints have them, or a JSON file.
-
-    Returns:
-        The model; None if there are no weights, but a configuration: the JSON file itself, or `config.json` in the folder.
-
-    Raises:
-        LaunchError: there is nothing of that, several models, something damaged, or weights that are packed into integers.
-        OSError: a file is missing or cannot be read.
+    A path is a safetensors file, an index of several, a folder with one of them or with shards of torch's distributed
+    checkpoints, or a JSON file. All floating-point tensors are taken for parameters. A LaunchError names what is
+    damaged, ambiguous, missing or packed into integers.
     """
     tensors: dict[str, TensorEntry] = {}
     try:
@@ -375,18 +359,11 @@ def _inventory(args: argparse.Namespace) -> Inventory:
 
 
 def training(model: Inventory, dtype: str, strategy: str = "ddp", processes: int = 1) -> dict[str, Any]:
-    """Return what training a model with Adam needs on the rank that needs the most, activations left out.
+    """Return the bytes that training with Adam needs on the rank that needs the most, activations left out.
 
-    Args:
-        model: the model; all of its parameters are trained.
-        dtype: a key of `_COMPUTE_BYTES`; "float16" and "bfloat16" stand for mixed precision.
-        strategy: one of `_STRATEGIES`. `ddp` on one process is plain training.
-        processes: how many ranks there are, at least 1.
-
-    Returns:
-        The arguments, and bytes: "weights" (with all buffers), "gradients", "optimizer" (Adam's two moments, and the fp32 weights
-        that ZeRO keeps beside the others), "working" (what comes and goes within a step: half-precision copies, gathered
-        weights, buckets), and their "total".
+    "optimizer" has Adam's two moments, and the fp32 weights that ZeRO keeps beside the others; "working" what comes
+    and goes within a step: half-precision copies, gathered weights, buckets. Half-precision types stand for mixed
+    precision.
     """
     compute = _COMPUTE_BYTES[dtype]
     trained = sum(item.elements for item in model.parameters)
@@ -449,10 +426,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """Return the sizes of a model in several element types.
-
-    Args:
-        args: what `estimate_command_parser` parsed.
+    """Return the sizes of a model in several element types, for what `estimate_command_parser` parsed.
 
     Returns:
         For each type: its name, the bytes of the largest layer, of the model, and the estimate for training (a mapping as
@@ -522,10 +496,7 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print the sizes of a model as tables, or as JSON.
-
-    Args:
-        args: what `estimate_command_parser` parsed.
+    """Print the sizes of a model as tables, or as JSON, for what `estimate_command_parser` parsed.
 
     Raises:
         LaunchError: as in `create_empty_model`, or the number of processes is not positive.
@@ -560,11 +531,7 @@ def _print(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> N
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate estimate-memory`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate estimate-memory`, or add it to what `add_subparsers` returned."""
     description = "Estimate how much memory a model needs, without loading its weights."
     parser = make_parser("estimate-memory", description, subparsers, estimate_command)
     parser.add_argument(
@@ -587,11 +554,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the console script `accelerate-estimate-memory`.
-
-    Raises:
-        SystemExit: with status 2 for a request that cannot be answered.
-    """
+    """Run the console script `accelerate-estimate-memory`; status 2 for a request that cannot be answered."""
     or_exit("accelerate estimate-memory", estimate_command, estimate_command_parser().parse_args())
 
 

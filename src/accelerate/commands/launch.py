@@ -8,11 +8,10 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser, or_exit
+from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
 from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError, RunError, failure_of
-from accelerate.launch.option import add_options
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.resolve import resolve
 
@@ -82,13 +81,10 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Start what the arguments say, and wait for its end.
+    """Start what the arguments that `launch_command_parser` parsed say, and wait for its end.
 
     For programs: it returns, or raises what went wrong. `main` is the same for the console, where one process replaces the
     launcher.
-
-    Args:
-        args: what `launch_command_parser` parsed.
 
     Raises:
         LaunchError: the request cannot be run as written.
@@ -100,14 +96,9 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def console(args: argparse.Namespace, replace: bool | None = None) -> None:
-    """Run `accelerate launch` for the console: errors become one line and an exit status.
+    """Run `accelerate launch` for the console: status 2 if nothing was started, else that of the first failed process.
 
-    Args:
-        args: what `launch_command_parser` parsed.
-        replace: whether one process may take the place of this one; by default where this one is the console script.
-
-    Raises:
-        SystemExit: status 2 if nothing was started, else the status of the process that failed first.
+    `replace` lets one process take the place of this one; by default where this one is the console script.
     """
     plan = or_exit("accelerate launch", resolve, args)
     try:
@@ -144,25 +135,15 @@ def _owns_process() -> bool:
 
 
 def main() -> None:
-    """Run the console script `accelerate-launch`.
-
-    Raises:
-        SystemExit: as in `console`.
-    """
+    """Run the console script `accelerate-launch`; exit statuses are those of `console`."""
     console(launch_command_parser().parse_args())
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
     """Resolve parsed arguments and write the outcome into them; the script need not be there.
 
-    Args:
-        args: what `launch_command_parser` parsed; changed in place.
-
-    Returns:
-        The arguments, the configuration file's content or None, and whether that file decided the precision.
-
-    Raises:
-        LaunchError, NotAvailableError: as in `launch_command`.
+    Returns them, the configuration file's content or None, and whether that file decided the precision. Raises as
+    `launch_command`.
     """
     plan = resolve(args, needs_script=False)
     config = None
@@ -177,57 +158,35 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
 
 
 def simple_launcher(args: argparse.Namespace) -> None:
-    """Run the script in one process.
-
-    Args and Raises: as `launch_command`.
-    """
+    """Run the script in one process; called as `launch_command`."""
     runners.run(replace(resolve(args), runner="single"))
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Run the script in several processes of this machine, or of each of several, under torch's elastic launcher.
-
-    Args and Raises: as `launch_command`.
-    """
+    """Run the script in several processes, under torch's elastic launcher; called as `launch_command`."""
     _run_by(args, "local")
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
-    """Run the script with DeepSpeed: under torch's elastic launcher, or by DeepSpeed's own on several machines.
-
-    Args and Raises: as `launch_command`.
-    """
+    """Run the script with DeepSpeed, by its own launcher on several machines; called as `launch_command`."""
     args.use_deepspeed = True
     _run_by(args, "local")
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
-    """Run the training function of the script on the TPU cores of this machine.
-
-    Args and Raises: as `launch_command`.
-    """
+    """Run the script's training function on the TPU cores of this machine; called as `launch_command`."""
     args.tpu = True
     _run_by(args, "tpu")
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Run the script on all machines of a TPU pod.
-
-    Args and Raises: as `launch_command`.
-    """
+    """Run the script on all machines of a TPU pod; called as `launch_command`."""
     args.tpu, args.tpu_use_cluster = True, True
     _run_by(args, "tpu_pod")
 
 
 def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
-    """Run the script as a job of Amazon SageMaker.
-
-    Args:
-        sagemaker_config: an `accelerate.commands.config.config_args.SageMakerConfig`.
-        args: as in `launch_command`.
-
-    Raises: as `launch_command`.
-    """
+    """Run the script as the job that a `SageMakerConfig` describes; errors are those of `launch_command`."""
     runners.of(replace(resolve(args), runner="sagemaker")).run_job(sagemaker_config, args)
 
 

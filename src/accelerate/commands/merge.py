@@ -9,21 +9,13 @@ from accelerate.commands.checkpoint import one_line_errors
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.diagnostics.table import size_text
 from accelerate.launch.errors import LaunchError
-from accelerate.utils.constants import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from accelerate.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merge the shards of a checkpoint.
+    """Merge the shards of a checkpoint, for what `merge_command_parser` parsed.
 
     The file appears under its name when all of it is on the disk.
-
-    Args:
-        args: what `merge_command_parser` parsed.
 
     Raises:
         LaunchError: the shards are damaged, or cannot be merged like that, or the output is there already; the message says why.
@@ -64,11 +56,7 @@ def _check_output(folder: str, safe: bool, overwrite: bool) -> None:
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate merge-weights`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate merge-weights`, or add it to what `add_subparsers` returned."""
     description = "Merge the shards of an FSDP checkpoint (SHARDED_STATE_DICT) into one set of weights."
     parser = make_parser("merge-weights", description, subparsers, merge_command)
     parser.add_argument("checkpoint_directory", help="The directory of the shards.")
@@ -81,11 +69,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the console script `accelerate-merge-weights`.
-
-    Raises:
-        SystemExit: with status 2 if there is no such checkpoint, 1 if the result cannot be written.
-    """
+    """Run the console script `accelerate-merge-weights`; status 2 without such a checkpoint, 1 if it cannot write."""
     or_exit("accelerate merge-weights", merge_command, merge_command_parser().parse_args())
 
 

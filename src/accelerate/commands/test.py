@@ -9,11 +9,7 @@ from accelerate.commands.utils import make_parser, or_exit
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate test`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate test`, or add it to what `add_subparsers` returned."""
     description = "Check that training works on this machine."
     parser = make_parser("test", description, subparsers, test_command, allow_abbrev=False)
     which = "The configuration file to test; by default the one that a launch reads."
@@ -22,10 +18,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Run the self check as `accelerate launch` runs a user's script.
-
-    Args:
-        args: what `test_command_parser` parsed.
+    """Run the self check as a launch runs a user's script, for what `test_command_parser` parsed.
 
     Raises:
         SystemExit: the check failed (status 1), could not be started (2), or was interrupted (130).
@@ -43,11 +36,7 @@ def test_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run `accelerate test` as a program of its own.
-
-    Raises:
-        SystemExit: as in `test_command`.
-    """
+    """Run `accelerate test` as a program of its own; exit statuses are those of `test_command`."""
     or_exit("accelerate test", test_command, test_command_parser().parse_args())
 
 

@@ -22,13 +22,7 @@ class ConversionStatus(enum.Enum):
 
 
 # The strategies of FSDP 1: whether parameters are freed between forward and backward.
-_RESHARDS = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-    "NO_SHARD": False,
-}
+_RESHARDS = {name: name in ("FULL_SHARD", "HYBRID_SHARD") for name in FSDP_SHARDING_STRATEGY}
 # What to do about a strategy without a successor.
 _COPIES = "For copies of a sharded model set dp_replicate_size and dp_shard_size in parallelism_config."
 _LOST = {
@@ -55,10 +49,8 @@ ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
 }
 # The values of a key of FSDP 1 that read differently in FSDP 2.
-ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
-    "fsdp_sharding_strategy": dict(_RESHARDS),
-    "fsdp_reshard_after_forward": dict(_RESHARDS),
-}
+_RENAMED = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {key: dict(_RESHARDS) for key in _RENAMED}
 
 
 def load_config(config_file: str) -> dict[str, Any]:
@@ -155,11 +147,7 @@ def _reshards(key: str, value: Any) -> bool:
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate to-fsdp2`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate to-fsdp2`, or add it to what `add_subparsers` returned."""
     description = "Turn a configuration file for FSDP 1 into one for FSDP 2."
     parser = make_parser("to-fsdp2", description, subparsers, to_fsdp2_command)
     parser.add_argument("--config_file", required=True, help="The file to convert.")
@@ -169,10 +157,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Convert a file. The result takes its place in one step.
-
-    Args:
-        args: what `to_fsdp2_command_parser` parsed.
+    """Convert a file, for what `to_fsdp2_command_parser` parsed. The result takes its place in one step.
 
     Raises:
         LaunchError: neither `--overwrite` nor `--output_file` says where the result goes, or the file cannot be converted.

@@ -16,11 +16,7 @@ from accelerate.launch.runners.tpu import gcloud_ssh
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate tpu-config`.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate tpu-config`, or add it to what `add_subparsers` returned."""
     description = "Run commands on all machines of a TPU pod."
     parser = make_parser("tpu-config", description, subparsers, tpu_command_launcher, allow_abbrev=False)
     parser.add_argument("--config_file", type=str, help="Configuration file that names the pod and the commands.")
@@ -61,14 +57,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def console(args: argparse.Namespace) -> None:
-    """Run `accelerate tpu-config` for the console: errors become one line and an exit status.
-
-    Args:
-        args: what `tpu_command_parser` parsed.
-
-    Raises:
-        SystemExit: status 2 if nothing was run, else the status of gcloud.
-    """
+    """Run `accelerate tpu-config` for the console: status 2 if nothing was run, else the status of gcloud."""
     try:
         or_exit("accelerate tpu-config", tpu_command_launcher, args)
     except subprocess.CalledProcessError as error:
@@ -113,11 +102,7 @@ def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run `accelerate tpu-config` as a program of its own.
-
-    Raises:
-        SystemExit: as in `console`.
-    """
+    """Run `accelerate tpu-config` as a program of its own; exit statuses are those of `console`."""
     console(tpu_command_parser().parse_args())
 
 

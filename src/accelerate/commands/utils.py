@@ -1,22 +1,21 @@
-"""What the commands share: their parser, and how they answer errors."""
+"""What the commands share: their parser, which takes rows of the option table, and how they answer errors."""
 
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
+from accelerate.config.options import OPTIONS, Option
+from accelerate.config.options.schema import both_spellings
+from accelerate.launch.config_file import nearest
 from accelerate.launch.errors import RunError
-from accelerate.launch.option import ArgumentGroup, Parser
 
 T = TypeVar("T")
-
-# Exit statuses, as shells count them.
-INTERRUPTED = 130
-CLOSED_PIPE = 141
 
 # Set while a shell asks for completions.
 COMPLETING = "_ARGCOMPLETE"
@@ -24,18 +23,32 @@ COMPLETING = "_ARGCOMPLETE"
 # The system's words for a path that cannot be used; every other error of the system is an error of the run.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
+# Stands for an argument that was not given. A list, because argparse appends repeated arguments to a copy of it.
+_NOT_GIVEN: list[Any] = []
 
-class CustomArgumentGroup(ArgumentGroup):
+
+class _SpelledTwice(argparse._ActionsContainer):
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument under both spellings of its long flags; see `argparse.ArgumentParser.add_argument`."""
+        return super().add_argument(*both_spellings(args), **kwargs)
+
+
+class CustomArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):
     """A heading of a `CustomArgumentParser`."""
 
 
-class CustomArgumentParser(Parser):
+class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
     """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were given.
 
-    It completes words for a shell, where argcomplete is installed.
+    It completes words for a shell, where argcomplete is installed. Parsed arguments carry `nondefault`, the names of all
+    arguments that stood on the command line, so that resolution can tell a choice from a default of the same value.
     """
 
-    group_class = CustomArgumentGroup
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
+        """Add a heading whose arguments are spelled both ways too."""
+        group = CustomArgumentGroup(self, *args, **kwargs)
+        self._action_groups.append(group)
+        return group
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -45,7 +58,93 @@ class CustomArgumentParser(Parser):
             from accelerate.commands.accelerate_cli import complete  # only a shell needs it
 
             complete(self)
-        return super().parse_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            parser = self._innermost(words)
+            parser.error(parser.unknown(unknown))
+        return parsed
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse what is known, and note in `nondefault` which arguments were given."""
+        if namespace is not None:
+            return super().parse_known_args(args, namespace)
+        # argparse assigns a default only to a missing attribute: what still holds the mark afterwards was not given.
+        actions = {action.dest: action for action in self._actions}
+        marked = [name for name, action in actions.items() if action.default is not argparse.SUPPRESS]
+        parsed, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(marked, _NOT_GIVEN)))
+        given = {name for name in actions if getattr(parsed, name, _NOT_GIVEN) is not _NOT_GIVEN}
+        for name in set(marked) - given:
+            action, default = actions[name], actions[name].default
+            is_row = isinstance(action.type, functools.partial)  # the defaults of the table are values, not text
+            if isinstance(default, str) and not is_row:
+                default = self._get_value(action, default)
+            setattr(parsed, name, default)
+        # The parser of a sub-command has noted its own.
+        parsed.nondefault = given | set(getattr(parsed, "nondefault", ()))
+        return parsed, rest
+
+    def unknown(self, words: Sequence[str]) -> str:
+        """Return one line about words that no argument takes: each unknown option with the nearest one that exists."""
+        flags = [word.partition("=")[0] for word in words if word.startswith("-") and word not in ("-", "--")]
+        if not flags:
+            return f"{' '.join(words)} is not expected here."
+        return " ".join(self._correction(flag) for flag in dict.fromkeys(flags))
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error on stderr, and end with status 2."""
+        super().error(message.replace(", training_script_args", ""))  # may be empty, whatever argparse says
+
+    def _innermost(self, words: Sequence[str]) -> "CustomArgumentParser":
+        """Return the parser of the subcommand that was chosen, or this one."""
+        for position, word in enumerate(words):
+            for action in self._actions:
+                inner = action.choices.get(word) if isinstance(action, argparse._SubParsersAction) else None
+                if isinstance(inner, CustomArgumentParser):
+                    return inner._innermost(words[position + 1 :])
+        return self
+
+    def _correction(self, flag: str) -> str:
+        known = {spelling.replace("-", "_"): spelling for spelling in reversed(self._option_string_actions)}
+        near = nearest(flag.lower().replace("-", "_"), known)
+        hint = f"did you mean {known[near]}?" if near else f"`{self.prog} --help` lists the options."
+        return f"{flag} is unknown; {hint}"
+
+
+def add_options(parser: CustomArgumentParser, options: Iterable[Option] = OPTIONS) -> None:
+    """Add rows of the option table to a parser, under their headings; a row without flags is for files only."""
+    headings = {heading.title: heading for heading in parser._action_groups}
+    for option in options:
+        if not option.spellings:
+            continue
+        heading = headings.get(option.group)
+        if heading is None:
+            # argparse's own heading, because the table spells its flags both ways already.
+            heading = headings[option.group] = argparse.ArgumentParser.add_argument_group(parser, option.group)
+        common = {"dest": option.name, "default": option.default}
+        kind: dict[str, Any] = {"type": functools.partial(_read, option), "choices": option.choices}
+        if option.switch:
+            kind = {"action": "store_true"}
+        elif option.type == "strs":
+            kind = {"action": "append"}
+        heading.add_argument(*option.spellings, help=option.help.replace("%", "%%"), **common, **kind)
+        if option.negation:
+            opposite = f"The opposite of {option.spellings[0]}."
+            heading.add_argument(*both_spellings([option.negation]), action="store_false", help=opposite, **common)
+
+
+def _read(option: Option, text: str) -> Any:
+    """Read the value of a flag; argparse calls it."""
+    if text.lower() in option.unset:  # it could not undo what a lower layer sets
+        raise argparse.ArgumentTypeError(f"{option.name} is {text!r}; leave the option out for that.")
+    try:
+        return option.parse(text)
+    except ValueError as error:
+        if option.choices is not None:
+            return text  # argparse lists the choices
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class OneSpelling(argparse.HelpFormatter):
@@ -62,21 +161,13 @@ class OneSpelling(argparse.HelpFormatter):
 def make_parser(
     name: str, description: str, subparsers: Any = None, func: Callable[..., Any] | None = None, **options: Any
 ) -> CustomArgumentParser:
-    """Return the parser of a command, alone or as a part of another parser.
-
-    Args:
-        name: the command.
-        description: what it does, in one sentence.
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-        func: what runs the command; it becomes `args.func`.
-        options: further arguments of `argparse.ArgumentParser`.
-    """
+    """Return the parser of a command, alone or as a part of `subparsers`; `func` becomes `args.func`."""
     if subparsers is None:
         options.setdefault("formatter_class", OneSpelling)
         parser = CustomArgumentParser(f"accelerate {name}", description=description, **options)
     else:
         parser = subparsers.add_parser(name, help=description, description=description, **options)
-        if not isinstance(parser, Parser):
+        if not isinstance(parser, CustomArgumentParser):
             parser.__class__ = CustomArgumentParser  # the caller's parser class decides otherwise
     if func is not None:
         parser.set_defaults(func=func)
@@ -85,15 +176,9 @@ def make_parser(
 
 @contextlib.contextmanager
 def as_program(prog: str) -> Iterator[None]:
-    """End as a console program does: quietly when the reader of the output is gone, with status 130 after Ctrl-C.
+    """End as a console program does: quietly with status 141 where the output has no reader, with 130 after Ctrl-C.
 
-    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence instead of an error.
-
-    Args:
-        prog: the command, for the message.
-
-    Raises:
-        SystemExit: with status 130 after an interrupt, 141 where the output has no reader any more.
+    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -105,26 +190,17 @@ def as_program(prog: str) -> Iterator[None]:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"\n{prog}: interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(130) from None
     except BrokenPipeError:
         # Python flushes the output once more at exit, where nothing reads it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(CLOSED_PIPE) from None
+        raise SystemExit(141) from None
 
 
 def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
     """Call a function; a request that cannot be run becomes one line on stderr and exit status 2.
 
     What the system refuses on the way (a full disk, a connection), and a `RunError`, becomes one line and status 1.
-
-    Args:
-        prog: the command, for the message.
-        func: the function.
-        args: its arguments.
-
-    Raises:
-        SystemExit: the function raised `ValueError` (as `LaunchError` is), `NotImplementedError` or `OSError`; or as in
-            `as_program`.
     """
     try:
         with as_program(prog):
@@ -138,11 +214,7 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
 
 
 def brief(error: BaseException) -> str:
-    """Return what an error says, in one line of moderate length.
-
-    Args:
-        error: as a library raised it; theirs go on for paragraphs.
-    """
+    """Return what an error says, in one line of moderate length; libraries go on for paragraphs."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
 

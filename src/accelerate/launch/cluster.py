@@ -31,13 +31,11 @@ _LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a scheduler says.
+    """What a scheduler says; `source` is its name, for people.
 
     Attributes:
-        source: who says it: "Slurm", "Open MPI", "MPI", "MVAPICH", "PBS", "LSF" or "jsrun".
-        machines: how many machines take part.
-        machine_rank: which of them this is, from 0; None for a task where no variable says.
-        address: name or address of machine 0, or of the process with rank 0; None where no variable says.
+        machine_rank: which machine this is, from 0; None for a task where no variable says.
+        address: of machine 0, or of the process with rank 0; None where no variable says.
         port: a port that all of them compute alike from the number of the job; None without such a number.
         task: which process this is, where each process has been started by itself: the launcher starts that one only.
         notes: lines for the user.
@@ -70,9 +68,8 @@ class _Scheduler:
     """How a scheduler describes a job.
 
     Attributes:
-        name: the scheduler.
         number: the variable with the number of the job.
-        lists: the variables that list its hosts, the best first, and what turns their text into one entry for each slot.
+        lists: the variables with its hosts, the best first, and what turns their text into one entry for each slot.
         start: how one launch is started on each host.
         is_script: whether this launch runs in the job's script, which runs on the first host alone.
     """
@@ -109,24 +106,10 @@ _SCHEDULERS = (_SLURM, _PBS, _LSF)
 
 
 def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
-    """Return what a scheduler says about the machines of a run.
+    """Return what a scheduler says about the machines of a run; None where nothing speaks of more than this process.
 
-    Args:
-        environ: the variables.
-        hostname: the name of this machine; None asks the system.
-
-    Returns:
-        None where nothing speaks of more than this one process. A single machine with notes where a job has more machines than
-        this launch will use.
-
-    Raises:
-        ValueError: a variable is malformed or contradicts another one.
-
-    Example:
-        >>> step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
-        >>> found = find({**step, "SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[03-04]"})
-        >>> found.machines, found.machine_rank, found.address, found.port
-        (2, 1, 'gpu03', 20007)
+    A single machine with notes is one of a job with more machines than this launch will use. A ValueError names a
+    variable that is malformed or contradicts another one.
     """
     if environ.get("RANK", "").strip() and environ.get("WORLD_SIZE", "").strip():
         return None

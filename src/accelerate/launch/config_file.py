@@ -36,7 +36,6 @@ class FileSettings:
     """What a configuration file says.
 
     Attributes:
-        path: the file.
         values: option name to value.
         unused: messages about keys that have no effect.
         lines: option name to the line that sets it, from 1; None where no line can be named.
@@ -50,13 +49,7 @@ class FileSettings:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in a configuration file that is wrong.
-
-    Attributes:
-        text: what, and what to do about it.
-        line: where, from 1; None where no line can be named.
-        fatal: a launch refuses the file because of it; otherwise the key is merely without effect.
-    """
+    """Something wrong in a configuration file; a launch refuses the file only if it is `fatal`."""
 
     text: str
     line: int | None = None
@@ -65,11 +58,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A configuration file with everything that is wrong in it.
+    """A configuration file with everything that is wrong in it, in order.
 
     Attributes:
-        settings: what could be read.
-        problems: what could not, in the order of the file.
         notes: what is right but worth a word: old spellings, keys that are no longer needed.
         content: the file in today's spelling.
     """
@@ -81,38 +72,20 @@ class Inspection:
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> str:
-    """Return the directory of the default configuration file: `accelerate` in the cache of the Hugging Face libraries.
-
-    Args:
-        environ: the variables; those of the process by default. `HF_HOME` and `XDG_CACHE_HOME` are honoured.
-    """
+    """Return the directory of the default configuration file; `HF_HOME` and `XDG_CACHE_HOME` are honoured."""
     environ = os.environ if environ is None else environ
     home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return os.path.join(os.path.expanduser(home), "accelerate")
 
 
 def default_path(environ: Mapping[str, str] | None = None) -> str:
-    """Return where the default configuration file is, or would be written.
-
-    A JSON file counts only where there is no YAML file.
-
-    Args:
-        environ: as in `cache_dir`.
-    """
+    """Return where the default configuration file is, or would be written; JSON counts only where there is no YAML."""
     found = [os.path.join(cache_dir(environ), f"default_config.{ending}") for ending in ("yaml", "json")]
     return next((path for path in found if os.path.isfile(path)), found[0])
 
 
 def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None = None) -> pathlib.Path | None:
-    """Return the configuration file of a run: the one given, else the default one, else None.
-
-    Args:
-        given: the value of `--config_file`.
-        environ: as in `cache_dir`.
-
-    Raises:
-        FileNotFoundError: a file was given that does not exist.
-    """
+    """Return the configuration file of a run: the one given, which has to exist, else the default one, else None."""
     if given is None:
         path = default_path(environ)
         return pathlib.Path(path) if os.path.isfile(path) else None
@@ -124,14 +97,7 @@ def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None
 
 
 def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
-    """Return the file given, else the default one, which has to exist.
-
-    Args:
-        given: as in `find`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Return the file given, else the default one, which has to exist."""
     path = find(given)
     if path is None:
         raise FileNotFoundError(f"There is no file {default_path()!r}. Write one with `accelerate config default`.")
@@ -139,14 +105,7 @@ def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a configuration file as it stands.
-
-    Args:
-        path: a YAML file, or a JSON file by its ending.
-
-    Raises:
-        LaunchError: it is no mapping, or not readable as what it claims to be.
-    """
+    """Read a YAML file, or a JSON file by its ending, as it stands; a LaunchError if it is no mapping."""
     return _load(path)[0]
 
 
@@ -206,12 +165,7 @@ def _keys(mapping: Any, section: Key) -> Iterator[tuple[Key, int]]:
 
 
 def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
-    """Return the content of a configuration file with old spellings replaced by today's.
-
-    Args:
-        content: what the file holds; it stays as it is.
-        notes: receives a line for each thing that was replaced or given up.
-    """
+    """Return the content of a file with old spellings replaced by today's; `notes` receives a line for each."""
     new = dict(content)
     notes = [] if notes is None else notes
     if "fp16" in new:
@@ -244,14 +198,7 @@ def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dic
 
 
 def read(path: pathlib.Path) -> FileSettings:
-    """Read a configuration file in terms of options.
-
-    Args:
-        path: the file.
-
-    Raises:
-        LaunchError: a key at the top level is unknown, a value is not one of its option's, or the file is not readable.
-    """
+    """Read a configuration file in terms of options; a LaunchError names what a launch refuses."""
     found = inspect(path)
     fatal = [problem for problem in found.problems if problem.fatal]
     if fatal:
@@ -263,14 +210,7 @@ def read(path: pathlib.Path) -> FileSettings:
 
 
 def inspect(path: pathlib.Path) -> Inspection:
-    """Compare a configuration file with the option table, and go on where something is wrong.
-
-    Args:
-        path: the file.
-
-    Raises:
-        LaunchError: the file is not readable at all, as in `load_mapping`.
-    """
+    """Compare a configuration file with the option table, and go on where something is wrong."""
     content, lines = _load(path)
     notes: list[str] = []
     validator = _Validator(modernise(content, notes), lines)
@@ -371,11 +311,7 @@ def _parsed(option: Option, raw: Any, source: str) -> Any:
 
 
 def known_keys(sagemaker: bool = False) -> list[str]:
-    """Return the keys that a file may have at its top level.
-
-    Args:
-        sagemaker: those of a file for SageMaker too.
-    """
+    """Return the keys that a file, or one for SageMaker, may have at its top level."""
     return sorted({*TOP_LEVEL, "distributed_type", *SECTIONS, *(SAGEMAKER_KEYS if sagemaker else ())})
 
 
@@ -384,39 +320,20 @@ def _options_of(section: str) -> list[Option]:
 
 
 def of_section(section: str, key: Any) -> Option | None:
-    """Return the option that a key of a section sets; the prefix of the section may be left out.
-
-    Args:
-        section: a key of `accelerate.config.options.SECTIONS`.
-        key: as written in the file.
-
-    Example:
-        >>> of_section("fsdp_config", "offload_params").name
-        'fsdp_offload_params'
-    """
+    """Return the option that a key of a section sets; the prefix of the section may be left out."""
     words = [prefix + str(key) for prefix in ("", section.removesuffix("config"), f"{section}_")]
     return next((option for option in _options_of(section) if {option.name, option.file_key} & {*words}), None)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that this one was probably meant to be, or None.
-
-    Args:
-        word: as written.
-        known: the words that exist.
-    """
+    """Return the known word that this one was probably meant to be, or None."""
     import difflib  # only for mistyped words
 
     return next(iter(difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.7)), None)
 
 
 def unknown_key(key: Any, known: Iterable[str]) -> str:
-    """Return a sentence about an unknown key, with the nearest known one.
-
-    Args:
-        key: as written.
-        known: the keys that exist.
-    """
+    """Return a sentence about an unknown key, with the nearest known one."""
     known = list(known)
     name = _name(key)
     if near := nearest(str(key), known):

@@ -69,11 +69,7 @@ _hangups_are_ignored = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIG
 
 
 def streams(plan: LaunchPlan) -> dict[int, Std]:
-    """Check the options about watching and return what `--tee` says: which streams of each local rank are copied into files.
-
-    Raises:
-        LaunchError: one of them cannot be used; the message names it.
-    """
+    """Check the options about watching; return the streams of each local rank that `--tee` copies into files."""
     interval, tee = plan.settings["monitor_interval"], plan.settings["tee"]
     if not 0 < interval.value <= _LONGEST_S:  # not a number is not in between either
         raise LaunchError(f"--monitor_interval is {interval.value}; give seconds, above 0 and up to {_LONGEST_S:g}.")
@@ -88,11 +84,7 @@ def streams(plan: LaunchPlan) -> dict[int, Std]:
 
 @contextlib.contextmanager
 def directory(given: str | None) -> Iterator[str]:
-    """Return a directory for the files of a run: the one that the user named, or a new one that is removed afterwards.
-
-    Raises:
-        LaunchError: no file can be made there.
-    """
+    """Yield the user's directory for the files of a run (a LaunchError if it cannot be used), or a temporary one."""
     if given is None:
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as made:
             yield made
@@ -109,10 +101,10 @@ def directory(given: str | None) -> Iterator[str]:
 
 
 class StoreRendezvous(StaticTCPRendezvous):
-    """Torch's static rendezvous of one machine, at a port that the system may choose, and with a new store for each restart.
+    """Torch's static rendezvous of one machine, at a port the system may choose, with a new store for each restart.
 
-    The store listens before a process knows its port, so no other job takes the port in between; and a launch is a quarter of a
-    second quicker than with torch's `c10d`.
+    The store listens before a process knows its port, so no other job takes it; and a launch is quicker than with
+    torch's `c10d`.
     """
 
     _own_store: TCPStore | None = None
@@ -135,11 +127,9 @@ def _libuv() -> bool:
 
 
 class Agent(OpenAgent):
-    """Torch's agent for processes that save their run when a signal comes, and that leave their tracebacks to the launcher.
+    """Torch's agent for processes that save their run when a signal comes, and leave their tracebacks to the launcher.
 
-    Attributes:
-        reporter: prints what happens; None for functions, whose failures the caller reports.
-        guard: ends the processes if the launcher is killed.
+    `reporter` prints what happens, None for functions; `guard` ends the processes if the launcher is killed.
     """
 
     reporter: Reporter | None = None
@@ -355,15 +345,7 @@ def make_config(
     tee: Mapping[int, Std] | None = None,
     **rest: Any,
 ) -> LaunchConfig:
-    """Return the settings of torch's elastic launcher for the processes of this machine.
-
-    Args:
-        num_processes: how many processes to start.
-        rendezvous: the settings for one machine, or the rendezvous of several.
-        log_dir: directory of the error files, and of the output if `tee` asks for it.
-        tee: which streams to copy into files, as `streams` returns them.
-        rest: further fields of `torch.distributed.launcher.api.LaunchConfig`.
-    """
+    """Return the settings of torch's launcher; `log_dir` holds error files, and the output that `tee` copies."""
     logs = DefaultLogsSpecs(log_dir, tee=dict(tee or {}))
     settings = {"run_id": f"accelerate-{os.getpid()}", "rdzv_configs": {"handler": rendezvous}, **rest}
     return LaunchConfig(1, 1, num_processes, logs_specs=logs, **settings)
@@ -378,20 +360,10 @@ def start(
     agent: type[Agent] = Agent,
     reporter: Reporter | None = None,
 ) -> None:
-    """Start processes and wait for all of them. A failed one stops the others, and so does a signal; none stays behind.
+    """Start processes and wait for all of them; a failed one, or a signal, stops the others, and none stays behind.
 
-    Args:
-        config: what `make_config` returned.
-        entrypoint: a program, or a function.
-        arguments: its arguments.
-        environment: all variables of the processes.
-        verbose: let torch log failures in its own words.
-        agent: the class of the agent.
-        reporter: prints what happens to the processes of a program; everything by default.
-
-    Raises:
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
-        torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
+    `environment` holds all their variables; `verbose` lets torch log failures in its own words. Raises torch's
+    ChildFailedError or SignalException.
     """
     handler = config.rdzv_configs["handler"]
     if isinstance(handler, Rendezvous):

@@ -54,8 +54,6 @@ class WorkerFailure:
     """How one rank failed.
 
     Attributes:
-        rank: its number among all processes.
-        pid: its process id.
         exitcode: its exit status; minus the number of the signal that killed it.
         record: what it left in its error file, see `accelerate.runtime.failure.record`; empty if it left nothing.
         time: when, in seconds since 1970, as well as that is known.
@@ -110,23 +108,16 @@ class WorkerFailure:
 
 
 def follows(record: Mapping[str, Any]) -> bool:
-    """Return whether a rank failed because another one was gone.
-
-    Args:
-        record: what it left in its error file; empty for one that left nothing.
-    """
+    """Return whether the record of a rank says that it failed because another one was gone."""
     return bool(_LEFT_ALONE.search(record.get("traceback", "")))
 
 
 def endings_of(failures: Mapping[int, Any]) -> list[WorkerFailure]:
-    """Return how the ranks ended, the one that failed first at the beginning.
+    """Return how the ranks ended, the one that failed first at the beginning; `failures` are torch's, by rank.
 
-    A rank that failed because another one was gone comes after those that did not, whatever the clock says: a process that is
-    killed leaves no time.
-
-    Args:
-        failures: by rank, torch's `ProcessFailure`. The agent has added when the rank was first seen dead (`died`; None for one that
-            was alive when the agent began to stop all ranks) and where its threads stood (`fault`).
+    A rank that failed because another one was gone comes after those that did not, whatever the clock says. The agent
+    has added when each was first seen dead (`died`; None: alive when the agent stopped all ranks) and where its
+    threads stood (`fault`).
     """
     found = []
     for rank, failure in failures.items():
@@ -140,17 +131,9 @@ def endings_of(failures: Mapping[int, Any]) -> list[WorkerFailure]:
 
 
 def failure_of(error: BaseException) -> tuple[int, str]:
-    """Turn the failure of a run into an exit status and a line for the user.
+    """Turn the failure of a run into an exit status, as a shell counts it, and a line for the user.
 
-    Args:
-        error: what `run` raised.
-
-    Returns:
-        The exit status of the process that failed first (128 plus the number of the signal that killed it), and which
-        process that was.
-
-    Raises:
-        BaseException: the error itself, if it does not come from a process that was started.
+    An error that does not come from a process that was started is raised again.
     """
     if (code := getattr(error, "returncode", None)) is not None:  # a subprocess.CalledProcessError
         return (PREEMPTED, _SAVED) if code == PREEMPTED else (_status(code), f"the script {_ending(code)}.")
@@ -171,12 +154,7 @@ def failure_of(error: BaseException) -> tuple[int, str]:
 
 
 class Reporter:
-    """Reports what happens to the processes of a run.
-
-    Args:
-        quiet: print tracebacks alone, which the processes would have printed.
-        write: takes each piece of text; standard error by default.
-    """
+    """Reports what happens to the processes of a run; a quiet one prints the tracebacks alone."""
 
     def __init__(self, quiet: bool = False, write: Callable | None = None) -> None:
         self._quiet, self._write = quiet, write or to_stderr
@@ -198,13 +176,7 @@ class Reporter:
         self._show(WorkerFailure(rank, record.get("pid", 0), 1, record), "has failed, and does not end")
 
     def failed(self, failures: Mapping[int, Any], attempt: int, attempts: int) -> None:
-        """All processes of an attempt are gone, because some have failed.
-
-        Args:
-            failures: as in `endings_of`.
-            attempt: which start this was, from 1.
-            attempts: how many there may be; after the last one the caller ends with `failure_of`.
-        """
+        """Report that all processes of an attempt (from 1) are gone, because some have failed; see `endings_of`."""
         endings = endings_of(failures)
         first = endings[0]
         if first.exitcode == PREEMPTED:
@@ -216,11 +188,7 @@ class Reporter:
 
     @staticmethod
     def about(endings: list[WorkerFailure]) -> list[str]:
-        """Return a line for each group of ranks beside the one that failed first, and why the system may have killed that one.
-
-        Args:
-            endings: what `endings_of` returned.
-        """
+        """Return a line for each group of ranks beside the first failure, and why the system may have killed it."""
         first, *others = endings
         groups: dict[str, list[int]] = {}
         for ending in others:

@@ -41,11 +41,7 @@ def _signal(group: int, number: int) -> bool:
 
 
 class Guard:
-    """The launcher's end of the pipe. Only where there are process groups, which Windows does not have.
-
-    Args:
-        grace: how long the processes have to end by themselves, in seconds.
-    """
+    """The launcher's end of the pipe, where there are process groups; `grace` is in seconds."""
 
     def __init__(self, grace: float = 30.0) -> None:
         self._process: subprocess.Popen | None = None

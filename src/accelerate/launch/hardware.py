@@ -44,13 +44,10 @@ class Hardware:
 
 
 def detect(environ: Mapping[str, str]) -> Hardware:
-    """Find the devices of this machine.
+    """Find the devices of this machine that the variables leave visible.
 
-    NVIDIA GPUs are counted by the driver's own library, which takes a millisecond. Torch is imported only if it was built
-    for other devices, a vendor's plug-in is installed, or a GPU is split (MIG).
-
-    Args:
-        environ: the variables; `CUDA_VISIBLE_DEVICES` is honoured.
+    The driver's own library counts NVIDIA GPUs in a millisecond. Torch is imported only if it was built for other
+    devices, a vendor's plug-in is installed, or a GPU is split (MIG).
     """
     if "torch" in sys.modules or sys.platform == "darwin" or any(map(importlib.util.find_spec, _PLUGINS.split())):
         return _ask_torch()
@@ -133,22 +130,10 @@ def is_bound() -> bool:
 
 
 def local_address(towards: str, port: int) -> str:
-    """Return the address of this machine that another one sees when this one talks to it. Nothing is sent.
+    """Return the address of this machine that another one (`towards`) sees when they talk; nothing is sent.
 
-    Args:
-        towards: name or address of the other one, or of this one.
-        port: a port of it.
-
-    Returns:
-        An address that other machines may use as well, where `towards` is a name of this machine that the system takes for a
-        loopback address, as Debian does.
-
-    Raises:
-        RunError: there is no such name, or no way there.
-
-    Example:
-        >>> local_address("127.0.0.1", 29500)
-        '127.0.0.1'
+    Where `towards` is a name of this machine for which the system has a loopback address, as Debian does, it is one
+    that other machines may use as well. A RunError says that there is no such name, or no way there.
     """
     try:
         found = _sources(_addresses(towards, port))
@@ -164,19 +149,11 @@ def local_address(towards: str, port: int) -> str:
 
 
 def gloo_variables(address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that make gloo, tensorpipe and NCCL talk through the interface of an address.
+    """Return the variables that make gloo, tensorpipe and NCCL talk through the interface of a local address.
 
-    Left alone, gloo and tensorpipe listen at whatever address the machine's own name stands for, which Debian and others write
-    down as 127.0.1.1: no other machine reaches that. NCCL takes the first interface that is up, which may be one of a container
-    engine.
-
-    Args:
-        address: the address that the other machines reach this one by, as `local_address` returns it.
-        environ: the variables; None takes those of this process.
-
-    Returns:
-        Nothing where one of the variables is set, since its user knows better; nor for a loopback address, since all processes are
-        on this machine then; nor where no interface has the address.
+    Left alone, gloo and tensorpipe listen at the address of the machine's own name, which Debian writes down as
+    127.0.1.1, and NCCL takes the first interface that is up, perhaps one of a container engine. Returns nothing where
+    the user has set one of the variables, for a loopback address, and where no interface has the address.
     """
     environ = os.environ if environ is None else environ
     if any(environ.get(name) for name in _INTERFACES) or _is_loopback(address):

@@ -80,20 +80,10 @@ def is_preempted(what: str | None) -> bool:
 class MachineRendezvous(StaticTCPRendezvous):
     """The rendezvous of one launcher with those of the other machines.
 
-    Args:
-        meet: where the machines meet. Its settings say for how many seconds to wait for the others (`join_timeout`, or `timeout`), and
-            after how many seconds of silence a machine is lost (`heartbeat_timeout`).
-        machines: how many take part, and the number of this one; without it, the machine that has the address is 0, and each of the
-            others takes a free number.
-        processes: how many processes this machine runs.
-        restarts: how often the run may be restarted.
-        report: prints a line for the user.
-
-    Attributes:
-        variables: those by which the processes talk through the interface that the other machines reach.
-
-    Raises:
-        RunError: the address of machine 0 cannot be looked up, or reached.
+    A RunError says that machine 0 cannot be looked up or reached. `meet.settings` hold the seconds to wait for the
+    others (`join_timeout`, or `timeout`) and those of silence after which a machine is lost (`heartbeat_timeout`).
+    Without a rank in `machines`, the machine that has the address is 0, and each of the others takes a free number.
+    `variables` let the processes talk through the interface that the other machines reach.
     """
 
     def __init__(
@@ -118,12 +108,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self._connected = self._deadline = self._next_report = 0.0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round and wait until all machines have.
-
-        Raises:
-            LaunchError: the machines do not agree on what is run.
-            RunError: a machine did not come in time.
-        """
+        """Join the next round and wait for all machines: a LaunchError if they disagree, a RunError if one is late."""
         self._stop_heartbeat()
         # After a machine was lost, the former connection may hang.
         self._client, self._seen = None, {}
@@ -270,11 +255,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         return int(self.heartbeat is not None and self.heartbeat.current != self.name)
 
     def leave(self, saving: float = 0.0) -> None:
-        """End the rendezvous for this launcher. The store ends with machine 0's, so that one waits until the others have left.
-
-        Args:
-            saving: how long machine 0 waits for machines whose processes save their run, in seconds.
-        """
+        """End the rendezvous; machine 0, which holds the store, waits for the others, `saving` s where they save."""
         beat = self.heartbeat
         if beat is None:
             return
@@ -314,15 +295,10 @@ def _line_of(error: BaseException) -> str:
 class Heartbeat(threading.Thread):
     """Publishes the state of this machine in a round once a second, and reads those of the others.
 
-    It has a connection of its own. A request to a store behind a cut link does not return, so no other thread waits for this one.
-
-    A state is a count that goes up, and words: a machine is `done` or has `left`, its processes have `failed`, a machine is `lost`.
-    The last two are lines for the user.
-
-    Attributes:
-        own: the name of this machine.
-        current: the name of the round that is open.
-        busy: held while the store is used. A process that is forked meanwhile would inherit torch's own locks, locked.
+    It has a connection of its own: a request to a store behind a cut link does not return, so no other thread waits
+    for this one. A state is a count that goes up, and words: a machine is `done` or has `left`, its processes have
+    `failed`, a machine is `lost` (the last two are lines for the user). While `busy` is held, the store is used: a
+    process that is forked meanwhile would inherit torch's own locks, locked.
     """
 
     def __init__(self, rendezvous: MachineRendezvous) -> None:

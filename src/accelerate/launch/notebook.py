@@ -37,9 +37,8 @@ from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFail
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
+from accelerate.runtime.ranks import DEFAULT_PORT
 
-# Torch's default, for a port that the user has not chosen.
-DEFAULT_PORT = 29500
 _BACKENDS = ("static", "c10d")
 # What the command line calls otherwise than `notebook_launcher`.
 _NAMES = {
@@ -50,7 +49,6 @@ _NAMES = {
 }
 # A function of Python's does not run while the process waits inside torch, so these end a rank at once.
 _SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-_INTERRUPTED = 130
 
 
 class WorkerError(RuntimeError):
@@ -102,11 +100,7 @@ def _note(name: str) -> None:
 
 
 def method_for(device: Any) -> str:
-    """Return how to start processes: "fork", or "spawn" where a fork would not work; then a line says why.
-
-    Args:
-        device: a row of `accelerate.devices`.
-    """
+    """Return how to start processes: "fork", or "spawn" where a fork would not work; then a line says why."""
     if device.type != "cpu" and getattr(device.namespace(), "is_initialized", lambda: False)():
         user = _first_uses.get(device.type, "an unknown line, as accelerate was imported later")
         why = f"this process uses the {device.type} device already, which cannot be forked; used first by {user}"
@@ -172,15 +166,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def check(request: Request) -> None:
-    """Refuse what cannot run, by the name of the argument.
-
-    Args:
-        request: what the user asks for.
-
-    Raises:
-        TypeError: an argument has the wrong type, or the function does not take `args`.
-        ValueError: an argument has an impossible value.
-    """
+    """Refuse what cannot run with a TypeError or ValueError that names the argument."""
     _check_function(request)
     for name, least in {"num_processes": 1, "num_nodes": 1, "node_rank": 0, "max_restarts": 0}.items():
         value = getattr(request, name)
@@ -226,14 +212,9 @@ def _check_function(request: Request) -> None:
 class Worker:
     """What a rank runs: the function, without what the process has inherited, and with a record of its failure.
 
-    Args:
-        function: the function.
-        prefix: what stands before each line of its output, with `${rank}`, `${local_rank}` and `${role_name}`; or None.
-        method: "fork"; or "spawn", where the function is sent to fresh processes.
-
-    Attributes:
-        may_run: all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the launcher
-            would look up its name, and a process that is forked meanwhile inherits the locked lock of glibc's resolver.
+    `prefix` stands before each line of its output; `may_run` says that all ranks are forked. Before that a rank must
+    not connect to the launcher's store: a thread of the launcher would look up its name, and a process that is forked
+    meanwhile inherits the locked lock of glibc's resolver.
     """
 
     def __init__(self, function: Callable[..., Any], prefix: str | None = None, method: str = "fork") -> None:
@@ -262,7 +243,7 @@ class Worker:
             _leave(error)
             # Any other exception would make torch write its own report over this one; and torch takes an interrupted process
             # for one that is done, and waits for its result for ever.
-            raise SystemExit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+            raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
         finally:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # it must not hide an error of the function
@@ -408,21 +389,11 @@ class MachineFunctionAgent(machine_rendezvous.MachineAgent, FunctionAgent):
 
 
 def run(request: Request, environment: Mapping[str, str], num_processes: int, method: str = "fork") -> None:
-    """Start processes and wait for their end.
+    """Start processes on this machine for a checked request, with these variables alone, and wait for their end.
 
-    Args:
-        request: what the user asks for, checked.
-        environment: all variables of the processes.
-        num_processes: how many, on this machine.
-        method: as `Worker` takes it.
-
-    Raises:
-        WorkerError: a process failed.
-        MeetingError: the processes could not meet.
-        LaunchError: the machines do not agree.
-        KeyboardInterrupt: the user interrupted; all processes are gone.
-        SystemExit: the processes have saved themselves after a signal; the status is that of such a run.
-        torch.distributed.elastic.multiprocessing.api.SignalException: another signal stopped them.
+    Raises WorkerError (a process failed), MeetingError (they could not meet), LaunchError (the machines disagree),
+    KeyboardInterrupt, SystemExit (they have saved themselves; its status says so), or torch's SignalException (another
+    signal stopped them).
     """
     try:
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
@@ -500,12 +471,6 @@ def _why_no_rendezvous(request: Request, error: BaseException) -> str:
 
 def run_on_tpu(request: Request) -> None:
     """Start one process for each TPU core and wait for their end; with `num_processes=1`, use one core from here.
-
-    Args:
-        request: what the user asks for, checked.
-
-    Raises:
-        RuntimeError: this process uses the TPU already.
 
     Source: https://docs.pytorch.org/xla/master/learn/api-guide.html
     """

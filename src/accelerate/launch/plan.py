@@ -25,13 +25,7 @@ _WORDS = {Source.DEFAULT: "default", Source.COMMAND_LINE: "command line"}
 
 @dataclass(frozen=True)
 class Resolved:
-    """A value that knows its source.
-
-    Attributes:
-        value: the value.
-        source: who set it.
-        detail: the variable, the file or the reason, for people.
-    """
+    """A value, who set it, and for people the variable, the file or the reason (`detail`)."""
 
     value: Any
     source: Source = Source.DEFAULT
@@ -45,12 +39,11 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the processes of a run find each other.
+    """How the processes of a run find each other; port 0 lets the system choose a free one when the run starts.
 
     Attributes:
         backend: "static" (a store of the launcher) or "c10d" (torch's rendezvous).
         host: the name or address of machine 0.
-        port: the port there; 0 lets the system choose a free one when the run starts.
         settings: further settings of the method.
     """
 
@@ -62,12 +55,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a run, seen from one of them.
-
-    Attributes:
-        count: how many take part.
-        rank: the number of this one, from 0; None where the rendezvous numbers them.
-    """
+    """How many machines take part, and the number of this one, from 0; None where the rendezvous numbers them."""
 
     count: int = 1
     rank: int | None = 0
@@ -80,13 +68,9 @@ class LaunchPlan:
     Attributes:
         settings: option name to resolved value, for every option of the table.
         script: the script, module or program.
-        script_args: its arguments.
         num_processes: how many processes there are, on all machines together.
         hardware: the devices that those of this machine may use.
-        on_cpu: they compute on the CPU.
         runner: who starts them: a key of `accelerate.launch.runners.RUNNERS`.
-        machines: the machines, and which of them this is.
-        rendezvous: how they find each other.
         extra: further variables of every process, beside those of the options.
         notes: lines of information for the user.
     """
@@ -128,21 +112,12 @@ class LaunchPlan:
 
 
 def features_on(settings: Mapping[str, Resolved]) -> set[str]:
-    """Return the features that the settings ask for.
-
-    Args:
-        settings: option name to resolved value.
-    """
+    """Return the features that the settings ask for."""
     return {name for name, feature in FEATURES.items() if feature.is_on(settings[feature.switch].value)}
 
 
 def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the full environment of the processes of a plan.
-
-    Args:
-        plan: what is started.
-        base: the environment they inherit.
-    """
+    """Return the full environment of the processes of a plan, which inherit `base`."""
     environment = {**base, **exports(plan.settings), **plan.extra}
     selected = plan["gpu_ids"]
     if selected not in (None, "all") and plan.hardware.visible_env and not plan.on_cpu:
@@ -151,29 +126,13 @@ def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, s
 
 
 def exports(settings: Mapping[str, Resolved]) -> dict[str, str]:
-    """Return the variables that carry settings to a worker; options of features that are off are left out.
-
-    Args:
-        settings: option name to resolved value.
-
-    Example:
-        >>> from accelerate.commands.launch import launch_command_parser
-        >>> from accelerate.launch.resolve import resolve
-        >>> plan = resolve(launch_command_parser().parse_args(["--mixed_precision", "bf16", "-m", "timeit"]))
-        >>> exports(plan.settings)["ACCELERATE_MIXED_PRECISION"]
-        'bf16'
-    """
+    """Return the variables that carry settings to a worker; options of features that are off are left out."""
     wanted = {None, *features_on(settings)}
     return _variables([option for option in OPTIONS if option.feature in wanted], settings)
 
 
 def feature_exports(feature: str, settings: Mapping[str, Resolved]) -> dict[str, str]:
-    """Return the variables of the options that only one feature reads, whether or not it is on.
-
-    Args:
-        feature: a key of `accelerate.config.options.FEATURES`.
-        settings: option name to resolved value.
-    """
+    """Return the variables of the options that only one feature reads, whether or not it is on."""
     return _variables(of_feature(feature), settings)
 
 

@@ -49,25 +49,10 @@ Environ = Mapping[str, str]
 
 
 def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_script: bool = True) -> LaunchPlan:
-    """Decide what a command line starts.
+    """Decide what a command line starts; nothing is started or changed.
 
-    Nothing is started or changed: the environment is read, the configuration file and the script are looked at.
-
-    Args:
-        args: what `accelerate.commands.launch.launch_command_parser` parsed.
-        environ: the variables; those of the process by default.
-        needs_script: whether a script that is not there is an error.
-
-    Raises:
-        LaunchError: the request contradicts itself, the machine or the file system.
-        NotAvailableError: it needs a runner or an engine that does not exist yet.
-        FileNotFoundError: the configuration file does not exist.
-
-    Example:
-        >>> from accelerate.commands.launch import launch_command_parser
-        >>> plan = resolve(launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "-m", "timeit"]))
-        >>> plan.num_processes, plan.settings["cpu"].origin
-        (2, 'command line')
+    A LaunchError says what contradicts itself, the machine or the file system. Without `needs_script`, the script
+    need not exist.
     """
     environ = os.environ if environ is None else environ
     values, file = merge(args, environ)
@@ -127,18 +112,10 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
 
 
 def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSettings | None]:
-    """Merge the layers: command line over environment over configuration file over default.
+    """Merge the layers: command line over environment over configuration file over default; return the file, too.
 
-    Args:
-        args: parsed arguments. Without `nondefault`, a value that differs from the default counts as given.
-        environ: the variables.
-
-    Returns:
-        The value of each option by its name, before scheduler and hardware are looked at; and the configuration file, or None.
-
-    Raises:
-        ValueError: a variable or the configuration file holds something that is no value of its option.
-        FileNotFoundError: the configuration file does not exist.
+    Without `args.nondefault`, a value that differs from the default counts as given. Scheduler and hardware come
+    later.
     """
     given, nondefault = vars(args), getattr(args, "nondefault", ())
     path = config_file.find(given.get("config_file"), environ)
@@ -162,14 +139,7 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
 
 
 def choose_paradigm(values: Values) -> None:
-    """Keep the paradigm of the highest layer; two in one layer contradict each other.
-
-    Args:
-        values: option name to resolved value; changed in place.
-
-    Raises:
-        LaunchError: one layer asks for two.
-    """
+    """Keep, in place, the paradigm of the highest layer; a LaunchError refuses two in one layer."""
     for names in (PARADIGMS, ("cpu", *NEEDS_DEVICES)):
         wanted = [name for name in names if values[name].value]
         top = max([values[name].source for name in wanted], default=None)

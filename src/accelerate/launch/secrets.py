@@ -19,33 +19,15 @@ _LOGIN = re.compile(r"://[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
-    """Say whether a variable or an option of this name holds a secret.
-
-    Args:
-        name: in any case, with underscores or hyphens.
-
-    Example:
-        >>> [is_secret(name) for name in ("HF_TOKEN", "aws-secret-access-key", "WANDB_APIKEY", "MONKEY", "TOKENIZERS_PARALLELISM")]
-        [True, True, True, False, False]
-    """
+    """Say whether a variable or an option of this name, in any case, with underscores or hyphens, holds a secret."""
     plain = name.upper().replace("-", "_")
     return plain != _HARMLESS and _SECRET.search(plain) is not None
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a value without what must not be published, in itself or anywhere within it.
+    """Return a value of some name without what must not be published, in itself or anywhere within it.
 
     In a text all that follows the name of a secret is hidden: only a shell knows where the secret ends.
-
-    Args:
-        value: text, a number, or containers of these; truth values stay as they are.
-        name: what it is called.
-
-    Example:
-        >>> masked({"env": ["HF_TOKEN=hf_abc", "A=1"], "commands": ["login --token hf_abc"], "password": 3})
-        {'env': ['HF_TOKEN=(hidden)', 'A=1'], 'commands': ['login --token (hidden)'], 'password': '(hidden)'}
-        >>> masked("s3://me:pw@host", "STORE")
-        's3://(hidden)@host'
     """
     if isinstance(value, Mapping):
         return {key: masked(inner, str(key)) for key, inner in value.items()}
@@ -65,15 +47,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def command(words: Iterable[str]) -> list[str]:
-    """Return a command line as it may be printed.
-
-    Args:
-        words: program and arguments.
-
-    Example:
-        >>> command(["train.py", "--hub_token", "hf_abc", "--api-key=abc", "--lr", "1"])
-        ['train.py', '--hub_token', '(hidden)', '--api-key=(hidden)', '--lr', '1']
-    """
+    """Return a command line as it may be printed."""
     found: list[str] = []
     before = ""
     for word in words:

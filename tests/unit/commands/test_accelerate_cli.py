@@ -12,6 +12,7 @@ import pytest
 from accelerate import __version__
 from accelerate.commands import accelerate_cli
 from accelerate.commands.accelerate_cli import COMMANDS
+from cases import cases
 
 
 def parser_of(name, *subparsers):
@@ -55,15 +56,13 @@ def test_help(accelerate):
         assert accelerate(flag) == (0, f"accelerate {__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("word", "answer"),
-    [
-        ("lunch", "'lunch' is no command; did you mean launch?"),
-        ("Launch", "'Launch' is no command; did you mean launch?"),
-        ("estimate_memory", "'estimate_memory' is no command; did you mean estimate-memory?"),
-        ("train.py", "'train.py' is no command; did you mean `accelerate launch train.py`?"),
-        ("xyz", "'xyz' is no command; choose one of checkpoint, config, env,"),
-    ],
+@cases(
+    "word, answer",
+    ("lunch", "'lunch' is no command; did you mean launch?"),
+    ("Launch", "'Launch' is no command; did you mean launch?"),
+    ("estimate_memory", "'estimate_memory' is no command; did you mean estimate-memory?"),
+    ("train.py", "'train.py' is no command; did you mean `accelerate launch train.py`?"),
+    ("xyz", "'xyz' is no command; choose one of checkpoint, config, env,"),
 )
 def test_unknown_command(accelerate, word, answer):
     status, out, err = accelerate(word)
@@ -71,21 +70,19 @@ def test_unknown_command(accelerate, word, answer):
     assert f"accelerate: error: {answer}" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("env more", "more is not expected here."),
-        ("config default --config_fill=x", "--config_fill is unknown; did you mean --config_file?"),
-        ("launch", "the following arguments are required: training_script\n"),
-        ("launch --config_file", "expected one argument"),
-        ("launch none.py", "There is no script 'none.py'"),
-        ("launch --config_file none.yaml none.py", "none.yaml"),
-        ("config shwo", "shwo"),
-        ("merge-weights", "required"),
-        ("to-fsdp2", "required"),
-        ("tpu-config --config_file none.yaml", "none.yaml"),
-        ("checkpoint ls --folder x", "--folder is unknown"),
-    ],
+@cases(
+    "words, problem",
+    ("env more", "more is not expected here."),
+    ("config default --config_fill=x", "--config_fill is unknown; did you mean --config_file?"),
+    ("launch", "the following arguments are required: training_script\n"),
+    ("launch --config_file", "expected one argument"),
+    ("launch none.py", "There is no script 'none.py'"),
+    ("launch --config_file none.yaml none.py", "none.yaml"),
+    ("config shwo", "shwo"),
+    ("merge-weights", "required"),
+    ("to-fsdp2", "required"),
+    ("tpu-config --config_file none.yaml", "none.yaml"),
+    ("checkpoint ls --folder x", "--folder is unknown"),
 )
 def test_usage_errors_have_no_traceback(accelerate, words, problem):
     status, _, err = accelerate(*words.split())
@@ -109,9 +106,6 @@ for words in ([], *([name] for name in COMMANDS), ["config", "default"]):
 def test_help_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-# -- completion --------------------------------------------------------------------------------------------------------
 
 
 def test_without_argcomplete_nothing_is_said(monkeypatch, capsys):

@@ -16,6 +16,7 @@ from accelerate.commands import estimate
 from accelerate.commands.estimate import inventory_of_model, training
 from accelerate.launch.errors import LaunchError
 from accelerate.utils import calculate_maximum_sizes
+from cases import cases
 
 SIZES = {"vocab_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"hidden_size": 16, "intermediate_size": 32}
@@ -42,9 +43,6 @@ def answer(accelerate, *words):
     status, out, err = accelerate("estimate-memory", *map(str, words), "--json")
     assert status == 0, err
     return json.loads(out)
-
-
-# -- what is shown -----------------------------------------------------------------------------------------------------
 
 
 def test_command_prints_two_tables(accelerate, model):
@@ -93,9 +91,6 @@ def test_recorded_helpers():
     assert estimate.check_has_model(RuntimeError("Unknown model (x)")) == "timm"
     assert estimate.check_has_model(ValueError("x model type y")) == "transformers"
     assert estimate.check_has_model(RuntimeError("x model type y")) == "unknown"
-
-
-# -- weights on this machine -------------------------------------------------------------------------------------------
 
 
 def test_file_of_weights(accelerate, place, no_hub):
@@ -155,9 +150,6 @@ def test_packed_and_damaged_weights(refused, place):
     assert "'x.safetensors' is damaged" in refused("estimate-memory", "x.safetensors")
 
 
-# -- folders and files that are no model -------------------------------------------------------------------------------
-
-
 def test_places_without_a_model(refused, place, no_hub):
     (place / "folder").mkdir()
     assert "'folder' has no model: " in refused("estimate-memory", "folder")
@@ -171,9 +163,6 @@ def test_places_without_a_model(refused, place, no_hub):
         assert message in refused("estimate-memory", name.partition("/")[0])
     for name in ("", "./nothing", "a/b/c", "x y", "~/none/of/it"):
         assert "There is no file or folder" in refused("estimate-memory", name)
-
-
-# -- configurations ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -244,18 +233,13 @@ def test_timm(accelerate, place, monkeypatch, no_hub):
     assert asked == [("resnet18", {"num_classes": 7}), ("resnet50", {}), ("hf-hub:owner/resnet50", {})]
 
 
-# -- the Hub -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind", "message"),
-    [
-        ("gated", OSError, "is gated: agree to its terms"),
-        ("repo", OSError, "is not there, or private"),
-        (False, OSError, "The Hub cannot be reached"),
-        (types.SimpleNamespace(library_name=None), ValueError, "give --library_name"),
-        (types.SimpleNamespace(library_name="keras"), ValueError, "'keras'"),
-    ],
+@cases(
+    "answer, kind, message",
+    ("gated", OSError, "is gated: agree to its terms"),
+    ("repo", OSError, "is not there, or private"),
+    (False, OSError, "The Hub cannot be reached"),
+    (types.SimpleNamespace(library_name=None), ValueError, "give --library_name"),
+    (types.SimpleNamespace(library_name="keras"), ValueError, "'keras'"),
 )
 def test_models_that_cannot_be_built(refused, monkeypatch, answer, kind, message):
     monkeypatch.setattr(estimate, "verify_on_hub", lambda repo, token=None: answer)
@@ -275,9 +259,6 @@ def test_library_that_cannot_be_imported(refused, place, monkeypatch):
     assert "timm cannot be imported: operator x::y" in refused("estimate-memory", "x", "--library_name", "timm")
 
 
-# -- the arithmetic ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def blocks():
     """1000 numbers outside of blocks, and blocks of 300, 200 and 100: 1600 in all."""
@@ -286,20 +267,18 @@ def blocks():
 
 
 # Weights, gradients, optimizer, working, for the 1600 numbers on 4 ranks.
-@pytest.mark.parametrize(
-    ("strategy", "dtype", "expected"),
-    [
-        ("ddp", "float32", (6400, 6400, 12800, 6400)),
-        ("ddp", "float16", (6400, 6400, 12800, 6400 + 3200)),
-        # 25 + 8 + 5 + 3 rows of 10; the root, the two largest blocks, and the gradients of the root.
-        ("fsdp", "float32", (4 * 410, 4 * 410, 8 * 410, 4 * (1000 + 300 + 200 + 1000))),
-        ("fsdp", "bfloat16", (4 * 410, 4 * 410, 8 * 410, 2 * (1000 + 300 + 200 + 1000))),
-        ("shard_grad_op", "float16", (4 * 410, 4 * 410, 8 * 410, 2 * (1600 + 1000))),
-        ("zero1", "float16", (3200, 3200, 12 * 400, 3200)),
-        ("zero1", "float32", (6400, 6400, 12 * 400, 6400)),
-        ("zero2", "float16", (3200, 800, 12 * 400, 3200)),
-        ("zero3", "float16", (800, 800, 12 * 400, 2 * 2 * 1000)),
-    ],
+@cases(
+    "strategy, dtype, expected",
+    ("ddp", "float32", (6400, 6400, 12800, 6400)),
+    ("ddp", "float16", (6400, 6400, 12800, 6400 + 3200)),
+    # 25 + 8 + 5 + 3 rows of 10; the root, the two largest blocks, and the gradients of the root.
+    ("fsdp", "float32", (4 * 410, 4 * 410, 8 * 410, 4 * (1000 + 300 + 200 + 1000))),
+    ("fsdp", "bfloat16", (4 * 410, 4 * 410, 8 * 410, 2 * (1000 + 300 + 200 + 1000))),
+    ("shard_grad_op", "float16", (4 * 410, 4 * 410, 8 * 410, 2 * (1600 + 1000))),
+    ("zero1", "float16", (3200, 3200, 12 * 400, 3200)),
+    ("zero1", "float32", (6400, 6400, 12 * 400, 6400)),
+    ("zero2", "float16", (3200, 800, 12 * 400, 3200)),
+    ("zero3", "float16", (800, 800, 12 * 400, 2 * 2 * 1000)),
 )
 def test_ranks(blocks, strategy, dtype, expected):
     needs = training(blocks, dtype, strategy, 4)

@@ -9,6 +9,7 @@ import pytest
 
 from accelerate.commands import launch
 from accelerate.launch import runners
+from cases import cases
 
 
 @pytest.fixture
@@ -64,27 +65,22 @@ def test_validate_fills_the_arguments(ran, place):
     assert launch._validate_launch_command(parse("--num_processes 3 missing.py"))[0].num_processes == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "runner"),
-    [
-        ("simple_launcher", "--cpu --num_processes 2 train.py", "single"),
-        ("multi_gpu_launcher", "--cpu train.py", "local"),
-        ("deepspeed_launcher", "--cpu train.py", "local"),
-        ("deepspeed_launcher", "--cpu --num_machines 2 train.py", "deepspeed"),
-        ("tpu_launcher", "train.py", "tpu"),
-        ("tpu_pod_launcher", "train.py", "tpu_pod"),
-    ],
+@cases(
+    "name, words, runner",
+    ("simple_launcher", "--cpu --num_processes 2 train.py", "single"),
+    ("multi_gpu_launcher", "--cpu train.py", "local"),
+    ("deepspeed_launcher", "--cpu train.py", "local"),
+    ("deepspeed_launcher", "--cpu --num_machines 2 train.py", "deepspeed"),
+    ("tpu_launcher", "train.py", "tpu"),
+    ("tpu_pod_launcher", "train.py", "tpu_pod"),
 )
 def test_launchers_of_other_kinds(ran, name, words, runner):
     getattr(launch, name)(parse(words))
     assert [plan.runner for plan, _ in ran] == [runner]
 
 
-def test_clean_option():
-    assert (launch.clean_option("--num-processes"), launch.clean_option("-m")) == ("num_processes", None)
-
-
 def test_help_shows_what_was_chosen(monkeypatch):
+    assert (launch.clean_option("--num-processes"), launch.clean_option("-m")) == ("num_processes", None)
     monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--use_fsdp", "--help"])
     text = launch.launch_command_parser().format_help()
     assert "--fsdp_version" in text and "--zero_stage" not in text

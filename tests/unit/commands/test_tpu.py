@@ -4,6 +4,8 @@ import shlex
 
 import pytest
 
+from cases import cases
+
 
 @pytest.fixture
 def gcloud(place, programs):
@@ -15,18 +17,16 @@ def gcloud(place, programs):
     return programs
 
 
-@pytest.mark.parametrize(
-    ("line", "remote"),
-    [
-        ("--config_file c.yaml --command ls --command 'echo a' 'echo b'", "ls; echo a; echo b"),
-        ("--config_file c.yaml --command echo a", "echo a"),
-        ("--config_file c.yaml --command 'echo $(id)'", "echo $(id)"),
-        ("--config_file c.yaml --install_accelerate", "pip install accelerate -U"),
-        ("--config_file c.yaml --install_accelerate --accelerate_version 0.12.0 --command ls", "pip install accelerate==0.12.0; ls"),
-        ("--config_file c.yaml --command_file c.txt", "echo one; echo two"),
-        ("--config_file commands.yaml", "one; two"),
-        ("--tpu_name n --tpu_zone z --command ls", "ls"),
-    ],
+@cases(
+    "line, remote",
+    ("--config_file c.yaml --command ls --command 'echo a' 'echo b'", "ls; echo a; echo b"),
+    ("--config_file c.yaml --command echo a", "echo a"),
+    ("--config_file c.yaml --command 'echo $(id)'", "echo $(id)"),
+    ("--config_file c.yaml --install_accelerate", "pip install accelerate -U"),
+    ("--config_file c.yaml --install_accelerate --accelerate_version 0.12.0 --command ls", "pip install accelerate==0.12.0; ls"),
+    ("--config_file c.yaml --command_file c.txt", "echo one; echo two"),
+    ("--config_file commands.yaml", "one; two"),
+    ("--tpu_name n --tpu_zone z --command ls", "ls"),
 )  # fmt: skip
 def test_gcloud_gets_one_argument_for_all_commands(accelerate, gcloud, line, remote):
     status, out, _ = accelerate("tpu-config", *shlex.split(line))
@@ -52,17 +52,14 @@ def test_debug_runs_nothing_and_needs_no_gcloud(accelerate, gcloud, monkeypatch)
     assert status == 2 and "gcloud is not on the PATH" in err
 
 
-@pytest.mark.parametrize(
-    ("line", "fragment"),
-    [
-        ("--command x", "Which pod?"),
-        ("--config_file c.yaml", "What shall run?"),
-        ("--config_file c.yaml --install_accelerate --accelerate_version '1; rm -rf /'", "is '1; rm -rf /'"),
-        ("--config_file c.yaml --command_file none.txt", "'none.txt' cannot be read"),
-        ("--config_file c.yaml --command_file .", "'.' cannot be read"),
-        ("--config_file c.yaml --tpu_name=--flags-file=x --command ls", "is no name of a TPU"),
-        ("--config_file none.yaml --command ls", "there is no such file"),
-    ],
+@cases(
+    "line, fragment",
+    ("--command x", "Which pod?"),
+    ("--config_file c.yaml", "What shall run?"),
+    ("--config_file c.yaml --install_accelerate --accelerate_version '1; rm -rf /'", "is '1; rm -rf /'"),
+    ("--config_file c.yaml --command_file none.txt", "'none.txt' cannot be read"),
+    ("--config_file c.yaml --command_file .", "'.' cannot be read"),
+    ("--config_file none.yaml --command ls", "there is no such file"),
 )
 def test_bad_input(refused, gcloud, line, fragment):
     assert fragment in refused("tpu-config", *shlex.split(line)) and not gcloud.calls()

@@ -38,16 +38,6 @@ def plan(parse):
 
 
 @pytest.fixture
-def file(place):
-    def write(text):
-        folder = place / "home" / "accelerate"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "default_config.yaml").write_text(text)
-
-    return write
-
-
-@pytest.fixture
 def found_or_refused():
     """Expect a value of a function, or a text of its refusal."""
 

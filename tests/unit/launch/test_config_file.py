@@ -8,6 +8,7 @@ import yaml
 
 from accelerate.launch import config_file
 from accelerate.launch.errors import LaunchError
+from cases import cases
 
 
 @pytest.fixture
@@ -19,34 +20,27 @@ def read(place):
     return write_and_read
 
 
-@pytest.mark.parametrize(
-    ("content", "values"),
-    [
-        ({"distributed_type": "MULTI_GPU", "downcast_bf16": "no", "tpu_env": [], "use_cpu": False},
-         {"multi_gpu": True, "downcast_bf16": False, "env": [], "cpu": False, "num_processes": None}),
-        ({"distributed_type": "FSDP", "gpu_ids": [0, 1],
-          "fsdp_config": {"fsdp_version": 2, "offload_params": True, "transformer_layer_cls_to_wrap": ["A", "B"]}},
-         {"use_fsdp": True, "fsdp_version": "2", "fsdp_offload_params": "true", "gpu_ids": "0,1",
-          "fsdp_transformer_layer_cls_to_wrap": "A,B"}),
-        ({"dynamo_config": {"dynamo_backend": "INDUCTOR", "mode": "max-autotune"}},
-         {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"}),
-        ({"fp8_config": {"backend": "TE", "fp8_format": "E4M3", "override_linear_precision": [True, False, False]}},
-         {"fp8_backend": "te", "fp8_format": "E4M3", "fp8_override_linear_precision": (True, False, False)}),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, {"use_parallelism_config": True}),
-        ({"parallelism_config": {}}, {"use_parallelism_config": None}),
-        ({"deepspeed_config": {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "zero_stage": 2}},
-         {"zero_stage": 2, "gradient_clipping": None, "gradient_accumulation_steps": None}),
-        ({"distributed_type": "NO"}, {"num_processes": 1}),
-        ({"distributed_type": "NO", "num_processes": -1}, {"num_processes": None}),
-        ({"compute_environment": "AMAZON_SAGEMAKER", "ec2_instance_type": "x"}, {}),
-        # What older releases wrote.
-        ({"distributed_type": False, "mixed_precision": False}, {"mixed_precision": "no", "num_processes": 1}),
-        ({"fp16": True}, {"mixed_precision": "fp16"}),
-        ({"dynamo_backend": "EAGER"}, {"dynamo_backend": "eager"}),
-        ({"dynamo_backend": "AOT_CUDAGRAPHS"}, {"dynamo_backend": "cudagraphs"}),
-        ({"distributed_type": "MPS"}, {"num_processes": 1}),
-        ({"ipex_config": {"ipex": False}}, {}),
-    ],
+@cases(
+    "content, values",
+    ({"distributed_type": "MULTI_GPU", "downcast_bf16": "no", "tpu_env": [], "use_cpu": False},
+     {"multi_gpu": True, "downcast_bf16": False, "env": [], "cpu": False, "num_processes": None}),
+    ({"distributed_type": "FSDP", "gpu_ids": [0, 1],
+      "fsdp_config": {"fsdp_version": 2, "offload_params": True, "transformer_layer_cls_to_wrap": ["A", "B"]}},
+     {"use_fsdp": True, "fsdp_version": "2", "fsdp_offload_params": "true", "gpu_ids": "0,1",
+      "fsdp_transformer_layer_cls_to_wrap": "A,B"}),
+    ({"fp8_config": {"backend": "TE", "fp8_format": "E4M3", "override_linear_precision": [True, False, False]}},
+     {"fp8_backend": "te", "fp8_format": "E4M3", "fp8_override_linear_precision": (True, False, False)}),
+    ({"parallelism_config": {}}, {"use_parallelism_config": None}),
+    ({"deepspeed_config": {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "zero_stage": 2}},
+     {"zero_stage": 2, "gradient_clipping": None, "gradient_accumulation_steps": None}),
+    ({"distributed_type": "NO"}, {"num_processes": 1}),
+    ({"distributed_type": "NO", "num_processes": -1}, {"num_processes": None}),
+    # What older releases wrote.
+    ({"distributed_type": False, "mixed_precision": False}, {"mixed_precision": "no", "num_processes": 1}),
+    ({"fp16": True}, {"mixed_precision": "fp16"}),
+    ({"dynamo_backend": "EAGER"}, {"dynamo_backend": "eager"}),
+    ({"dynamo_backend": "AOT_CUDAGRAPHS"}, {"dynamo_backend": "cudagraphs"}),
+    ({"distributed_type": "MPS"}, {"num_processes": 1}),
     ids=str,
 )  # fmt: skip
 def test_values(read, content, values):
@@ -55,29 +49,27 @@ def test_values(read, content, values):
     assert {name: settings.values.get(name) for name in values} == values
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"distributed_type": "NO", "num_proceses": 2}, "line 2: num_proceses is unknown; did you mean num_processes"),
-        ({"zero_stage": 2}, "zero_stage belongs under deepspeed_config"),
-        ({"zzz": 2}, "zzz is unknown.*known are .*num_processes"),
-        ({"max_restarts": 3}, "max_restarts is an option of `accelerate launch` alone; .* Write --max_restarts"),
-        ({"distributed_type": "MULTI"}, "distributed_type is 'MULTI'; choose one of NO, MULTI_CPU"),
-        ({"distributed_type": ["NO"]}, "distributed_type is \\['NO'\\]"),
-        ({"compute_environment": "MOON"}, "compute_environment is 'MOON'; choose one of LOCAL_MACHINE"),
-        ({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "FSDP"}, "choose one of NO, DATA_PARALLEL"),
-        ({"mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
-        ({"dynamo_backend": "NVFUSER"}, "dynamo_backend is 'NVFUSER'; choose one of"),
-        ({"fsdp_config": 3}, "fsdp_config is 3; it must hold keys and values"),
-        ({"num_processes": "two"}, "num_processes is 'two'; it must be an integer"),
-        ({"num_processes": True}, "num_processes is true; it must be a number"),
-        ({"num_processes": 0}, "num_processes is 0; it must be at least 1"),
-        ({"deepspeed_config": {"gradient_clipping": 10**400}}, "gradient_clipping is 10+"),
-        ({"main_process_ip": {"a": 1}}, "main_process_ip is .*; it must be a single value"),
-        ({"tpu_env": {"A": 1}}, "tpu_env is .*; it must be a list"),
-        ({"commands": ["ls", {"a": 1}]}, "commands is \\['ls', \\{'a': 1\\}\\]; it must be a list of single values"),
-        ({"use_cpu": "perhaps"}, "use_cpu is 'perhaps'; write true or false"),
-    ],
+@cases(
+    "content, message",
+    ({"distributed_type": "NO", "num_proceses": 2}, "line 2: num_proceses is unknown; did you mean num_processes"),
+    ({"zero_stage": 2}, "zero_stage belongs under deepspeed_config"),
+    ({"zzz": 2}, "zzz is unknown.*known are .*num_processes"),
+    ({"max_restarts": 3}, "max_restarts is an option of `accelerate launch` alone; .* Write --max_restarts"),
+    ({"distributed_type": "MULTI"}, "distributed_type is 'MULTI'; choose one of NO, MULTI_CPU"),
+    ({"distributed_type": ["NO"]}, "distributed_type is \\['NO'\\]"),
+    ({"compute_environment": "MOON"}, "compute_environment is 'MOON'; choose one of LOCAL_MACHINE"),
+    ({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "FSDP"}, "choose one of NO, DATA_PARALLEL"),
+    ({"mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
+    ({"dynamo_backend": "NVFUSER"}, "dynamo_backend is 'NVFUSER'; choose one of"),
+    ({"fsdp_config": 3}, "fsdp_config is 3; it must hold keys and values"),
+    ({"num_processes": "two"}, "num_processes is 'two'; it must be an integer"),
+    ({"num_processes": True}, "num_processes is true; it must be a number"),
+    ({"num_processes": 0}, "num_processes is 0; it must be at least 1"),
+    ({"deepspeed_config": {"gradient_clipping": 10**400}}, "gradient_clipping is 10+"),
+    ({"main_process_ip": {"a": 1}}, "main_process_ip is .*; it must be a single value"),
+    ({"tpu_env": {"A": 1}}, "tpu_env is .*; it must be a list"),
+    ({"commands": ["ls", {"a": 1}]}, "commands is \\['ls', \\{'a': 1\\}\\]; it must be a list of single values"),
+    ({"use_cpu": "perhaps"}, "use_cpu is 'perhaps'; write true or false"),
 )  # fmt: skip
 def test_faults_name_key_line_and_file(read, place, content, message):
     with pytest.raises(LaunchError, match=f"config.yaml is not accepted: line .*{message}|{message}"):
@@ -100,14 +92,6 @@ def test_what_has_no_effect(read):
     assert read(ipex_config={"ipex": True}).unused[0].startswith("ipex_config has no effect")
 
 
-def test_lines(place):
-    (place / "c.yaml").write_text(
-        "# first\ndistributed_type: FSDP\nfsdp_config:\n\n  offload_params: true\nnum_processes: 2\nfp16: yes\n"
-    )
-    settings = config_file.read(place / "c.yaml")
-    assert settings.lines == {"use_fsdp": 2, "fsdp_offload_params": 5, "num_processes": 6, "mixed_precision": None}
-
-
 def test_where_the_default_file_is(place):
     assert config_file.cache_dir({"HF_HOME": "/h"}) == "/h/accelerate"
     assert config_file.cache_dir({"XDG_CACHE_HOME": "/x"}) == "/x/huggingface/accelerate"
@@ -120,17 +104,6 @@ def test_where_the_default_file_is(place):
         assert config_file.find(None, environ).name == f"default_config.{ending}"
 
 
-def test_a_file_that_is_named(place):
-    (place / "mine.yaml").touch()
-    assert config_file.find("mine.yaml").name == "mine.yaml"
-    for name in ("other.yaml", ""):
-        with pytest.raises(FileNotFoundError, match=f"--config_file is '{name}': there is no such file"):
-            config_file.find(name)
-
-
-# Files that are no configuration, or mean harm
-
-
 @pytest.fixture
 def load(place):
     def write_and_load(data, name="a.yaml"):
@@ -140,24 +113,20 @@ def load(place):
     return write_and_load
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.yaml", "", "a.yaml is empty. `accelerate config` writes one"),
-        ("a.yaml", "- 1", "holds a list"),
-        ("a.yaml", "hello", "holds a str"),
-        ("a.json", "null", "is empty"),
-        ("a.yaml", "a: [", "cannot be read: line 1"),
-        ("a.yaml", "a: 1\n b: 2", "cannot be read: line 2, column 3"),
-        ("a.json", "a: 1", "cannot be read"),
-        ("a.yaml", b"\x00\x01\x02", "cannot be read"),
-        ("a.yaml", b"\x89PNG\r\n\x1a\n", "cannot be read: unacceptable character"),
-        ("a.yaml", "a: 1\n---\nb: 2", "line 2, column 1: expected a single document in the stream"),
-        ("a.yaml", "{[]: 1}", "cannot be read"),
-        ("a.yaml", "a: " + "9" * 60_000, "cannot be read"),
-        ("a.json", '{"a": ' + "9" * 60_000 + "}", "cannot be read"),
-        ("a.yaml", "a: !!timestamp 2001-99-99", "cannot be read"),
-    ],
+@cases(
+    "name, data, message",
+    ("a.yaml", "", "a.yaml is empty. `accelerate config` writes one"),
+    ("a.yaml", "- 1", "holds a list"),
+    ("a.json", "null", "is empty"),
+    ("a.yaml", "a: [", "cannot be read: line 1"),
+    ("a.yaml", "a: 1\n b: 2", "cannot be read: line 2, column 3"),
+    ("a.json", "a: 1", "cannot be read"),
+    ("a.yaml", b"\x89PNG\r\n\x1a\n", "cannot be read: unacceptable character"),
+    ("a.yaml", "a: 1\n---\nb: 2", "line 2, column 1: expected a single document in the stream"),
+    ("a.yaml", "{[]: 1}", "cannot be read"),
+    ("a.yaml", "a: " + "9" * 60_000, "cannot be read"),
+    ("a.json", '{"a": ' + "9" * 60_000 + "}", "cannot be read"),
+    ("a.yaml", "a: !!timestamp 2001-99-99", "cannot be read"),
 )
 def test_one_line_of_error(load, name, data, message):
     with pytest.raises(LaunchError) as caught:
@@ -178,16 +147,14 @@ def bomb(value):
     return "\n".join(["a0: &a0 {a: 1, b: 2}", *levels])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (bomb("[{}]"), "more than 10 aliases"),
-        (bomb("{{<<: [{}]}}"), "more than 10 aliases"),
-        ("[" * 2_000, "maximum recursion depth"),
-        ('{"a": ' * 10_000, "maximum recursion depth"),
-        ("a: &a [*a]", "Circular reference"),
-        ("x: y\n" * 15_000, "more than 64 KiB"),
-    ],
+@cases(
+    "text, message",
+    (bomb("[{}]"), "more than 10 aliases"),
+    (bomb("{{<<: [{}]}}"), "more than 10 aliases"),
+    ("[" * 2_000, "maximum recursion depth"),
+    ('{"a": ' * 10_000, "maximum recursion depth"),
+    ("a: &a [*a]", "Circular reference"),
+    ("x: y\n" * 15_000, "more than 64 KiB"),
     ids=lambda text: text[:20],
 )
 def test_bounded_in_memory(load, text, message):

@@ -15,6 +15,7 @@ from accelerate.launch.errors import LaunchError, endings_of
 from accelerate.launch.plan import Rendezvous
 from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
+from cases import cases
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 PRELUDE = f"""
@@ -69,20 +70,15 @@ def run(tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, former)
 
 
-# -- options ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", {0: 0, 1: 0}),
-        ("--tee 0:1,1:3", {0: 1, 1: 3}),
-        ("--log_dir out", {0: 3, 1: 3}),
-        ("--log_dir out --tee 0", {0: 0, 1: 0}),
-        ("--monitor_interval inf", "--monitor_interval is inf"),
-        ("--tee 9", "--tee is '9'. Write 0"),
-        ("--tee 0:1,", "--tee is '0:1,'. Write 0"),
-    ],
+@cases(
+    "options, expected",
+    ("", {0: 0, 1: 0}),
+    ("--tee 0:1,1:3", {0: 1, 1: 3}),
+    ("--log_dir out", {0: 3, 1: 3}),
+    ("--log_dir out --tee 0", {0: 0, 1: 0}),
+    ("--monitor_interval inf", "--monitor_interval is inf"),
+    ("--tee 9", "--tee is '9'. Write 0"),
+    ("--tee 0:1,", "--tee is '0:1,'. Write 0"),
 )
 def test_streams(found_or_refused, plan, options, expected):
     found_or_refused(expected, elastic.streams, plan(f"--cpu --num_processes 2 {options}"))
@@ -110,9 +106,6 @@ def test_each_restart_has_a_store_of_its_own(monkeypatch, libuv):
     assert first.store.get("key") == b"value" and not second.store.check(["key"])
     ports = [info.bootstrap_store_info.master_port for info in (first, second)]
     assert all(ports) and ports[0] != ports[1] and (first.rank, first.world_size) == (0, 1)
-
-
-# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 def _variables_of_a_function(path):
@@ -150,8 +143,6 @@ def test_other_ranks_may_save_the_run_and_it_is_not_restarted(run, monkeypatch, 
     assert [error.failures[rank].exitcode for rank in (0, 1)] == [PREEMPTED, last]
     assert len(reporter.of("started")) == 1
 
-
-# -- signals -----------------------------------------------------------------------------------------------------------
 
 SAVES = """
 came = []

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from accelerate.launch.errors import Reporter, endings_of, failure_of
+from cases import cases
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -29,22 +30,20 @@ def ended(code, summary=None, time=0.0, *, stopped=False, fault="", **told):
     return types.SimpleNamespace(pid=7, exitcode=code, error_file_data=data, died=died, fault=fault, timestamp=99)
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "fragment"),
-    [
-        (ChildError(r1=ended(3)), 3, "rank 1 (pid 7) failed with exit status 3; its own messages stand above"),
-        (ChildError(r1=ended(1, "E")), 1, "rank 1 (pid 7) failed with exit status 1; its traceback stands above"),
-        (ChildError(r0=ended(-9)), 137, "was killed by SIGKILL"),
-        (ChildError(r0=ended(-200)), 328, "signal 200"),
-        (SignalError(), 143, "stopped by SIGTERM"),
-        (subprocess.CalledProcessError(5, ["x"]), 5, "exit status 5"),
-        (subprocess.CalledProcessError(-15, ["x"]), 143, "SIGTERM"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-        # A rank that the launcher stopped while it was on its way out has failed by itself.
-        (ChildError(r0=ended(-15, "E", 1.0, stopped=True), r1=ended(1, CLOSED, 1.1)), 1, "rank 0 (pid 7) failed with"),
-        (ChildError(r0=ended(75, time=1.0), r1=ended(-15, stopped=True)), 75, "it has saved itself"),
-        (subprocess.CalledProcessError(75, ["x"]), 75, "it has saved itself"),
-    ],
+@cases(
+    "error, status, fragment",
+    (ChildError(r1=ended(3)), 3, "rank 1 (pid 7) failed with exit status 3; its own messages stand above"),
+    (ChildError(r1=ended(1, "E")), 1, "rank 1 (pid 7) failed with exit status 1; its traceback stands above"),
+    (ChildError(r0=ended(-9)), 137, "was killed by SIGKILL"),
+    (ChildError(r0=ended(-200)), 328, "signal 200"),
+    (SignalError(), 143, "stopped by SIGTERM"),
+    (subprocess.CalledProcessError(5, ["x"]), 5, "exit status 5"),
+    (subprocess.CalledProcessError(-15, ["x"]), 143, "SIGTERM"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    # A rank that the launcher stopped while it was on its way out has failed by itself.
+    (ChildError(r0=ended(-15, "E", 1.0, stopped=True), r1=ended(1, CLOSED, 1.1)), 1, "rank 0 (pid 7) failed with"),
+    (ChildError(r0=ended(75, time=1.0), r1=ended(-15, stopped=True)), 75, "it has saved itself"),
+    (subprocess.CalledProcessError(75, ["x"]), 75, "it has saved itself"),
 )
 def test_failures_become_a_status_and_a_line(error, status, fragment):
     assert failure_of(error)[0] == status and fragment in failure_of(error)[1]
@@ -56,23 +55,21 @@ def test_foreign_errors_stay_errors():
             failure_of(error)
 
 
-@pytest.mark.parametrize(
-    ("first", "ranks"),
-    [
-        # The clock decides between two of the same kind.
-        (1, {"r0": ended(1, "A", 2.0), "r1": ended(1, "B", 1.5)}),
-        # One that was killed leaves no time; the other's connection broke because of it, whatever the clock says.
-        (1, {"r0": ended(1, CLOSED, 1.0), "r1": ended(-9, time=1.1)}),
-        (1, {"r0": ended(1, CLOSED, 1.0), "r1": ended(1, "ValueError: x", 1.1)}),
-        # Whom the launcher stopped did not fail, whoever that was.
-        (1, {"r0": ended(-15, time=1.0, stopped=True), "r1": ended(3, time=2.0)}),
-        # But one that had left its traceback before that had failed.
-        (0, {"r0": ended(-15, "ValueError: x", 1.0, stopped=True), "r1": ended(1, CLOSED, 1.1)}),
-        # Where all of them lost a peer, the first one stands for them.
-        (1, {"r0": ended(1, CLOSED, 2.0), "r1": ended(1, CLOSED, 1.0)}),
-        # A library aborts a process whose peer is gone.
-        (1, {"r0": ended(-6, time=1.0), "r1": ended(-9, time=1.0)}),
-    ],
+@cases(
+    "first, ranks",
+    # The clock decides between two of the same kind.
+    (1, {"r0": ended(1, "A", 2.0), "r1": ended(1, "B", 1.5)}),
+    # One that was killed leaves no time; the other's connection broke because of it, whatever the clock says.
+    (1, {"r0": ended(1, CLOSED, 1.0), "r1": ended(-9, time=1.1)}),
+    (1, {"r0": ended(1, CLOSED, 1.0), "r1": ended(1, "ValueError: x", 1.1)}),
+    # Whom the launcher stopped did not fail, whoever that was.
+    (1, {"r0": ended(-15, time=1.0, stopped=True), "r1": ended(3, time=2.0)}),
+    # But one that had left its traceback before that had failed.
+    (0, {"r0": ended(-15, "ValueError: x", 1.0, stopped=True), "r1": ended(1, CLOSED, 1.1)}),
+    # Where all of them lost a peer, the first one stands for them.
+    (1, {"r0": ended(1, CLOSED, 2.0), "r1": ended(1, CLOSED, 1.0)}),
+    # A library aborts a process whose peer is gone.
+    (1, {"r0": ended(-6, time=1.0), "r1": ended(-9, time=1.0)}),
 )
 def test_who_failed_first(first, ranks):
     assert endings_of(ChildError(**ranks).failures)[0].rank == first
@@ -114,16 +111,14 @@ IN_ATTEMPT_1 = (
 )
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks", "text"),
-    [
-        ({"quiet": True}, {"r0": ended(1, "E", 1.0), "r1": ended(1, "E", 2.0)}, "Traceback of E\nE\n"),
-        # A hook of the program has printed it.
-        ({}, {f"r{n}": ended(1, "E", 1.0 + n, shown=True) for n in (0, 1)}, "rank 1 failed with the same error.\n"),
-        ({}, {"r0": ended(-11, fault="Segmentation fault\n")}, "rank 0 failed:\nSegmentation fault\n"),
-        ({"attempts": 3}, {"r0": ended(1, "E", 1.0)}, IN_ATTEMPT_1),
-        ({}, {"r0": ended(75, time=1.0), "r1": ended(75, time=1.0)}, ""),
-    ],
+@cases(
+    "how, ranks, text",
+    ({"quiet": True}, {"r0": ended(1, "E", 1.0), "r1": ended(1, "E", 2.0)}, "Traceback of E\nE\n"),
+    # A hook of the program has printed it.
+    ({}, {f"r{n}": ended(1, "E", 1.0 + n, shown=True) for n in (0, 1)}, "rank 1 failed with the same error.\n"),
+    ({}, {"r0": ended(-11, fault="Segmentation fault\n")}, "rank 0 failed:\nSegmentation fault\n"),
+    ({"attempts": 3}, {"r0": ended(1, "E", 1.0)}, IN_ATTEMPT_1),
+    ({}, {"r0": ended(75, time=1.0), "r1": ended(75, time=1.0)}, ""),
 )
 def test_other_endings(report, how, ranks, text):
     assert report(**how, **ranks).replace("accelerate launch: ", "") == text

@@ -10,6 +10,7 @@ import pytest
 
 from accelerate.launch import hardware
 from accelerate.launch.errors import RunError
+from cases import cases
 
 DETECT = hardware.detect  # before the fixture of this folder replaces it
 NONE = hardware.Hardware("cpu", 0)
@@ -57,17 +58,15 @@ def machine(monkeypatch, tmp_path):
     return have
 
 
-@pytest.mark.parametrize(
-    ("selection", "left"),
-    [
-        (None, 4),
-        ("", 0),
-        ("0", 1),
-        ("1, 0", 2),
-        ("1,0,9,2", None),  # torch knows what the driver makes of the others
-        ("0,0", None),
-        ("GPU-1,GPU-2", None),
-    ],
+@cases(
+    "selection, left",
+    (None, 4),
+    ("", 0),
+    ("0", 1),
+    ("1, 0", 2),
+    ("1,0,9,2", None),  # torch knows what the driver makes of the others
+    ("0,0", None),
+    ("GPU-1,GPU-2", None),
 )
 def test_selected_gpus(machine, selection, left):
     machine(driver(4), cuda="12.8")
@@ -76,27 +75,22 @@ def test_selected_gpus(machine, selection, left):
     assert found == (BY_TORCH if left is None else known)
 
 
-@pytest.mark.parametrize(
-    ("library", "build", "found"),
-    [
-        (None, "cuda", NONE),
-        (driver(4, works=False), "cuda", NONE),
-        (driver(0), "cuda", NONE),
-        (driver(4), "none", NONE),
-        (driver(1, split=True), "cuda", BY_TORCH),
-        (driver(4), "hip", BY_TORCH),
-        (driver(4), "xpu", BY_TORCH),
-    ],
+@cases(
+    "library, build, found",
+    (None, "cuda", NONE),
+    (driver(4, works=False), "cuda", NONE),
+    (driver(0), "cuda", NONE),
+    (driver(4), "none", NONE),
+    (driver(1, split=True), "cuda", BY_TORCH),
+    (driver(4), "hip", BY_TORCH),
+    (driver(4), "xpu", BY_TORCH),
+    (None, "plug-in of a vendor", BY_TORCH),
 )
 def test_who_counts_the_devices(machine, library, build, found):
-    machine(library, **{build: "6.0"})
+    folder = machine(library, **{build: "6.0"})
+    if build.startswith("plug-in"):
+        (folder / "torch_musa.py").touch()
     assert DETECT({}) == found
-
-
-def test_a_vendor_plugin_is_for_torch(machine):
-    folder = machine(None)
-    (folder / "torch_musa.py").touch()
-    assert DETECT({}) == BY_TORCH
 
 
 def test_the_real_torch_agrees():
@@ -108,8 +102,6 @@ def test_the_real_torch_agrees():
     assert int(count) == torch.cuda.device_count()
     assert imported == "False" or torch.version.cuda is None or int(count)
 
-
-# -- addresses ---------------------------------------------------------------------------------------------------------
 
 LOOPBACK, OUTWARD = "127.0.1.1", "10.0.0.5"
 NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

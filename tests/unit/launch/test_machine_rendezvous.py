@@ -72,9 +72,6 @@ def until(found):
     raise AssertionError("waited in vain")
 
 
-# -- joining -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_late_launcher_does_not_disturb(at, pair, join):
     first, _ = pair()
     (error,) = join(at(1, join_timeout=1.0))
@@ -94,15 +91,11 @@ def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "words"),
-    [
-        ({"processes": 2}, {"processes": 4}, ["processes of each machine", "2 on machine", "4 on machine"]),
-        ({"restarts": 2}, {}, ["--max_restarts"]),
-    ],
+    ("option", "words"), [("processes", "processes of each machine"), ("restarts", "--max_restarts")]
 )
-def test_machines_must_agree(at, join, here, there, words):
-    for error in join(at(0, **here), at(1, **there)):
-        assert isinstance(error, LaunchError) and all(word in str(error) for word in words)
+def test_machines_must_agree(at, join, option, words):
+    for error in join(at(0, **{option: 2}), at(1, **{option: 4})):
+        assert isinstance(error, LaunchError) and all(w in str(error) for w in (words, "2 on machine", "4 on machine"))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import pytest
 
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Machines, Rendezvous, Source
+from cases import cases
 
 MEET = "--machine_rank 0 --main_process_ip a"
 TWO = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1 --main_process_port 29501"
@@ -46,20 +47,18 @@ def test_what_is_not_given(plan, gpus):
         plan(f"--num_machines 2 --num_processes 10 {MEET}")
 
 
-@pytest.mark.parametrize(
-    ("line", "fragment"),
-    [
-        ("--num_machines 2 --main_process_ip a", "--machine_rank, from 0 to 1"),
-        ("--num_machines 2 --machine_rank 0", "Give --main_process_ip"),
-        ("--num_machines 2 --machine_rank 2 --main_process_ip a", "numbered from 0 to 1"),
-        ("--num_machines 0", "at least 1"),
-        (f"--num_machines 2 {MEET} --main_process_port 0", "numbers from 1 to 65535, the same on each"),
-        (f"--num_machines 2 {MEET} --num_processes 3", "shared evenly by 2"),
-        (f"--num_machines 2 {MEET} --rdzv_backend zeus", "static, c10d"),
-        (f"--num_machines 2 {MEET} --rdzv_conf timeout", "key=value"),
-        (f"--num_machines 2 {MEET} --rdzv_conf join_timeout=soon", "seconds above 0"),
-        ("--num_processes 2 --rdzv_backend etcd", "choose one of static, c10d"),
-    ],
+@cases(
+    "line, fragment",
+    ("--num_machines 2 --main_process_ip a", "--machine_rank, from 0 to 1"),
+    ("--num_machines 2 --machine_rank 0", "Give --main_process_ip"),
+    ("--num_machines 2 --machine_rank 2 --main_process_ip a", "numbered from 0 to 1"),
+    ("--num_machines 0", "at least 1"),
+    (f"--num_machines 2 {MEET} --main_process_port 0", "numbers from 1 to 65535, the same on each"),
+    (f"--num_machines 2 {MEET} --num_processes 3", "shared evenly by 2"),
+    (f"--num_machines 2 {MEET} --rdzv_backend zeus", "static, c10d"),
+    (f"--num_machines 2 {MEET} --rdzv_conf timeout", "key=value"),
+    (f"--num_machines 2 {MEET} --rdzv_conf join_timeout=soon", "seconds above 0"),
+    ("--num_processes 2 --rdzv_backend etcd", "choose one of static, c10d"),
 )
 def test_what_does_not_fit(plan, line, fragment):
     with pytest.raises(LaunchError, match=fragment):
@@ -75,10 +74,7 @@ def test_settings_of_the_rendezvous(plan):
     assert notes == plan(f"{TWO} --machine_rank 0").notes
 
 
-# A scheduler
-
-
-def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun, file):
+def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun, default_file):
     srun(1, 1, "1,1")
     result = plan("--cpu --num_processes 4")
     assert result.machines == Machines(2, 1) and result.local_processes == 2
@@ -89,7 +85,7 @@ def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun,
     assert result.machines == Machines(2, 0) and result.rendezvous.host == "10.0.0.1"
     result = plan("--cpu --num_machines 1")
     assert result.machines == Machines() and "not 2 as with Slurm" in result.notes[0]
-    file("{distributed_type: NO, num_machines: 1, machine_rank: 0, num_processes: 2, main_process_ip: old}")
+    default_file("{distributed_type: NO, num_machines: 1, machine_rank: 0, num_processes: 2, main_process_ip: old}")
     result = plan("--cpu")
     assert result.machines == Machines(2, 1) and result.rendezvous.host == "n1"
     assert any("main_process_ip is 'n1' (from Slurm), not 'old'" in note for note in result.notes)

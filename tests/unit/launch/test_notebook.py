@@ -22,37 +22,33 @@ from accelerate.launch.machine_rendezvous import FailedElsewhere
 from accelerate.launch.notebook import MeetingError, Request, Worker, WorkerError, check, write_whole_lines
 from accelerate.runtime import failure, storage
 from accelerate.runtime.failure import PREEMPTED
+from cases import cases
 
 
 def train(rate, steps=1):
     pass
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "arguments"),
-    [
-        (TypeError, "function is None, which cannot be called. Pass the function itself", {"function": None}),
-        (TypeError, r"args is 5; give a tuple of the function's arguments, as in args=\(5,\)", {"args": 5}),
-        (TypeError, r"args is \(\), which does not fit train: missing a required", {"args": ()}),
-        (TypeError, "does not fit train: too many positional", {"args": (1, 2, 3)}),
-        (ValueError, "num_processes is 0; it must be at least 1", {"num_processes": 0}),
-        (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
-        (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
-        (ValueError, "node_rank is -1", {"node_rank": -1}),
-        (ValueError, "node_rank is 2; 2 machines are numbered from 0", {"node_rank": 2, "num_nodes": 2}),
-        (ValueError, "monitor_interval is 0;", {"monitor_interval": 0}),
-        (ValueError, "use_port is 65536", {"use_port": 65536}),
-        (ValueError, "rdzv_backend is 'etcd'; choose one of static, c10d", {"rdzv_backend": "etcd"}),
-        (TypeError, "rdzv_conf is 'timeout=1'; give a dictionary", {"rdzv_conf": "timeout=1"}),
-        (ValueError, "rdzv_endpoint is 'there'; give host:port", {"rdzv_endpoint": "there"}),
-    ],
+@cases(
+    "error, message, arguments",
+    (TypeError, "function is None, which cannot be called. Pass the function itself", {"function": None}),
+    (TypeError, r"args is 5; give a tuple of the function's arguments, as in args=\(5,\)", {"args": 5}),
+    (TypeError, r"args is \(\), which does not fit train: missing a required", {"args": ()}),
+    (TypeError, "does not fit train: too many positional", {"args": (1, 2, 3)}),
+    (ValueError, "num_processes is 0; it must be at least 1", {"num_processes": 0}),
+    (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
+    (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
+    (ValueError, "node_rank is -1", {"node_rank": -1}),
+    (ValueError, "node_rank is 2; 2 machines are numbered from 0", {"node_rank": 2, "num_nodes": 2}),
+    (ValueError, "monitor_interval is 0;", {"monitor_interval": 0}),
+    (ValueError, "use_port is 65536", {"use_port": 65536}),
+    (ValueError, "rdzv_backend is 'etcd'; choose one of static, c10d", {"rdzv_backend": "etcd"}),
+    (TypeError, "rdzv_conf is 'timeout=1'; give a dictionary", {"rdzv_conf": "timeout=1"}),
+    (ValueError, "rdzv_endpoint is 'there'; give host:port", {"rdzv_endpoint": "there"}),
 )
 def test_what_is_refused(error, message, arguments):
     with pytest.raises(error, match=message):
         check(Request(**{"function": train, "args": (1,), **arguments}))
-
-
-# -- a run ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -94,14 +90,12 @@ def test_a_taken_port(start):
         start(error)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (RunError("Check --main_process_ip and --main_process_port"), MeetingError, "Check master_addr and use_port"),
-        (RunError("Waited (--rdzv_conf join_timeout)"), MeetingError, r"Waited \(rdzv_conf join_timeout"),
-        (LaunchError("--machine_rank is 1 twice"), LaunchError, "node_rank is 1 twice"),
-        (FailedElsewhere("machine 1: rank 2 ended"), WorkerError, "machine 1: rank 2 ended"),
-    ],
+@cases(
+    "error, kind, message",
+    (RunError("Check --main_process_ip and --main_process_port"), MeetingError, "Check master_addr and use_port"),
+    (RunError("Waited (--rdzv_conf join_timeout)"), MeetingError, r"Waited \(rdzv_conf join_timeout"),
+    (LaunchError("--machine_rank is 1 twice"), LaunchError, "node_rank is 1 twice"),
+    (FailedElsewhere("machine 1: rank 2 ended"), WorkerError, "machine 1: rank 2 ended"),
 )
 def test_errors_of_several_machines_speak_of_arguments(start, error, kind, message):
     with pytest.raises(kind, match=message):
@@ -112,13 +106,11 @@ def failed(exitcode):
     return ChildFailedError("train", {0: ProcessFailure(0, 7, exitcode, "nowhere")})
 
 
-@pytest.mark.parametrize(
-    ("exitcode", "words"),
-    [
-        (3, "The process 7 failed with exit status 3, and left no traceback"),
-        (0, "The process 7 ended with exit status 0, before its function was done"),
-        (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: the kernel did"),
-    ],
+@cases(
+    "exitcode, words",
+    (3, "The process 7 failed with exit status 3, and left no traceback"),
+    (0, "The process 7 ended with exit status 0, before its function was done"),
+    (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: the kernel did"),
 )
 def test_processes_without_a_traceback(start, exitcode, words):
     with pytest.raises(WorkerError, match="^Rank 0 failed in train:\n\nThe process 7 ") as caught:
@@ -163,8 +155,6 @@ def test_signals_and_a_run_that_has_saved_itself(start):
         with pytest.raises(kind):
             start(SignalException("x", number))
 
-
-# -- processes ----------------------------------------------------------------------------------------------------------
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -237,9 +227,6 @@ def test_ends_with_and_without_a_fault(ended, code, status, text):
     assert found == status and (record is None if text is None else text in record["traceback"])
 
 
-# -- output --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_notebook_gets_whole_lines_and_progress_bars_move(monkeypatch):
     pieces = []
     stream = types.SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
@@ -290,9 +277,6 @@ def test_processes_of_a_start_that_fails_are_killed(monkeypatch):
     with pytest.raises(OSError, match="no more"):
         agent._start_workers(group)
     assert started[0].exitcode == -signal.SIGKILL
-
-
-# -- TPUs ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

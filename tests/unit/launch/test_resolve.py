@@ -9,6 +9,7 @@ import pytest
 
 from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launch.resolve import resolve
+from cases import cases
 
 
 def test_nothing_given_is_one_process(plan):
@@ -55,19 +56,17 @@ def test_processes_and_gpus(plan, gpus):
         assert (result.num_processes, result.runner, result.on_cpu) == (count, runner, on_cpu), line
 
 
-@pytest.mark.parametrize(
-    ("count", "line", "message"),
-    [
-        (1, "--num_processes 2", "--num_processes is 2 .*there are 1 cuda devices.*--cpu"),
-        (1, "--gpu_ids ,", "--gpu_ids is ','"),
-        (0, "--num_processes 0", "--num_processes is 0 "),
-        (0, "--multi_gpu --num_processes 2", "--multi_gpu .*needs GPUs"),
-        (2, "--multi_gpu --num_processes 1", "at least two processes"),
-        (2, "--cpu --multi_gpu", "--cpu and --multi_gpu exclude each other"),
-        (0, "--use_fsdp --use_deepspeed", "--use_deepspeed and --use_fsdp exclude each other"),
-        (0, "--num_processes 2 --rdzv_conf x", "--rdzv_conf holds 'x'"),
-        (0, "--num_processes 2 --main_process_port 70000", "65535"),
-    ],
+@cases(
+    "count, line, message",
+    (1, "--num_processes 2", "--num_processes is 2 .*there are 1 cuda devices.*--cpu"),
+    (1, "--gpu_ids ,", "--gpu_ids is ','"),
+    (0, "--num_processes 0", "--num_processes is 0 "),
+    (0, "--multi_gpu --num_processes 2", "--multi_gpu .*needs GPUs"),
+    (2, "--multi_gpu --num_processes 1", "at least two processes"),
+    (2, "--cpu --multi_gpu", "--cpu and --multi_gpu exclude each other"),
+    (0, "--use_fsdp --use_deepspeed", "--use_deepspeed and --use_fsdp exclude each other"),
+    (0, "--num_processes 2 --rdzv_conf x", "--rdzv_conf holds 'x'"),
+    (0, "--num_processes 2 --main_process_port 70000", "65535"),
 )
 def test_what_does_not_fit(plan, gpus, count, line, message):
     if count:
@@ -76,11 +75,11 @@ def test_what_does_not_fit(plan, gpus, count, line, message):
         plan(line)
 
 
-def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
+def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, default_file):
     with pytest.raises(NotAvailableError, match="Megatron-LM.*not available in this version yet.*What works"):
         plan("--use_megatron_lm")
     assert any("not available" in note for note in plan("--use_megatron_lm --dry_run").notes)
-    file("distributed_type: MEGATRON_LM")
+    default_file("distributed_type: MEGATRON_LM")
     with pytest.raises(NotAvailableError, match=r"Megatron-LM .*default_config\.yaml"):
         plan("")
     elsewhere = {"HF_HOME": "/nowhere"}
@@ -92,24 +91,22 @@ def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
 DEEPSPEED = "--cpu --use_deepspeed --num_machines 2"
 
 
-@pytest.mark.parametrize(
-    ("line", "runner"),
-    [
-        ("--cpu", "single"),
-        ("--cpu --num_processes 2", "local"),
-        ("--cpu --num_processes 2 --use_fsdp --mixed_precision fp8", "local"),
-        ("--cpu --max_restarts 1", "local"),
-        ("--tee 3", "local"),
-        ("--log_dir logs", "local"),
-        ("--cpu --num_machines 2 --machine_rank 0 --main_process_ip a", "machines"),
-        ("--cpu --mpirun_hostfile hosts", "mpi"),
-        ("--cpu --use_deepspeed --num_processes 2", "local"),
-        (DEEPSPEED, "deepspeed"),
-        (f"{DEEPSPEED} --deepspeed_multinode_launcher standard --machine_rank 1 --main_process_ip a", "machines"),
-        ("--tpu", "tpu"),
-        ("--tpu --tpu_cluster", "tpu_pod"),
-        ("--config_file sagemaker.yaml", "sagemaker"),
-    ],
+@cases(
+    "line, runner",
+    ("--cpu", "single"),
+    ("--cpu --num_processes 2", "local"),
+    ("--cpu --num_processes 2 --use_fsdp --mixed_precision fp8", "local"),
+    ("--cpu --max_restarts 1", "local"),
+    ("--tee 3", "local"),
+    ("--log_dir logs", "local"),
+    ("--cpu --num_machines 2 --machine_rank 0 --main_process_ip a", "machines"),
+    ("--cpu --mpirun_hostfile hosts", "mpi"),
+    ("--cpu --use_deepspeed --num_processes 2", "local"),
+    (DEEPSPEED, "deepspeed"),
+    (f"{DEEPSPEED} --deepspeed_multinode_launcher standard --machine_rank 1 --main_process_ip a", "machines"),
+    ("--tpu", "tpu"),
+    ("--tpu --tpu_cluster", "tpu_pod"),
+    ("--config_file sagemaker.yaml", "sagemaker"),
 )
 def test_who_starts_the_processes(plan, place, line, runner):
     (place / "sagemaker.yaml").write_text("{distributed_type: NO, compute_environment: AMAZON_SAGEMAKER}")
@@ -126,27 +123,25 @@ def test_tasks_of_a_scheduler_and_another_launcher_are_said(plan):
     assert not any("of these launches" in note for note in plan("--cpu --mpirun_hostfile hosts").notes)
 
 
-def test_settings_without_effect_are_said(plan, file):
+def test_settings_without_effect_are_said(plan, default_file):
     assert plan("--zero_stage 2").notes == ("--zero_stage has no effect without --use_deepspeed.",)
     assert plan("--machine_rank 1").notes == ("--machine_rank has no effect without --num_machines N.",)
     assert plan("--machine_rank 0 --num_machines 1").notes == ()
-    file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
+    default_file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
     result = plan("")
     assert "deepspeed_config in" in result.notes[0]
     assert result["gradient_accumulation_steps"] is None
     assert plan("--gradient_accumulation_steps 2")["gradient_accumulation_steps"] == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "end"),
-    [
-        ("-m json.tool a", [sys.executable, "-m", "json.tool", "a"]),
-        ("-m train", [sys.executable, "-m", "train"]),
-        ("--no_python true x", ["true", "x"]),
-        ("none.py", "There is no script 'none.py'"),
-        ("--no_python no_such_program", "'no_such_program' is no program"),
-        ("-m --no_python true", "--module and --no_python"),
-    ],
+@cases(
+    "line, end",
+    ("-m json.tool a", [sys.executable, "-m", "json.tool", "a"]),
+    ("-m train", [sys.executable, "-m", "train"]),
+    ("--no_python true x", ["true", "x"]),
+    ("none.py", "There is no script 'none.py'"),
+    ("--no_python no_such_program", "'no_such_program' is no program"),
+    ("-m --no_python true", "--module and --no_python"),
 )
 def test_script(found_or_refused, parse, line, end):
     found_or_refused(end, lambda: resolve(parse(line)).command)
@@ -164,23 +159,18 @@ def test_ports_and_settings_of_the_rendezvous(plan):
     assert (rendezvous.backend, rendezvous.settings) == ("c10d", {"timeout": "5", "x": "y"})
 
 
-# Parallel dimensions, and the versions of FSDP
-
-
-@pytest.mark.parametrize(
-    ("processes", "given", "message"),
-    [
-        (4, "dp_replicate=2 dp_shard=2", None),
-        (4, "dp_shard=2 tp=2", None),
-        (2, "cp=2", None),
-        (2, "", None),  # all of them are copies
-        (1, "", None),
-        (4, "sp=2", None),  # DeepSpeed takes the other factor for data parallelism
-        (3, "dp_shard=2 tp=2", "dp_shard_size=2 x tp_size=2 = 4 processes, and --num_processes is 3"),
-        (2, "tp=4", "are for tp_size=4 processes.*Launch 4 processes"),
-        (1, "cp=2", "are for cp_size=2 processes, and --num_processes is 1"),
-        (2, "dp_shard=0", "--parallelism_config_dp_shard_size is 0 .*at least 1"),
-    ],
+@cases(
+    "processes, given, message",
+    (4, "dp_replicate=2 dp_shard=2", None),
+    (4, "dp_shard=2 tp=2", None),
+    (2, "cp=2", None),
+    (2, "", None),  # all of them are copies
+    (1, "", None),
+    (4, "sp=2", None),  # DeepSpeed takes the other factor for data parallelism
+    (3, "dp_shard=2 tp=2", "dp_shard_size=2 x tp_size=2 = 4 processes, and --num_processes is 3"),
+    (2, "tp=4", "are for tp_size=4 processes.*Launch 4 processes"),
+    (1, "cp=2", "are for cp_size=2 processes, and --num_processes is 1"),
+    (2, "dp_shard=0", "--parallelism_config_dp_shard_size is 0 .*at least 1"),
 )
 def test_sizes_of_parallelism(plan, processes, given, message):
     sizes = [word.split("=") for word in given.split()]
@@ -190,13 +180,11 @@ def test_sizes_of_parallelism(plan, processes, given, message):
         plan(f"--cpu --num_processes {processes} --use_parallelism_config {flags}")
 
 
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "--fsdp_sharding_strategy"),
-        ("--fsdp_version 1 --fsdp_reshard_after_forward false", "--fsdp_reshard_after_forward"),
-        ("--fsdp_version 2 --fsdp_sharding_strategy FULL_SHARD", None),  # what version 2 does
-    ],
+@cases(
+    "line, name",
+    ("--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "--fsdp_sharding_strategy"),
+    ("--fsdp_version 1 --fsdp_reshard_after_forward false", "--fsdp_reshard_after_forward"),
+    ("--fsdp_version 2 --fsdp_sharding_strategy FULL_SHARD", None),  # what version 2 does
 )
 def test_settings_of_the_other_version_are_said(plan, line, name):
     told = [note.split()[0] for note in plan(f"--use_fsdp {line}").notes if "no effect with --fsdp_version" in note]

@@ -3,6 +3,7 @@
 import pytest
 
 from accelerate.launch.secrets import command, is_secret, masked
+from cases import cases
 
 SECRET = "HF_TOKEN hf-token hfToken WANDB_API_KEY WANDB_APIKEY aws_secret_access_key AccessKey aws_access_key_id DB_PASSWORD1 PASSPHRASE"
 SECRET += " SLURM_CREDENTIALS TORCH_SECRET_NAME private-key KEY"
@@ -23,21 +24,19 @@ def test_truths_are_no_secrets():
     assert masked(12345, "api_key") == "(hidden)"
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("HF_TOKEN=hunter2 hunter3", "HF_TOKEN=(hidden)"),
-        ("export A=1 WANDB_API_KEY='hunter2'; ls", "export A=1 WANDB_API_KEY=(hidden)"),
-        ("HF_TOKEN is 'hunter2'; no", "HF_TOKEN is '(hidden)"),
-        ("{'token': 'hunter2'}", "{'token': (hidden)"),
-        ("huggingface-cli login --token hunter2", "huggingface-cli login --token (hidden)"),
-        ("first\ntoken: hunter2\nhunter3", "first\ntoken: (hidden)"),
-        ("git clone https://me:hunter2@host/x", "git clone https://(hidden)@host/x"),
-        ("The file has unknown keys: a, b.", "The file has unknown keys: a, b."),
-        ("hyperparameters={'token': '(hidden)', 'lr': 1}", "hyperparameters={'token': '(hidden)', 'lr': 1}"),
-        ("--use_token --lr 1", "--use_token --lr 1"),
-        ("use_token: true", "use_token: true"),
-    ],
+@cases(
+    "text, left",
+    ("HF_TOKEN=hunter2 hunter3", "HF_TOKEN=(hidden)"),
+    ("export A=1 WANDB_API_KEY='hunter2'; ls", "export A=1 WANDB_API_KEY=(hidden)"),
+    ("HF_TOKEN is 'hunter2'; no", "HF_TOKEN is '(hidden)"),
+    ("{'token': 'hunter2'}", "{'token': (hidden)"),
+    ("huggingface-cli login --token hunter2", "huggingface-cli login --token (hidden)"),
+    ("first\ntoken: hunter2\nhunter3", "first\ntoken: (hidden)"),
+    ("git clone https://me:hunter2@host/x", "git clone https://(hidden)@host/x"),
+    ("The file has unknown keys: a, b.", "The file has unknown keys: a, b."),
+    ("hyperparameters={'token': '(hidden)', 'lr': 1}", "hyperparameters={'token': '(hidden)', 'lr': 1}"),
+    ("--use_token --lr 1", "--use_token --lr 1"),
+    ("use_token: true", "use_token: true"),
 )
 def test_secrets_within_a_text(text, left):
     assert masked(text) == left

@@ -22,11 +22,7 @@ class _Commands(argparse._SubParsersAction):
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate config` and its subcommands.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate config`, or add it to what `add_subparsers` returned."""
     parser = config_command_parser(subparsers)
     commands = parser.add_subparsers(
         title="subcommands", dest="subcommand", metavar="{default,update,show,validate}", action=_Commands
@@ -37,10 +33,6 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the console script `accelerate-config`.
-
-    Raises:
-        SystemExit: with status 2 for a request that cannot be run.
-    """
+    """Run the console script `accelerate-config`; status 2 for a request that cannot be run."""
     args = get_config_parser().parse_args()
     or_exit("accelerate config", args.func, args)

@@ -31,7 +31,6 @@ class Kind:
     """A kind of run.
 
     Attributes:
-        title: how it is offered.
         word: what the file says as `distributed_type`, unless an engine says it.
         device: torch's name of the devices that it needs; None for a run that any machine can do.
         unit: what one of them is called.
@@ -77,17 +76,9 @@ def ask_cluster(
     was: str | None = None,
     options: Sequence[Option] = OPTIONS,
 ) -> ClusterConfig:
-    """Ask for the settings of machines of one's own.
+    """Ask for the settings of machines of one's own; those of the file that is replaced are the defaults.
 
-    Args:
-        asker: asks.
-        previous: option name to value, of the file that is replaced; they become the defaults.
-        was: its `distributed_type`.
-        options: the option table.
-
-    Raises:
-        EOFError: the input ended before the last answer.
-        KeyboardInterrupt: Ctrl-C was pressed.
+    `was` is its `distributed_type`. Raises EOFError and KeyboardInterrupt as `get_cluster_input`.
     """
     talk = Interview(asker, hardware.detect(os.environ), previous or {}, options)
     kind = _ask_kind(talk, was)

@@ -10,10 +10,9 @@ from typing import Any
 
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.interview import Asker, as_text, check
-from accelerate.commands.utils import OneSpelling, make_parser, or_exit
+from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.option import add_options
 from accelerate.launch.secrets import masked
 
 # What only the parser of `accelerate launch` needs to explain.
@@ -49,11 +48,7 @@ def _ask(before: files.Inspection | None) -> Any:
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate config`, without its subcommands.
-
-    Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
-    """
+    """Return the parser of `accelerate config`, without its subcommands, or add it to `subparsers`."""
     text = "Write a configuration file for `accelerate launch` by answering questions."
     parser = make_parser("config", text, subparsers, config_command, allow_abbrev=False)
     text = "The file to write; by default the one that `accelerate launch` looks for. If it exists, it gives the defaults."
@@ -62,10 +57,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def config_command(args: argparse.Namespace) -> None:
-    """Ask for all settings and write them; nothing is written before the last answer.
-
-    Args:
-        args: what `config_command_parser` parsed.
+    """Ask for all settings and write them, as parsed by `config_command_parser`; nothing before the last answer.
 
     Raises:
         LaunchError: the file is there and cannot be read, or it cannot be written, or the input ended too early.
@@ -99,12 +91,7 @@ class _OwnOptions(OneSpelling):
 
 
 def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the parser of `accelerate config show`.
-
-    Args:
-        parser: what `ArgumentParser.add_subparsers` returned.
-        parents: parsers whose arguments it shares.
-    """
+    """Add the parser of `accelerate config show`."""
     command = make_parser(
         "show",
         "Print the settings that `accelerate launch` would use, and where each comes from.",
@@ -123,15 +110,7 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
 
 
 def show_command(args: argparse.Namespace) -> None:
-    """Run `accelerate config show`.
-
-    Args:
-        args: what `show_command_parser` parsed.
-
-    Raises:
-        LaunchError: a layer holds something that is no value of its option, or two options exclude each other.
-        FileNotFoundError: the configuration file does not exist.
-    """
+    """Run `accelerate config show`."""
     from accelerate.diagnostics.table import table  # not for --help
     from accelerate.launch import resolve
 
@@ -150,9 +129,8 @@ def show_command(args: argparse.Namespace) -> None:
         cells = []
         for row in rows:
             value = "-" if row["value"] is None else as_text(row["value"])
-            cells.append(
-                (row["name"], value, row["where"] or row["source"], f"({row['effect']})" if row["effect"] else "")
-            )
+            effect = f"({row['effect']})" if row["effect"] else ""
+            cells.append((row["name"], value, row["where"] or row["source"], effect))
         print(table(["setting", "value", "from", ""], cells))
     for note in notes:
         print(f"note: {note}")
@@ -181,12 +159,7 @@ def _rows(values: Mapping[str, Any], file: Any) -> list[dict[str, Any]]:
 
 
 def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the parser of `accelerate config validate`.
-
-    Args:
-        parser: what `ArgumentParser.add_subparsers` returned.
-        parents: parsers whose arguments it shares.
-    """
+    """Add the parser of `accelerate config validate`."""
     text = "Say everything that is wrong with a configuration file, with line numbers; the exit status is 2 if anything is."
     command = config_utils.add_command(parser, parents, "validate", text, validate_command)
     command.add_argument("file", nargs="?", help="The file; by default the one that `accelerate launch` reads.")
@@ -195,16 +168,7 @@ def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser])
 
 
 def validate_command(args: argparse.Namespace) -> None:
-    """Run `accelerate config validate`.
-
-    Args:
-        args: what `validate_command_parser` parsed.
-
-    Raises:
-        LaunchError: the file cannot be read at all, or two were named.
-        FileNotFoundError: there is no such file.
-        SystemExit: with status 2 if something is wrong with it.
-    """
+    """Run `accelerate config validate`: status 2 if something is wrong with the file."""
     if args.file is not None and args.config_file is not None:
         raise LaunchError("Name one file: either FILE or --config_file FILE.")
     path = files.find_required(args.config_file if args.file is None else args.file)
@@ -222,11 +186,7 @@ def validate_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Hold the interview as a program of its own.
-
-    Raises:
-        SystemExit: as in `accelerate.commands.config.main`.
-    """
+    """Hold the interview as a program of its own; exit statuses are those of `accelerate.commands.config.main`."""
     or_exit("accelerate config", config_command, config_command_parser().parse_args())
 
 

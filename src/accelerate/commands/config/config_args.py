@@ -51,15 +51,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
 
 
 def config_of(content: Mapping[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
-    """Return the content of a configuration file as a `ClusterConfig`, or a `SageMakerConfig` where it says so.
-
-    Args:
-        content: what the file holds.
-        path: the file, for errors.
-
-    Raises:
-        ValueError: as in `load_config_from_file`.
-    """
+    """Return the content of a configuration file as a `ClusterConfig`, or a `SageMakerConfig` where it says so."""
     environment = content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE
     sagemaker = ComputeEnvironment(environment) is ComputeEnvironment.AMAZON_SAGEMAKER
     return (SageMakerConfig if sagemaker else ClusterConfig)._from_mapping(content, path)
@@ -118,53 +110,25 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> "BaseConfig":
-        """Load a JSON file.
-
-        Args:
-            json_file: the file; None is the default one.
-
-        Raises:
-            ValueError: as in `load_config_from_file`.
-        """
+        """Load a JSON file, the default one for None; raises as `load_config_from_file`."""
         return cls.from_yaml_file(json_file)  # the ending decides
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
-        """Load a YAML file.
-
-        Args:
-            yaml_file: the file; None is the default one.
-
-        Raises:
-            ValueError: as in `load_config_from_file`.
-        """
+        """Load a YAML file, the default one for None; raises as `load_config_from_file`."""
         path = files.find_required(yaml_file)
         return cls._from_mapping(files.load_mapping(path), path)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Write a JSON file, whole or not at all.
-
-        Args:
-            json_file: the file; it is replaced.
-        """
+        """Write a JSON file, whole or not at all; one that exists is replaced."""
         config_utils.write(json_file, self.to_dict(), as_json=True)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write a YAML file, whole or not at all.
-
-        Args:
-            yaml_file: the file; it is replaced.
-        """
+        """Write a YAML file, whole or not at all; one that exists is replaced."""
         config_utils.write(yaml_file, self.to_dict(), as_json=False)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
-        """Write a file, JSON if its name ends so, else YAML; its folder is made.
-
-        Args:
-            path: the file; it is replaced.
-
-        Returns:
-            The file.
+        """Write a file, JSON if its name ends so, else YAML, and return its path; its folder is made.
 
         Raises:
             LaunchError: it cannot be written there.

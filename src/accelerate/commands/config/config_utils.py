@@ -37,14 +37,7 @@ def add_command(
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place that cannot be written to, before questions are asked for it.
-
-    Args:
-        path: the file that is going to be written.
-
-    Raises:
-        LaunchError: it is no name of a file, or a folder, or its folder does not allow it.
-    """
+    """Refuse, with a LaunchError, a path that cannot be written to, before questions are asked for it."""
     if not os.fspath(path):
         raise LaunchError("--config_file is ''; name a file, or leave the option out for the default one.")
     path = pathlib.Path(path)
@@ -58,15 +51,7 @@ def check_writable(path: Path) -> None:
 def write(path: Path, content: Mapping[str, Any], as_json: bool | None = None) -> None:
     """Replace a file, or make it and its folder: a reader sees the old content or the new one, never a part.
 
-    A link stays a link, and an existing file keeps its permissions.
-
-    Args:
-        path: the file.
-        content: its keys and values; they are sorted.
-        as_json: whether it is JSON rather than YAML; None asks the ending `.json`.
-
-    Raises:
-        LaunchError: it cannot be written there.
+    A link stays a link, and an existing file keeps its permissions. Without `as_json` the ending `.json` decides.
     """
     if str(path).endswith(".json") if as_json is None else as_json:
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -86,17 +71,7 @@ def write(path: Path, content: Mapping[str, Any], as_json: bool | None = None) -
 
 
 def back_up(path: Path) -> pathlib.Path:
-    """Copy a file to `FILE.bak`, or `FILE.bak2` and so on: a backup that exists is left alone.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The copy.
-
-    Raises:
-        LaunchError: it cannot be written.
-    """
+    """Copy a file to `FILE.bak`, or `FILE.bak2` and so on, and return the copy: a backup that exists is left alone."""
     source = pathlib.Path(os.path.realpath(path))
     numbers = itertools.chain([""], itertools.count(2))
     copies = (source.with_name(f"{source.name}.bak{number}") for number in numbers)

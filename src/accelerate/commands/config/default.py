@@ -52,12 +52,7 @@ def write_basic_config(
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the parser of `accelerate config default`.
-
-    Args:
-        parser: what `ArgumentParser.add_subparsers` returned.
-        parents: parsers whose arguments it shares.
-    """
+    """Add the parser of `accelerate config default` to what `ArgumentParser.add_subparsers` returned."""
     text = "Write a configuration file for this machine, without questions."
     command = config_utils.add_command(parser, parents, "default", text, default_config_command)
     text = "The file to write; by default the one that `accelerate launch` looks for."
@@ -68,11 +63,7 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """Run `accelerate config default`.
-
-    Args:
-        args: what `default_command_parser` parsed.
-    """
+    """Run `accelerate config default`."""
     path = write_basic_config(args.mixed_precision, args.save_location)
     if path:
         print(f"accelerate configuration saved at {path}")

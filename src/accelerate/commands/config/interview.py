@@ -22,10 +22,7 @@ T = TypeVar("T")
 class Asker:
     """Asks one question until the answer can be used: with `questionary` in a terminal that has it, else line by line.
 
-    An answer is checked at once; one that cannot be used is answered with the reason and asked for again. Enter alone takes the
-    default, which is shown.
-
-    All methods raise `EOFError` when the input ends, and `KeyboardInterrupt` for Ctrl-C.
+    Enter alone takes the default, which is shown. All methods raise EOFError when the input ends.
     """
 
     def say(self, text: str) -> None:
@@ -41,15 +38,7 @@ class Asker:
         optional: bool = False,
         shown: str | None = None,
     ) -> T | None:
-        """Ask for a line of text.
-
-        Args:
-            question: the question.
-            parse: turns the text into the answer; raises `ValueError` with the reason if it cannot.
-            default: the answer to an empty line.
-            optional: an empty line without a default is an answer, None.
-            shown: how the default is shown.
-        """
+        """Ask for text until `parse` raises no ValueError; an empty line takes the default, None if optional."""
         shown = shown or (as_text(default) if default is not None else "none" if optional else "")
         while True:
             answer = self._line(f"{question} [{shown}] " if shown else f"{question} ").strip()
@@ -64,13 +53,7 @@ class Asker:
                 self.say("  There is no default; please type an answer.")
 
     def yes(self, question: str, default: bool = False, **rest: Any) -> bool:
-        """Ask a question that is answered with yes or no.
-
-        Args:
-            question: the question.
-            default: the answer to an empty line.
-            rest: as in `text`.
-        """
+        """Ask a question that is answered with yes or no."""
 
         def parse(answer: str) -> bool:
             try:
@@ -81,17 +64,7 @@ class Asker:
         return self.text(question, parse, default, shown="YES/no" if default else "yes/NO", **rest)
 
     def choose(self, question: str, choices: Sequence[str], default: int = 0, **rest: Any) -> int:
-        """Ask for one of several lines.
-
-        Args:
-            question: the question.
-            choices: the lines.
-            default: the index of the line that Enter takes.
-            rest: as in `text`, where one answers by number.
-
-        Returns:
-            The index of the chosen line.
-        """
+        """Ask for one of several lines and return its index; `default` is the index that Enter takes."""
         questionary = _questionary()
         if questionary is not None:
             lines = [questionary.Choice(choice, value=at) for at, choice in enumerate(choices)]
@@ -145,8 +118,6 @@ class Interview:
     """The answers of one person so far.
 
     Attributes:
-        asker: asks.
-        machine: the devices of this machine.
         previous: option name to value, of the file that is replaced: the defaults.
         options: the rows whose questions are asked.
         values: option name to answer; an option that is in here already is not asked about.
@@ -176,15 +147,7 @@ class Interview:
                 self.ask(option.name)
 
     def ask(self, name: str, offer: Any = None) -> Any:
-        """Ask about one option and keep the answer.
-
-        Args:
-            name: the option.
-            offer: the default where the earlier file has none, instead of the table's.
-
-        Returns:
-            The answer, None if the option is left out.
-        """
+        """Ask about one option and keep the answer; `offer` is the default where the earlier file has none."""
         option = next(option for option in self.options if option.name == name)
         offers = (self.previous.get(name), offer, option.offer, option.default)
         default = next((value for value in offers if value is not None and not self._fault(option, value)), None)
@@ -261,11 +224,7 @@ def _as_written(name: str, value: Any) -> Any:
 
 
 def check(found: Inspection) -> tuple[list[Problem], list[str]]:
-    """Return the problems of a configuration file, and notes.
-
-    Args:
-        found: the file, as `accelerate.launch.config_file.inspect` read it.
-    """
+    """Return the problems of a configuration file, and notes."""
     settings = found.settings
     faults = [*_faults_of_values(settings.values)]
     if str(found.content.get("compute_environment")) != "AMAZON_SAGEMAKER":
@@ -281,11 +240,7 @@ def check(found: Inspection) -> tuple[list[Problem], list[str]]:
 
 
 def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the settings that others rule out, each with the reason; the interview refuses such answers.
-
-    Args:
-        values: option name to value; what is missing contradicts nothing.
-    """
+    """Yield the settings that others rule out, each with the reason; the interview refuses such answers."""
     machines, processes = values.get("num_machines", 1), values.get("num_processes")
     for name in NEEDS_DEVICES:
         if values.get(name) and values.get("cpu"):

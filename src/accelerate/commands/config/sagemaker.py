@@ -66,16 +66,7 @@ def get_sagemaker_input() -> SageMakerConfig:
 
 
 def ask_sagemaker(asker: Asker, previous: Mapping[str, Any] | None = None) -> SageMakerConfig:
-    """Ask for the settings of SageMaker jobs.
-
-    Args:
-        asker: asks.
-        previous: key to value, of the file that is replaced; they become the defaults.
-
-    Raises:
-        EOFError: the input ended before the last answer.
-        KeyboardInterrupt: Ctrl-C was pressed.
-    """
+    """Ask for the settings of SageMaker jobs; those of the file that is replaced, key to value, are the defaults."""
     was = dict(previous or {})
     talk = Interview(asker, previous=was, options=(*OPTIONS, *_OPTIONS))
     has_keys = "AWS_ACCESS_KEY_ID" in os.environ and "profile" not in was

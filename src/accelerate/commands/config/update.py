@@ -52,12 +52,7 @@ def _update(path: pathlib.Path) -> tuple[pathlib.Path | None, tuple[str, ...]]:
 
 
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the parser of `accelerate config update`.
-
-    Args:
-        parser: what `ArgumentParser.add_subparsers` returned.
-        parents: parsers whose arguments it shares.
-    """
+    """Add the parser of `accelerate config update` to what `ArgumentParser.add_subparsers` returned."""
     text = "Bring a configuration file into today's shape; the old one is kept as FILE.bak."
     command = config_utils.add_command(parser, parents, "update", text, update_config_command)
     text = "The file to rewrite; by default the one that `accelerate launch` reads."
@@ -66,14 +61,7 @@ def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """Run `accelerate config update`.
-
-    Args:
-        args: what `update_command_parser` parsed.
-
-    Raises:
-        LaunchError, FileNotFoundError: as `update_config`.
-    """
+    """Run `accelerate config update`; raises as `update_config`."""
     path = files.find_required(args.config_file)
     backup, notes = _update(path)
     for note in notes:

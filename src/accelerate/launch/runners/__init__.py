@@ -64,13 +64,7 @@ _FORWARDED = [*_STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUS
 
 @dataclass(frozen=True)
 class Process:
-    """A process that a plan would start.
-
-    Attributes:
-        label: what it is to the run, such as "rank 3", "launcher on host b", "job".
-        command: program and arguments.
-        environment: all its variables.
-    """
+    """A process that a plan would start; `label` is what it is to the run, such as "rank 3" or "job"."""
 
     label: str
     command: tuple[str, ...]
@@ -78,18 +72,11 @@ class Process:
 
 
 def run(plan: LaunchPlan, replace: bool = False) -> None:
-    """Run a plan to its end.
+    """Run a plan to its end; `replace` becomes the process that is started, where that is possible.
 
-    Args:
-        plan: what is started.
-        replace: become the process that is started, where that is possible: no parent stays behind, and the call does
-            not return. Only for a process that has nothing else to do.
-
-    Raises:
-        LaunchError: what the runner needs is not there; nothing was started.
-        subprocess.CalledProcessError: the one process, or the program that starts them all, failed.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: one of several processes failed.
-        torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
+    Raises LaunchError (nothing was started), subprocess.CalledProcessError (the one process, or the program that
+    starts them all, failed), or torch's ChildFailedError and SignalException (one of several failed, a signal stopped
+    them).
     """
     environment = worker_environment(plan, os.environ)
     tell(plan, *plan.notes)
@@ -116,19 +103,7 @@ def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
 
 
 def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
-    """Return what would be started, where each setting comes from, and the command and variables of each process.
-
-    Args:
-        plan: what `accelerate.launch.resolve.resolve` decided.
-        environ: the variables that the launcher was started with, which its processes inherit; those of this process by default.
-
-    Example:
-        >>> from accelerate.commands.launch import launch_command_parser
-        >>> from accelerate.launch.resolve import resolve
-        >>> plan = resolve(launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "-m", "timeit"]))
-        >>> print(describe(plan).splitlines()[0])
-        2 processes on the CPU would be started by torch's elastic launcher on this machine.
-    """
+    """Return what would be started, the source of each setting, and the command and variables of each process."""
     from accelerate.diagnostics.table import table  # only --dry-run needs it
 
     environ = os.environ if environ is None else environ
@@ -139,11 +114,7 @@ def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
 
 
 def summary(plan: LaunchPlan) -> str:
-    """Return how many processes of a plan run on what, in words.
-
-    Args:
-        plan: what is started.
-    """
+    """Return how many processes of a plan run on what, in words."""
     if plan.runner == "sagemaker":  # its instances decide
         return "The processes"
     where = "the CPU" if plan.on_cpu else f"{plan.hardware.device} devices"
@@ -211,17 +182,9 @@ def find(program: str, environment: Mapping[str, str], otherwise: str) -> None:
 def start(
     command: Sequence[str], environment: Mapping[str, str], replace: bool = False, stopped_is_failed: bool = False
 ) -> None:
-    """Run a program to its end, or become it.
+    """Run a program to its end, or become it (not on Windows, where the shell would take the launcher for ended).
 
-    Args:
-        command: program and arguments; the program is looked up on the PATH.
-        environment: all its variables.
-        replace: become it, where the system can do that: on Windows the shell would take the launcher for ended.
-        stopped_is_failed: do not believe a program that was stopped and then ends with status 0; the signal is its status
-            then.
-
-    Raises:
-        subprocess.CalledProcessError: it failed.
+    `stopped_is_failed` does not believe a program that was stopped and ends with status 0. Raises CalledProcessError.
     """
     if replace and sys.platform != "win32":
         for stream in (sys.stdout, sys.stderr):
@@ -283,10 +246,7 @@ def _signals_forwarded(process: subprocess.Popen) -> Iterator[list[int]]:
 
 
 def refuse_elastic(plan: LaunchPlan, title: str, starts_all: bool = False) -> None:
-    """Refuse options that only torch's elastic launcher understands, where `title` starts the processes instead.
-
-    With `starts_all`, it starts those of all machines: a launch on each of them would start the run several times.
-    """
+    """Refuse options that only torch's launcher has, where `title` starts the processes (`starts_all`: all)."""
     if starts_all and plan["machine_rank"]:
         raise LaunchError(f"--machine_rank: {title} starts the processes of all machines. Launch on one machine only.")
     for name in _ELASTIC:
@@ -301,20 +261,10 @@ def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def handed_on(environment: Mapping[str, str]) -> list[str]:
-    """Return which variables processes on other machines should get: all but those that belong to this machine.
-
-    Example:
-        >>> handed_on({"HOME": "/root", "ACCELERATE_MIXED_PRECISION": "bf16", "HF_TOKEN": "x", "BASH_FUNC_f%%": "y"})
-        ['ACCELERATE_MIXED_PRECISION', 'HF_TOKEN']
-    """
+    """Return which variables processes on other machines should get: all but those that belong to this machine."""
     return sorted(name for name in environment if name.isidentifier() and not _OF_THIS_MACHINE.fullmatch(name))
 
 
 def may_be_shown(name: str, value: str) -> bool:
-    """Return whether a variable may stand on a command line, where every user of a machine can read it.
-
-    Example:
-        >>> may_be_shown("HF_TOKEN", "x"), may_be_shown("http_proxy", "http://me:pw@proxy"), may_be_shown("LANG", "C")
-        (False, False, True)
-    """
+    """Return whether a variable may stand on a command line, where every user of a machine can read it."""
     return masked(value, name) == value

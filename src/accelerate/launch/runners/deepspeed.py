@@ -73,16 +73,7 @@ def _launcher(options: Any) -> str:
 
 
 def command(options: Mapping[str, Any], script: str, script_args: Sequence[str]) -> list[str]:
-    """Return the call of DeepSpeed's launcher for several machines.
-
-    Args:
-        options: the value of each option, by name.
-        script: the script.
-        script_args: its arguments.
-
-    Raises:
-        LaunchError: the launcher is unknown, two filters contradict each other, or the processes do not divide evenly.
-    """
+    """Return the call of DeepSpeed's launcher for several machines; `options` are values by name."""
     name = _launcher(options)
     check_launcher(name)
     machines, count = options["num_machines"] or 1, options["num_processes"] or 1
@@ -117,12 +108,7 @@ def check_launcher(name: str) -> None:
 
 
 def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a run with DeepSpeed needs beside those of the options, whatever starts it.
-
-    Args:
-        settings: option name to resolved value.
-        environment: the variables it would have otherwise.
-    """
+    """Return the variables that a run with DeepSpeed needs beside those of the options, whatever starts it."""
     read = {"mixed_precision", *(name for name in BY_NAME if BY_NAME[name].section == "deepspeed_config")}
     fields = [name for name, resolved in settings.items() if resolved.source is Source.FILE and name in read]
     folders = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
@@ -131,11 +117,9 @@ def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) ->
 
 
 def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
-    """Write the file from which DeepSpeed hands variables on to other machines, with the lines of the user's own such files.
+    """Write the file of variables that DeepSpeed hands on, with the user's own lines; return the names held back.
 
-    Returns:
-        The names of the variables that are not in it: secrets, which would stand on a command line, and values that a
-        shell would change.
+    Those are secrets, which would stand on a command line, and values that a shell would change.
     """
     lines, held_back = [], []
     for name in runners.handed_on(environment):

@@ -56,12 +56,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Run the processes; the one process may replace the launcher, which watches over several.
-
-    Raises:
-        LaunchError: the options about watching and logging cannot be used, or the machines do not agree.
-        RunError: a machine did not come, or is lost.
-    """
+    """Run the processes; the one process may replace the launcher, which watches over several."""
     if plan.runner == "single":
         runners.start(plan.command, environment, replace)
         return
@@ -86,11 +81,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
 
 @contextlib.contextmanager
 def in_one_go() -> Iterator[None]:
-    """Import torch: without looking for garbage in between, with Ctrl-C put off until it is there, and without its C++ warnings.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C came meanwhile.
-    """
+    """Import torch: without garbage collection, with Ctrl-C put off until it is there, without its C++ warnings."""
     # Importing torch makes many objects that live for ever; looking through them for garbage costs a tenth of the time. Its
     # import and that of NumPy catch whatever an optional part raises, an interrupt included, which was lost then. A store whose
     # other side is gone writes a page of addresses of its functions; the launcher says in a line what it means.

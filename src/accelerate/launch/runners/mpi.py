@@ -97,15 +97,8 @@ def _variables(plan: LaunchPlan, environment: Mapping[str, str], shares: Mapping
 def read_hosts(path: str, option: str) -> dict[str, int | None]:
     """Read a host file: `name slots=2` (Open MPI, DeepSpeed), `name:2` (MPICH, Intel MPI, MVAPICH) or `name`.
 
-    Args:
-        path: the file.
-        option: the option that named it, for the errors.
-
-    Returns:
-        How many processes each machine takes, in the order of the file; None where it does not say.
-
-    Raises:
-        LaunchError: the file cannot be read, names no machine, or a line is malformed. The message names the line.
+    Returns the slots of each machine in the order of the file, None where it does not say. A LaunchError names the
+    line and the option.
     """
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
@@ -130,18 +123,8 @@ def read_hosts(path: str, option: str) -> dict[str, int | None]:
 def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) -> dict[str, int]:
     """Return how many processes each machine that takes part gets: the same number everywhere if the slots allow it.
 
-    Args:
-        hosts: the machines of the host file, and their slots.
-        count: the processes of all machines together.
-        machines: how many machines take part; None fills the slots in the order of the hosts, or takes all hosts where
-            the file holds no slots.
-
-    Raises:
-        LaunchError: there are too few machines or too few slots.
-
-    Example:
-        >>> layout({"a": 4, "b": 2}, 6, None)
-        {'a': 4, 'b': 2}
+    Without a number of machines, slots are filled in the order of the hosts, or all hosts are taken where the file
+    holds no slots. A LaunchError says that there are too few machines or slots.
     """
     if machines is not None and machines > len(hosts):
         raise LaunchError(f"--num_machines is {machines}, and {_OPTION} names {len(hosts)}. Add the others.")

@@ -64,27 +64,13 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Start the job and wait for its end in this process; its log is printed.
-
-    Raises:
-        LaunchError: the SDK is missing, AWS refused, or the file, the script or its arguments cannot make a job.
-        subprocess.CalledProcessError: the job failed.
-    """
+    """Start the job, print its log and wait for its end in this process."""
     job, arguments, inputs = _described(plan)
     _start(job, keys(plan["aws_access_key_id"], plan["aws_secret_access_key"]), arguments, inputs)
 
 
 def run_job(job: Any, args: argparse.Namespace) -> None:
-    """Start a job that a configuration object describes, and wait for its end.
-
-    Args:
-        job: an `accelerate.commands.config.config_args.SageMakerConfig`.
-        args: what `accelerate.commands.launch.launch_command_parser` parsed; the script gets `mixed_precision` and the options of
-            torch.compile.
-
-    Raises:
-        LaunchError, subprocess.CalledProcessError: as in `run`.
-    """
+    """Start the job that a `SageMakerConfig` describes, and wait for its end."""
     variables = job_variables(merge(args, os.environ)[0])
     arguments, inputs = estimator_arguments(job, args.training_script, args.training_script_args or (), variables)
     _start(job, keys(args.aws_access_key_id, args.aws_secret_access_key), arguments, inputs)
@@ -111,18 +97,9 @@ def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str
 
 
 def create_role(name: str, profile: str | None = None, region: str | None = None) -> bool:
-    """Create a role that training jobs can run under, with the permissions that such a job needs and no others.
+    """Create an IAM role with the permissions that a training job needs and no others; False if the name is taken.
 
-    Args:
-        name: the role.
-        profile: a profile of the AWS credentials file; None takes what AWS's own tools would take.
-        region: such as "us-east-1".
-
-    Returns:
-        False if a role of that name was there already; it stays as it is.
-
-    Raises:
-        LaunchError: boto3 is not installed, or AWS refused; no half-made role stays behind.
+    A LaunchError says that boto3 is missing, or that AWS refused; no half-made role stays behind.
     """
     with _refusals(f"create the IAM role {name!r}"):
         import boto3
@@ -191,14 +168,8 @@ def estimator_arguments(
 ) -> tuple[dict[str, Any], _Inputs]:
     """Return the arguments of the SDK's `HuggingFace` estimator, and the inputs of its `fit`.
 
-    Args:
-        job: an object with the keys of the configuration file as attributes.
-        script: the script, a Python file.
-        script_args: its arguments, each with a value.
-        environment: the variables of the options, for the container.
-
-    Raises:
-        LaunchError: the script is no Python file, an argument has no value, or a table cannot be read.
+    `job` has the keys of the configuration file as attributes, `environment` the variables of the options. A
+    LaunchError refuses a script that is no Python file, an argument without a value and a table that cannot be read.
     """
     if not script.endswith(".py"):
         raise LaunchError(f"{script!r} is no Python file; a SageMaker job starts a script ending in .py.")
@@ -234,15 +205,7 @@ def keys(access_key_id: str | None, secret_access_key: str | None) -> tuple[str 
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
-    """Turn the arguments of a script, `--name value` or `--name=value`, into typed values by name: SageMaker knows no others.
-
-    Raises:
-        LaunchError: a flag has no value, or a value no flag.
-
-    Example:
-        >>> hyperparameters(["--lr", "1e-3", "--shuffle=True", "--shift", "-3"])
-        {'lr': 0.001, 'shuffle': True, 'shift': -3}
-    """
+    """Turn a script's arguments, `--name value` or `--name=value`, into typed values by name."""
     values: dict[str, Any] = {}
     words = list(arguments)
     while words:

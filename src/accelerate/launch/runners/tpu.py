@@ -70,14 +70,7 @@ def _is_on(value: object) -> bool:
 
 
 def remote_launch(options: Mapping[str, object], count: int, script: str, script_args: Sequence[str]) -> list[str]:
-    """Return the command that each machine of a pod runs.
-
-    Args:
-        options: the value of each option, by name.
-        count: the processes of one machine.
-        script: the script.
-        script_args: its arguments.
-    """
+    """Return the command that each machine of a pod runs, with `count` processes."""
     words = ["sudo"] if options.get("tpu_use_sudo") else []
     words += ["accelerate-launch", "--tpu", "--no_tpu_cluster", "--num_machines", "1"]
     words += ["--mixed_precision", str(options.get("mixed_precision") or "no")]
@@ -89,18 +82,7 @@ def remote_launch(options: Mapping[str, object], count: int, script: str, script
 
 
 def pod_variables(assignments: Sequence[str]) -> list[str]:
-    """Return the variables that are set on the machines of a pod, as NAME=VALUE.
-
-    Args:
-        assignments: the values of `--env`.
-
-    Raises:
-        LaunchError: one is no NAME=VALUE, or would put a secret on a command line.
-
-    Example:
-        >>> pod_variables(["A=1"])
-        ['ACCELERATE_IN_TPU_POD=1', 'A=1']
-    """
+    """Return the variables of a pod's machines as NAME=VALUE; a LaunchError refuses another form, and secrets."""
     for text in assignments:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
@@ -113,17 +95,10 @@ def pod_variables(assignments: Sequence[str]) -> list[str]:
 def gcloud_ssh(
     name: str | None, zone: str | None, command: str, workers: str = "all", alpha: bool = False
 ) -> list[str]:
-    """Return the call of gcloud that runs a command on the machines of a TPU.
+    """Return the call of gcloud that runs `command`, which a shell reads, on the `workers` of a TPU.
 
-    Args:
-        name: the TPU.
-        zone: its zone; None leaves it to the configuration of gcloud.
-        command: one text, which a shell of each machine reads.
-        workers: "all", or numbers separated by commas.
-        alpha: use `gcloud alpha`.
-
-    Raises:
-        LaunchError: there is no name, or the name or the zone is an option of gcloud.
+    Without a zone gcloud's configuration decides. A LaunchError refuses a name or zone that is missing or an option of
+    gcloud.
     """
     if not name:
         raise LaunchError("Which pod? Put tpu_name and tpu_zone into the configuration file (`accelerate config`).")

@@ -5,6 +5,8 @@ import io
 import pytest
 import yaml
 
+from cases import cases
+
 
 @pytest.fixture
 def type_lines(monkeypatch, machine):
@@ -39,21 +41,17 @@ def test_a_faulty_file(accelerate, refused, type_lines, place):
     assert (place / "d.yaml").read_text() == "a: ["
 
 
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["default"], "saved at c.yaml"),
-        (["show"], "configuration file: c.yaml"),
-        (["update"], "Updated c.yaml"),
-        (["validate"], "c.yaml: no problem found"),
-        (["show", "--config_file", "d.yaml"], "configuration file: d.yaml"),
-    ],
+@cases(
+    "words, what",
+    (["default"], "saved at c.yaml"),
+    (["show"], "configuration file: c.yaml"),
+    (["update"], "Updated c.yaml"),
+    (["validate"], "c.yaml: no problem found"),
+    (["show", "--config_file", "d.yaml"], "configuration file: d.yaml"),
 )
-def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words, what):
+def test_a_file_before_the_subcommand_is_meant(accelerate, place, default_file, machine, words, what):
     machine()
-    default = place / "home" / "accelerate" / "default_config.yaml"
-    default.parent.mkdir(parents=True)
-    default.write_text("fp16: true\n")
+    default = default_file("fp16: true\n")
     (place / "d.yaml").write_text("distributed_type: 'NO'\n")
     if words != ["default"]:
         (place / "c.yaml").write_text("distributed_type: 'NO'\n")

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import yaml
 
-from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, load_config_from_file
+from accelerate.config.enums import ComputeEnvironment, DistributedType
 from accelerate.launch.config_file import known_keys, read
+from cases import cases
 
 CONFIG = ClusterConfig(
     "LOCAL_MACHINE", "MULTI_CPU", "bf16", True, False, num_processes=2, fsdp_config={"fsdp_version": 2}
@@ -27,26 +28,23 @@ def test_round_trip(place, ending):
     assert read(path).values["cpu"] is True
 
 
-def test_default_file(place):
+def test_default_file(place, default_file):
     for load in (lambda: load_config_from_file(None), ClusterConfig.from_yaml_file, ClusterConfig.from_json_file):
         with pytest.raises(FileNotFoundError, match=r"default_config\.yaml.*accelerate config default"):
             load()
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         load_config_from_file(place / "none.yaml")
-    (place / "home" / "accelerate").mkdir(parents=True)
-    CONFIG.to_yaml_file(place / "home" / "accelerate" / "default_config.yaml")
+    CONFIG.to_yaml_file(default_file(""))
     assert load_config_from_file(None).num_processes == ClusterConfig.from_yaml_file().num_processes == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num_processes: 2", "lacks `distributed_type`"),
-        ("distributed_type: NO\nwrong: 1", "unknown keys: wrong"),
-        ("distributed_type: WRONG", "WRONG"),
-        ("compute_environment: WRONG\ndistributed_type: NO", "WRONG"),
-        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO", "lacks ec2_instance_type, iam_role_name"),
-    ],
+@cases(
+    "text, message",
+    ("num_processes: 2", "lacks `distributed_type`"),
+    ("distributed_type: NO\nwrong: 1", "unknown keys: wrong"),
+    ("distributed_type: WRONG", "WRONG"),
+    ("compute_environment: WRONG\ndistributed_type: NO", "WRONG"),
+    ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO", "lacks ec2_instance_type, iam_role_name"),
 )
 def test_faults(place, text, message):
     (place / "c.yaml").write_text(text)
@@ -63,16 +61,6 @@ def test_process_config_leaves_its_argument_alone():
     assert new["compute_environment"] is ComputeEnvironment.LOCAL_MACHINE
     assert new["num_processes"] == 1 and new["enable_cpu_affinity"] is False
     assert "num_processes" not in BaseConfig.process_config({"distributed_type": "MULTI_GPU"})
-
-
-def test_sagemaker(place):
-    (place / "c.yaml").write_text(
-        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: x\niam_role_name: y"
-    )
-    config = load_config_from_file(place / "c.yaml")
-    assert isinstance(config, SageMakerConfig)
-    assert config.distributed_type is SageMakerDistributedType.DATA_PARALLEL
-    assert config.to_dict()["region"] == "us-east-1"
 
 
 def test_every_key_of_a_file_is_an_option():

@@ -13,6 +13,7 @@ from accelerate.commands.config import config_utils as store
 from accelerate.commands.config.default import write_basic_config
 from accelerate.launch import config_file
 from accelerate.launch.errors import LaunchError
+from cases import cases
 
 FIXTURES = sorted((Path(__file__).parents[3] / "fixtures" / "configs").glob("*.[yj]*"))
 
@@ -59,12 +60,10 @@ def test_the_old_file_is_kept(place, update):
     assert sorted(path.name for path in place.iterdir()) == ["c.yaml", "c.yaml.bak", "c.yaml.bak2"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("distributed_type: NO\nmixed_precision: fp17", "left alone: mixed_precision is 'fp17'"),
-        ("num_processes: 1", "lacks `distributed_type`"),
-    ],
+@cases(
+    "text, message",
+    ("distributed_type: NO\nmixed_precision: fp17", "left alone: mixed_precision is 'fp17'"),
+    ("num_processes: 1", "lacks `distributed_type`"),
 )
 def test_a_faulty_file_is_left_alone(place, update, text, message):
     (place / "c.yaml").write_text(text)
@@ -81,9 +80,6 @@ def test_a_link_stays_a_link(place, update):
     assert (place / "c.yaml").is_symlink()
     assert "XLA" in (place / "real.yaml").read_text()
     assert (place / "real.yaml.bak").exists()
-
-
-# -- default -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,16 +102,6 @@ def test_precision_is_checked_and_an_existing_file_stays(accelerate, place, mach
     assert write_basic_config(save_location=place / "c.json") is False and "stays as it is" in capsys.readouterr().out
     assert json.loads((place / "c.json").read_text())["mixed_precision"] == "bf16"
     assert "mixed_precision: fp8" in write_basic_config("fp8", place / "c.yaml").read_text()
-
-
-def test_what_is_no_file_is_refused(refused, place):
-    (place / "folder").mkdir()
-    (place / "file").touch()
-    for name, message in (("folder", "is a folder or a device; name a file"), ("file/c.yaml", "you may write to")):
-        assert message in refused("config", "default", "--config_file", name)
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("as_json", "text"), [(None, '{\n  "a": 1,\n  "b": "\\u00e9"\n}\n'), (False, "a: 1\nb: é\n")])
@@ -144,6 +130,10 @@ def test_a_write_that_fails_changes_nothing(place, monkeypatch, broken, error, s
 
 def test_places_that_cannot_be_written(place, monkeypatch):
     (place / "file").touch()
+    with pytest.raises(LaunchError, match="is no folder that you may write to"):
+        store.check_writable(place / "file" / "c.yaml")
+    with pytest.raises(LaunchError, match="is a folder or a device; name a file"):
+        store.check_writable(place)
     with pytest.raises(LaunchError, match="cannot be written"):
         store.write(place / "file" / "c.yaml", {})
     store.check_writable(place / "new" / "folder" / "c.yaml")

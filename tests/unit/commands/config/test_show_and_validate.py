@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cases import cases
+
 
 @pytest.fixture
 def file(place):
@@ -67,21 +69,15 @@ def test_what_a_higher_layer_rules_out_is_not_used(show, accelerate, place):
     assert status == 2 and "exclude each other" in err
 
 
-def test_a_faulty_file(refused, place):
-    (place / "bad.yaml").write_text("num_proceses: 2")
-    said = refused("config", "show", "--config_file", "bad.yaml")
-    assert "line 1: num_proceses is unknown; did you mean num_processes?" in said
-
-
-def test_what_stands_around_the_table(accelerate, place):
+def test_what_stands_around_the_table(accelerate, refused, place):
     out = accelerate("config", "show")[1]
     assert "none (" in out and "every setting has its default" in out
     (place / "c.yaml").write_text("fsdp_config:\n  fsdp_versoin: 2\n")
     out = accelerate("config", "show", "--config_file", "c.yaml")[1]
     assert "note: fsdp_config.fsdp_versoin is unknown and has no effect" in out
-
-
-# -- validate ------------------------------------------------------------------------------------------------------------
+    (place / "c.yaml").write_text("num_proceses: 2")
+    said = refused("config", "show", "--config_file", "c.yaml")
+    assert "line 1: num_proceses is unknown; did you mean num_processes?" in said
 
 
 @pytest.fixture
@@ -125,43 +121,38 @@ def test_everything_at_once(validate):
         assert part in err, part
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num_processes: 3\nparallelism_config: {tp_size: 2}", "need 2"),
-        ("distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: '0,1'", "names 2 devices for 4 processes"),
-        ("deepspeed_config: {deepspeed_config_file: none.json}", "there is no such file (seen from"),
-        ("deepspeed_config: {zero_stage: 4}", "deepspeed_config.zero_stage is '4'; choose one of 0, 1, 2, 3"),
-        ("fsdp_config: {fsdp_offload_params: perhaps}", "write true or false"),
-        ("fsdp_config: {fsdp_sharding_strategy: 6}", "choose one of FULL_SHARD"),
-        ("distributed_type: XLA\nuse_cpu: yes", "asks for TPUs"),
-        # What cannot be read at all.
-        ("", "is empty"),
-    ],
+@cases(
+    "text, message",
+    ("num_processes: 3\nparallelism_config: {tp_size: 2}", "need 2"),
+    ("distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: '0,1'", "names 2 devices for 4 processes"),
+    ("deepspeed_config: {deepspeed_config_file: none.json}", "there is no such file (seen from"),
+    ("deepspeed_config: {zero_stage: 4}", "deepspeed_config.zero_stage is '4'; choose one of 0, 1, 2, 3"),
+    ("fsdp_config: {fsdp_offload_params: perhaps}", "write true or false"),
+    ("fsdp_config: {fsdp_sharding_strategy: 6}", "choose one of FULL_SHARD"),
+    ("distributed_type: XLA\nuse_cpu: yes", "asks for TPUs"),
+    # What cannot be read at all.
+    ("", "is empty"),
 )
 def test_problems(validate, text, message):
     status, _, err = validate(text)
     assert status == 2 and message in err and len(err.splitlines()) <= 2
 
 
-@pytest.mark.parametrize(
-    ("text", "note"),
-    [
-        ("num_processes: 1", "distributed_type is missing"),
-        ("distributed_type: 'NO'\nfp16: true", "fp16 is now mixed_precision: fp16"),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2}", "no problem found"),
-        ("distributed_type: FSDP\nrdzv_backend: etcd", "no problem found"),
-    ],
+@cases(
+    "text, note",
+    ("num_processes: 1", "distributed_type is missing"),
+    ("distributed_type: 'NO'\nfp16: true", "fp16 is now mixed_precision: fp16"),
+    ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2}", "no problem found"),
+    ("distributed_type: FSDP\nrdzv_backend: etcd", "no problem found"),
 )
 def test_notes_are_no_problems(validate, text, note):
     status, out, err = validate(text)
     assert (status, err) == (0, "") and note in out
 
 
-def test_which_file(accelerate, refused, place):
+def test_which_file(accelerate, refused, default_file):
     assert "There is no file" in refused("config", "validate")
     assert "is 'none.yaml': there is no such file" in refused("config", "validate", "none.yaml")
     assert "Name one file" in refused("config", "validate", "a.yaml", "--config_file", "b.yaml")
-    (place / "home" / "accelerate").mkdir(parents=True)
-    (place / "home" / "accelerate" / "default_config.yaml").write_text("distributed_type: 'NO'")
+    default_file("distributed_type: 'NO'")
     assert accelerate("config", "validate")[0] == 0

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import accelerate
+from cases import cases
 
 pexpect = pytest.importorskip("pexpect", reason="types into a pseudo-terminal; comes with ipykernel")
 termios = pytest.importorskip("termios", reason="Windows has no pseudo-terminals")
@@ -86,13 +87,11 @@ def test_menus_and_lines(terminal, place, menus):
     assert fsdp.items() <= content["fsdp_config"].items()
 
 
-@pytest.mark.parametrize(
-    ("key", "at", "status", "said"),
-    [
-        ("\x03", "menu", 130, "interrupted"),
-        ("\x03", "line", 130, "interrupted"),
-        ("\x04", "line", 2, "The input ended before the last question was answered; nothing was written."),
-    ],
+@cases(
+    "key, at, status, said",
+    ("\x03", "menu", 130, "interrupted"),
+    ("\x03", "line", 130, "interrupted"),
+    ("\x04", "line", 2, "The input ended before the last question was answered; nothing was written."),
 )
 def test_an_end_of_the_questions_leaves_nothing(terminal, place, menus, key, at, status, said):
     (place / "c.yaml").write_text("distributed_type: 'NO'\n")

@@ -11,6 +11,7 @@ from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Resolved, Source
 from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import deepspeed
+from cases import cases
 
 BASE = "--use_deepspeed --quiet --num_processes 4 --num_machines 2 --deepspeed_hostfile hosts"
 BY = "--deepspeed_multinode_launcher"
@@ -42,23 +43,21 @@ def called(programs, parse):
     return call
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("", "--no_local_rank --launcher pdsh --num_gpus 2 --master_port 29500"),
-        (f"{BY} slurm", "--no_local_rank --launcher slurm --num_gpus 2 --master_port 29500"),
-        # These refuse a number.
-        (f"{BY} mpich", "--no_local_rank --launcher mpich --master_port 29500"),
-        (
-            f"{BY} nossh --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 1234",
-            "--node_rank 1 --no_ssh --no_local_rank --num_gpus 2 --master_addr 10.0.0.1 --master_port 1234",
-        ),
-        (
-            "--deepspeed_inclusion_filter a:0,1@b:0,1",
-            "--no_local_rank --launcher pdsh --include a:0,1@b:0,1 --master_port 29500",
-        ),
-        ("--module", "--no_local_rank --launcher pdsh --num_gpus 2 --master_port 29500 --module"),
-    ],
+@cases(
+    "line, expected",
+    ("", "--no_local_rank --launcher pdsh --num_gpus 2 --master_port 29500"),
+    (f"{BY} slurm", "--no_local_rank --launcher slurm --num_gpus 2 --master_port 29500"),
+    # These refuse a number.
+    (f"{BY} mpich", "--no_local_rank --launcher mpich --master_port 29500"),
+    (
+        f"{BY} nossh --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 1234",
+        "--node_rank 1 --no_ssh --no_local_rank --num_gpus 2 --master_addr 10.0.0.1 --master_port 1234",
+    ),
+    (
+        "--deepspeed_inclusion_filter a:0,1@b:0,1",
+        "--no_local_rank --launcher pdsh --include a:0,1@b:0,1 --master_port 29500",
+    ),
+    ("--module", "--no_local_rank --launcher pdsh --num_gpus 2 --master_port 29500 --module"),
 )
 def test_commands(called, line, expected):
     assert called(line)["arguments"] == ["--hostfile", "hosts", *expected.split(), "train.py"]
@@ -106,18 +105,16 @@ def test_what_was_held_back_is_said_and_the_file_is_gone_after_a_failure(program
     assert not os.path.exists(programs.calls()[0]["environment"]["DS_ENV_FILE"])
 
 
-@pytest.mark.parametrize(
-    ("line", "fragment"),
-    [
-        (f"{BY} zzz", "choose one of pdsh, standard"),
-        ("--deepspeed_inclusion_filter node1 --deepspeed_exclusion_filter node2", "exclude each other"),
-        ("--num_processes 3", "multiple of --num_machines"),
-        ("--deepspeed_hostfile none", "--deepspeed_hostfile: the host file cannot be read"),
-        ("--deepspeed_hostfile=", "There is no host file"),
-        (f"{BY} nossh", "needs --main_process_ip"),
-        ("--machine_rank 1", "DeepSpeed's launcher pdsh starts the processes of all machines. Launch on one machine"),
-        ("--max_restarts 2", "--max_restarts is an option of torch's"),
-    ],
+@cases(
+    "line, fragment",
+    (f"{BY} zzz", "choose one of pdsh, standard"),
+    ("--deepspeed_inclusion_filter node1 --deepspeed_exclusion_filter node2", "exclude each other"),
+    ("--num_processes 3", "multiple of --num_machines"),
+    ("--deepspeed_hostfile none", "--deepspeed_hostfile: the host file cannot be read"),
+    ("--deepspeed_hostfile=", "There is no host file"),
+    (f"{BY} nossh", "needs --main_process_ip"),
+    ("--machine_rank 1", "DeepSpeed's launcher pdsh starts the processes of all machines. Launch on one machine"),
+    ("--max_restarts 2", "--max_restarts is an option of torch's"),
 )
 def test_refusals(called, programs, line, fragment):
     with pytest.raises(LaunchError, match=fragment):

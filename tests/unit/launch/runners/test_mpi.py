@@ -9,6 +9,7 @@ from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Source
 from accelerate.launch.runners import mpi
+from cases import cases
 
 VERSIONS = {
     "openmpi": "mpirun (Open MPI) 4.1.4",
@@ -45,16 +46,14 @@ def called(programs, plan):
     return call
 
 
-@pytest.mark.parametrize(
-    ("makers", "text", "count", "words"),
-    [
-        ("openmpi openmpi3", "localhost slots=2", 2, "--host localhost:2 --bind-to socket:overload-allowed -n 2"),
-        ("openmpi", "192.0.2.1\n192.0.2.2", 4, "--host 192.0.2.1:2,192.0.2.2:2"),
-        ("openmpi", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "--host 192.0.2.1:2,192.0.2.2:1"),
-        ("mpich intel mvapich", "localhost:2", 2, "-hosts localhost -ppn 2 -n 2"),
-        ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=2", 4, "-hosts 192.0.2.1,192.0.2.2 -ppn 2"),
-        ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "-hosts 192.0.2.1:2,192.0.2.2:1"),
-    ],
+@cases(
+    "makers, text, count, words",
+    ("openmpi openmpi3", "localhost slots=2", 2, "--host localhost:2 --bind-to socket:overload-allowed -n 2"),
+    ("openmpi", "192.0.2.1\n192.0.2.2", 4, "--host 192.0.2.1:2,192.0.2.2:2"),
+    ("openmpi", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "--host 192.0.2.1:2,192.0.2.2:1"),
+    ("mpich intel mvapich", "localhost:2", 2, "-hosts localhost -ppn 2 -n 2"),
+    ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=2", 4, "-hosts 192.0.2.1,192.0.2.2 -ppn 2"),
+    ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "-hosts 192.0.2.1:2,192.0.2.2:1"),
 )
 def test_each_mpirun_is_called_in_its_words(called, hosts, makers, text, count, words):
     """A host file of another style is translated."""
@@ -122,39 +121,36 @@ def test_dry_run_starts_nothing_and_needs_a_known_mpirun(programs, plan, hosts):
         runners.processes(plan(f"--cpu --max_restarts 1 {hosts('localhost')}"))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a\nb\n", {"a": None, "b": None}),
-        ("a slots=2\nme@b.c slots=3 max_slots=4\n", {"a": 2, "me@b.c": 3}),
-        ("a:2\nb:1 # comment\n\n# all\n", {"a": 2, "b": 1}),
-        ("\ta  max_slots=3 slots=2\r\n10.0.0.1 user=x", {"a": 2, "10.0.0.1": None}),
-        ("# only a comment\n\n", "names no machine"),
-        ("a slots=two", "Line 1 of hosts (--x) is 'a slots=two'"),
-        ("a\nb slots=0", "Line 2"),
-        ("-oProxyCommand=evil", "Line 1"),
-        ("$(id) slots=1", "Line 1"),
-        ("a slots=2\na slots=2", "Line 2 of hosts (--x) is 'a slots=2'; write each machine once"),
-        (None, "--x: the host file cannot be read"),
-    ],
+@cases(
+    "text, expected",
+    ("a\nb\n", {"a": None, "b": None}),
+    ("a slots=2\nme@b.c slots=3 max_slots=4\n", {"a": 2, "me@b.c": 3}),
+    ("a:2\nb:1 # comment\n\n# all\n", {"a": 2, "b": 1}),
+    ("\ta  max_slots=3 slots=2\r\n10.0.0.1 user=x", {"a": 2, "10.0.0.1": None}),
+    ("# only a comment\n\n", "names no machine"),
+    ("a slots=two", "Line 1 of hosts (--x) is 'a slots=two'"),
+    ("a\nb slots=0", "Line 2"),
+    ("-oProxyCommand=evil", "Line 1"),
+    ("$(id) slots=1", "Line 1"),
+    ("a slots=2\na slots=2", "Line 2 of hosts (--x) is 'a slots=2'; write each machine once"),
+    (None, "--x: the host file cannot be read"),
 )
 def test_host_files(found_or_refused, written, text, expected):
     path = "nowhere" if text is None else written("hosts", text)
     found_or_refused(expected, mpi.read_hosts, path, "--x")
 
 
-@pytest.mark.parametrize(
-    ("hosts", "count", "machines", "expected"),
-    [
-        ({"a": 2, "b": 2}, 2, None, {"a": 2}),
-        ({"a": 2, "b": 2}, 2, 2, {"a": 1, "b": 1}),
-        ({"a": 4, "b": 2}, 4, 2, {"a": 2, "b": 2}),
-        ({"a": 4, "b": 2, "c": 9}, 4, 3, {"a": 4}),
-        ({"a": None, "b": None}, 4, None, {"a": 2, "b": 2}),
-        ({"a": 2}, 2, 2, "--num_machines is 2, and --mpirun_hostfile names 1"),
-        ({"a": 2, "b": 1}, 4, None, "has 3 slots on 2 machines"),
-        ({"a": None, "b": None}, 3, None, "does not divide evenly over the 2 machines"),
-    ],
+@cases(
+    "hosts, count, machines, expected",
+    ({"a": 2, "b": 2}, 2, None, {"a": 2}),
+    ({"a": 4, "b": 2}, 6, None, {"a": 4, "b": 2}),
+    ({"a": 2, "b": 2}, 2, 2, {"a": 1, "b": 1}),
+    ({"a": 4, "b": 2}, 4, 2, {"a": 2, "b": 2}),
+    ({"a": 4, "b": 2, "c": 9}, 4, 3, {"a": 4}),
+    ({"a": None, "b": None}, 4, None, {"a": 2, "b": 2}),
+    ({"a": 2}, 2, 2, "--num_machines is 2, and --mpirun_hostfile names 1"),
+    ({"a": 2, "b": 1}, 4, None, "has 3 slots on 2 machines"),
+    ({"a": None, "b": None}, 3, None, "does not divide evenly over the 2 machines"),
 )
 def test_layout(found_or_refused, hosts, count, machines, expected):
     found_or_refused(expected, mpi.layout, hosts, count, machines)

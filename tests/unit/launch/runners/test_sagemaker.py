@@ -11,6 +11,7 @@ from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import sagemaker
+from cases import cases
 
 boto3 = pytest.importorskip("boto3")
 
@@ -143,18 +144,16 @@ def test_a_job_of_a_configuration_object(sdk, parse):
     assert arguments["sagemaker_session"].boto_session.get_credentials().access_key == "AKID"
 
 
-@pytest.mark.parametrize(
-    ("line", "config", "arguments", "fragment"),
-    [
-        ("job.sh.py.txt", CONFIG, "", "'job.sh.py.txt' is no Python file"),
-        ("", CONFIG, "--flag", "'--flag' is no `--name value`"),
-        ("--no_python env --name=x.py", CONFIG, "", "--no_python does not go with SageMaker"),
-        ("", CONFIG.replace("iam_role_name: trainer", ""), "", "lacks iam_role_name"),
-        ("", CONFIG + "additional_args: 3\n", "", "additional_args"),
-        ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", "", "bad.tsv (sagemaker_inputs_file) holds ['foo bar']"),
-        ("--aws_access_key_id AKID", CONFIG, "", "--aws_secret_access_key is missing"),
-        ("", CONFIG + "profile: nobody\n", "", "The config profile (nobody) could not be found"),
-    ],
+@cases(
+    "line, config, arguments, fragment",
+    ("job.sh.py.txt", CONFIG, "", "'job.sh.py.txt' is no Python file"),
+    ("", CONFIG, "--flag", "'--flag' is no `--name value`"),
+    ("--no_python env --name=x.py", CONFIG, "", "--no_python does not go with SageMaker"),
+    ("", CONFIG.replace("iam_role_name: trainer", ""), "", "lacks iam_role_name"),
+    ("", CONFIG + "additional_args: 3\n", "", "additional_args"),
+    ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", "", "bad.tsv (sagemaker_inputs_file) holds ['foo bar']"),
+    ("--aws_access_key_id AKID", CONFIG, "", "--aws_secret_access_key is missing"),
+    ("", CONFIG + "profile: nobody\n", "", "The config profile (nobody) could not be found"),
 )
 def test_refusals(sdk, launch, written, tmp_path, line, config, arguments, fragment):
     written("bad.tsv", "heading\tx\nfoo bar\n")
@@ -172,13 +171,11 @@ def test_no_sdk_and_a_newer_one(launch, fake_package, monkeypatch):
         monkeypatch.setitem(sys.modules, "sagemaker", None)
 
 
-@pytest.mark.parametrize(
-    ("line", "values"),
-    [
-        ("--a 1 --b x --c 1.5 -d False --e -3", {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3}),
-        ("--with-dash=v=w --empty=", {"with-dash": "v=w", "empty": ""}),
-        ("--id 1_000 --none None", {"id": "1_000", "none": "None"}),
-    ],
+@cases(
+    "line, values",
+    ("--a 1 --b x --c 1.5 -d False --e -3", {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3}),
+    ("--with-dash=v=w --empty=", {"with-dash": "v=w", "empty": ""}),
+    ("--id 1_000 --none None", {"id": "1_000", "none": "None"}),
 )
 def test_hyperparameters(line, values):
     assert sagemaker.hyperparameters(line.split()) == values

@@ -11,6 +11,7 @@ import pytest
 
 from accelerate.launch import elastic, runners
 from accelerate.launch.runners import local
+from cases import cases
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and replaced processes are those of POSIX")
 
@@ -36,14 +37,12 @@ ENDS_WITH_0 = f"import signal, sys\nsignal.signal(int(__import__('os').environ['
 
 
 @posix
-@pytest.mark.parametrize(
-    ("text", "name", "stopped_is_failed", "fails"),
-    [
-        *((ENDS_BY_ITSELF, name, False, True) for name in ("SIGTERM", "SIGUSR1")),
-        (ENDS_WITH_0, "SIGTERM", False, False),
-        (ENDS_WITH_0, "SIGTERM", True, True),  # MPICH's mpirun does that now and then
-        (ENDS_WITH_0, "SIGUSR1", True, False),  # that stops nothing, so 0 is believed after it
-    ],
+@cases(
+    "text, name, stopped_is_failed, fails",
+    *((ENDS_BY_ITSELF, name, False, True) for name in ("SIGTERM", "SIGUSR1")),
+    (ENDS_WITH_0, "SIGTERM", False, False),
+    (ENDS_WITH_0, "SIGTERM", True, True),  # MPICH's mpirun does that now and then
+    (ENDS_WITH_0, "SIGUSR1", True, False),  # that stops nothing, so 0 is believed after it
 )
 def test_signals_reach_the_child(text, name, stopped_is_failed, fails):
     number = getattr(signal, name)
@@ -95,12 +94,11 @@ def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
     assert done.returncode == 5 and (tmp_path / "out").read_text() == "interrupted"
 
 
-def test_ranks_of_another_launcher_are_dropped():
+def test_variables_that_stay_here():
     given = ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "A")
     assert runners.without_ranks(dict.fromkeys(given, "0")) == {"A": "0"}
-
-
-# -- what torch's elastic launcher starts ------------------------------------------------------------------------------
+    assert runners.handed_on({"HOME": "/root", "HF_TOKEN": "x", "BASH_FUNC_f%%": "y"}) == ["HF_TOKEN"]
+    assert runners.may_be_shown("LANG", "C") and not runners.may_be_shown("http_proxy", "http://me:pw@proxy")
 
 
 def test_notes_are_printed_unless_quiet(plan, monkeypatch, capsys):

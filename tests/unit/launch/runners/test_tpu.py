@@ -10,6 +10,7 @@ from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import tpu
+from cases import cases
 
 SPAWN = """
 import multiprocessing, sys
@@ -112,14 +113,12 @@ def test_sudo_machines_options_and_status(programs, pod, monkeypatch):
     assert remote[-3:] == ["--downcast_bf16", "--debug", "train.py"]
 
 
-@pytest.mark.parametrize(
-    ("line", "config", "fragment"),
-    [
-        ("--env A", CONFIG, "--env is 'A'; write NAME=VALUE"),
-        ("--env HF_TOKEN=verysecret", CONFIG, "--env HF_TOKEN holds a secret"),
-        ("", CONFIG.replace("tpu_name: pod,", ""), "Which pod?"),
-        ("", CONFIG.replace("tpu_name: pod", "tpu_name: --command=evil"), "is no name of a TPU"),
-    ],
+@cases(
+    "line, config, fragment",
+    ("--env A", CONFIG, "--env is 'A'; write NAME=VALUE"),
+    ("--env HF_TOKEN=verysecret", CONFIG, "--env HF_TOKEN holds a secret"),
+    ("", CONFIG.replace("tpu_name: pod,", ""), "Which pod?"),
+    ("", CONFIG.replace("tpu_name: pod", "tpu_name: --command=evil"), "is no name of a TPU"),
 )
 def test_refusals_on_a_pod(programs, pod, line, config, fragment):
     with pytest.raises(LaunchError) as caught:
