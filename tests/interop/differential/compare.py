@@ -76,11 +76,9 @@ def run(folder: Path, peer: bool, processes: int, whole: bool, only: str = "") -
     """Start the probes on one of the packages."""
     paths = [str(TESTS), *([str(PEER)] if peer else [])]
     settings = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true",
         "PYTHONPATH": os.pathsep.join(paths),
-    }
+    }  # fmt: skip
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
     }

@@ -1,8 +1,6 @@
 """Operations on nested structures that all processes take part in, on one process and on two."""
 
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -21,20 +19,19 @@ FEW = {
 }
 
 
-def seen(result: Any, given: Any) -> Iterator[tuple[str, Any]]:
+def seen(result, given):
     """Return the result, whether it is the argument itself, and the argument as it is afterwards."""
     yield "value", result
     yield "is the argument", result is given
     yield "argument", given
 
 
-def started() -> None:
-    """Build the state on CPUs."""
+def started():
     PartialState(cpu=True)
 
 
 @probe("utils.operations:gather_object", processes=BOTH, value=REFUSED | FEW)
-def gather_object(value: Any) -> Any:
+def gather_object(value):
     started()
     return operations.gather_object(value)
 
@@ -42,13 +39,11 @@ def gather_object(value: Any) -> Any:
 @probe(
     "utils.operations:broadcast_object_list", processes=BOTH,
     value={
-        "rank": lambda: [RANK], "pair": lambda: [RANK, "x"], "nothing": lambda: [None],
-        "dict": lambda: [{"a": RANK}], "nested": lambda: [[RANK]], "tensor": lambda: [torch.ones(RANK + 1)],
-        "text": lambda: ["ü" * RANK],
-    },
-    from_process=[0, 1],
+        "rank": lambda: [RANK], "pair": lambda: [RANK, "x"], "nothing": lambda: [None], "dict": lambda: [{"a": RANK}],
+        "nested": lambda: [[RANK]], "tensor": lambda: [torch.ones(RANK + 1)], "text": lambda: ["ü" * RANK],
+    }, from_process=[0, 1],
 )  # fmt: skip
-def broadcast_object_list(value: Any, from_process: int) -> Iterator[tuple[str, Any]]:
+def broadcast_object_list(value, from_process):
     started()
     if from_process and PartialState().num_processes == 1:
         from_process = 0
@@ -64,7 +59,7 @@ def broadcast_object_list(value: Any, from_process: int) -> Iterator[tuple[str, 
         for k in ("scalar", "vector", "matrix", "cube", "torch.int64", "torch.bool", "torch.bfloat16", "no rows")
     },
 )
-def owned(value: Any) -> Iterator[tuple[str, Any]]:
+def owned(value):
     started()
     shape = operations.gather_tensor_shape(value)[0]
     yield "shape", (shape.dtype, shape.flatten()[: value.ndim])
@@ -76,11 +71,11 @@ def owned(value: Any) -> Iterator[tuple[str, Any]]:
     "utils.operations:pad_across_processes", processes=2, quick=9,
     operation=["gather", "reduce", "broadcast", "verify_operation", "chained_operation"],
 )  # fmt: skip
-def debugged(operation: str) -> Iterator[tuple[str, Any]]:
+def debugged(operation):
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
     started()
 
-    def inner(tensor: Any) -> Any:
+    def inner(tensor):
         return operations.gather(tensor)
 
     function = getattr(operations, operation)
