@@ -41,6 +41,8 @@ import torch
 HERE = pathlib.Path(__file__).parent
 RECORD = HERE.parents[1] / "architecture" / "record"
 LIMIT_S = 300
+BOTH = (1, 2)
+RANK = int(os.environ.get("RANK", 0))
 PROBES: "list[Probe]" = []
 
 

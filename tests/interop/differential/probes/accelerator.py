@@ -17,9 +17,8 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from interop.differential.core import attempt, probe, properties
+from interop.differential.core import BOTH, attempt, probe, properties
 
-BOTH = (1, 2)
 COVERED = "accelerator:Accelerator"
 PROPERTIES = properties(COVERED)
 ATTRIBUTES = [

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, checkpointing
 from accelerate.state import PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
-from interop.differential.core import attempt, probe
+from interop.differential.core import BOTH, attempt, probe
 
-BOTH = (1, 2)
 OURS = (
     "accelerate_manifest",
     "generators_",

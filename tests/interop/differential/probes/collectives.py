@@ -6,10 +6,9 @@ import torch
 
 from accelerate import PartialState
 from accelerate.utils import operations
-from interop.differential.core import attempt, probe
-from interop.differential.probes.nested import HOLLOW, OTHERS, RANK, VALUES, Pair
+from interop.differential.core import BOTH, RANK, attempt, probe
+from interop.differential.probes.nested import HOLLOW, OTHERS, VALUES, Pair, seen
 
-BOTH = (1, 2)
 REFUSED = {
     k: v for k, v in (OTHERS | HOLLOW).items() if k not in ("movable batch", "generator", "module", "tensor first")
 }
@@ -19,20 +18,9 @@ FEW = {
 }
 
 
-def seen(result, given):
-    """Return the result, whether it is the argument itself, and the argument as it is afterwards."""
-    yield "value", result
-    yield "is the argument", result is given
-    yield "argument", given
-
-
-def started():
-    PartialState(cpu=True)
-
-
 @probe("utils.operations:gather_object", processes=BOTH, value=REFUSED | FEW)
 def gather_object(value):
-    started()
+    PartialState(cpu=True)
     return operations.gather_object(value)
 
 
@@ -44,7 +32,7 @@ def gather_object(value):
     }, from_process=[0, 1],
 )  # fmt: skip
 def broadcast_object_list(value, from_process):
-    started()
+    PartialState(cpu=True)
     if from_process and PartialState().num_processes == 1:
         from_process = 0
     yield from seen(operations.broadcast_object_list(value, from_process=from_process), value)
@@ -60,7 +48,7 @@ def broadcast_object_list(value, from_process):
     },
 )
 def owned(value):
-    started()
+    PartialState(cpu=True)
     shape = operations.gather_tensor_shape(value)[0]
     yield "shape", (shape.dtype, shape.flatten()[: value.ndim])
     yield "copy", operations.copy_tensor_to_devices(value)
@@ -73,7 +61,7 @@ def owned(value):
 )  # fmt: skip
 def debugged(operation):
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
-    started()
+    PartialState(cpu=True)
 
     def inner(tensor):
         return operations.gather(tensor)

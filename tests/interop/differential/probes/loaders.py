@@ -15,9 +15,8 @@ from torch.utils.data import (
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import TorchDynamoPlugin
-from interop.differential.core import attempt, probe
+from interop.differential.core import BOTH, attempt, probe
 
-BOTH = (1, 2)
 PUBLIC = [
     "batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "iteration", "device", "rng_types",
     "skip_batches",

@@ -19,10 +19,6 @@ def shared():
     return nn.ModuleDict({"a": part, "b": nn.Sequential(part, nn.ReLU())})
 
 
-def wrapped(inner):
-    return nn.DataParallel(inner)
-
-
 MODULES = {
     "linear": lambda: nn.Linear(2, 2),
     "sequential": lambda: nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.ReLU())),
@@ -32,7 +28,7 @@ MODULES = {
     "blocks inside": lambda: blocks("linear", "linear"), "unequal inside": lambda: blocks("linear", "relu"),
     "nested blocks": lambda: nn.ModuleList([blocks("nest", "nest"), blocks("nest", "nest")]), "shared": shared,
     "module dict": lambda: nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()}),
-    "data parallel": lambda: wrapped(blocks("linear", "linear")),
+    "data parallel": lambda: nn.DataParallel(blocks("linear", "linear")),
     "parameters": lambda: nn.ParameterList([torch.ones(1)]),
 }  # fmt: skip
 NO_MODULES = {
@@ -77,7 +73,7 @@ call(
         **{f"{size}": lambda size=size: WithSize(size) for size in (None, 0, 1, 2, "2")},
         "no size": lambda: nn.Linear(1, 1), "config": lambda: with_config(tp_size=2),
         "distributed": lambda: with_config(distributed_config={"tp_size": 4}), "None": lambda: None,
-        "in a wrapper": lambda: wrapped(WithSize()),
+        "in a wrapper": lambda: nn.DataParallel(WithSize()),
     },
 )  # fmt: skip
 
@@ -85,8 +81,8 @@ call(
 @probe(
     "utils.other:extract_model_from_parallel",
     model={
-        **MODULES, "wrapped twice": lambda: wrapped(wrapped(nn.Linear(1, 1))),
-        "inside": lambda: nn.Sequential(wrapped(nn.ReLU())), "own module": lambda: WithSize(module=nn.ReLU()),
+        **MODULES, "wrapped twice": lambda: nn.DataParallel(nn.DataParallel(nn.Linear(1, 1))),
+        "inside": lambda: nn.Sequential(nn.DataParallel(nn.ReLU())), "own module": lambda: WithSize(module=nn.ReLU()),
     }, keep_fp32_wrapper=[True, False], keep_torch_compile=[True, False], recursive=[False, True],
 )  # fmt: skip
 def extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile, recursive):

@@ -2,14 +2,14 @@
 
 import collections
 import dataclasses
-import os
 import types
 from typing import Any
 
 import numpy as np
 import torch
 
-RANK = int(os.environ.get("RANK", 0))
+from interop.differential.core import RANK
+
 Pair = collections.namedtuple("Pair", "first second")
 Empty = collections.namedtuple("Empty", "")
 
@@ -48,6 +48,13 @@ class MovableBatch(collections.UserDict):
 @dataclasses.dataclass
 class Record:
     x: Any = None
+
+
+def seen(result, given):
+    """Return the result, whether it is the argument itself, and the argument as it is afterwards."""
+    yield "value", result
+    yield "is the argument", result is given
+    yield "argument", given
 
 
 def rising(*shape, dtype=torch.float32):

@@ -4,20 +4,13 @@ import copy
 
 from accelerate.utils import operations
 from interop.differential.core import call, probe
-from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES
+from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES, seen
 
 PLAIN = {k: v for k, v in VALUES.items() if k not in ("generator", "torch.nested", "sparse", "object", "namespace")}
 FEW = {
     k: VALUES[k]
     for k in ("scalar", "vector", "matrix", "no rows", "torch.int64", "nested", "named tuple", "text", "None")
 }
-
-
-def seen(result, given):
-    """Return the result, whether it is the argument itself, and the argument as it is afterwards."""
-    yield "value", result
-    yield "is the argument", result is given
-    yield "argument", given
 
 
 call("utils.operations:is_torch_xpu_tensor", value={k: VALUES[k] for k in ("vector", "dict", "text")})

@@ -25,10 +25,6 @@ STRATEGIES = [
 ADDED = {"shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan"}
 
 
-def strategies():
-    return [fsdp.ShardingStrategy.SHARD_GRAD_OP, fsdp.ShardingStrategy.NO_SHARD]
-
-
 def named(value):
     return value
 
@@ -113,8 +109,8 @@ TABLE = {
 """FSDP and the engines are in tables of their own."""
 FSDP = {
     "fsdp_version": [None, 1, 2, 3, 0, -1, "1", "2", "", "nonsense", 2.0],
-    "sharding_strategy": words("1 3 9 nonsense", None, *STRATEGIES, *strategies(), 1, 2, 3, 4, 5, 9, ""),
-    "reshard_after_forward": words("true TRUE False 0 1 2 nonsense", None, True, False, 0, 1, 2, -1, "", *STRATEGIES, *strategies()),
+    "sharding_strategy": words("1 3 9 nonsense", None, *STRATEGIES, fsdp.ShardingStrategy.SHARD_GRAD_OP, fsdp.ShardingStrategy.NO_SHARD, 1, 2, 3, 4, 5, 9, ""),
+    "reshard_after_forward": words("true TRUE False 0 1 2 nonsense", None, True, False, 0, 1, 2, -1, "", *STRATEGIES, fsdp.ShardingStrategy.SHARD_GRAD_OP, fsdp.ShardingStrategy.NO_SHARD),
     "backward_prefetch": Words(
         [None, "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "backward_pre", "", "nonsense", 1, 2, "1", "2", "3"]
         + [fsdp.BackwardPrefetch.BACKWARD_POST]

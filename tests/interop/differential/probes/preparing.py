@@ -33,32 +33,19 @@ def complete(words, script="s.py --x 1"):
     return args
 
 
-def simple_command(args):
-    return prepare.prepare_simple_launcher_cmd_env(args)
-
-
-def several(args):
-    return None, prepare.prepare_multi_gpu_env(args)
-
-
-def deepspeed(args):
-    return prepare.prepare_deepspeed_cmd_env(args)
-
-
-def extended(args):
-    return None, prepare.prepare_extend_env_parallelism_config(args, {"A": "1"})
-
-
-def fp8(args):
-    return None, prepare.setup_fp8_env(args, {"A": "1"})
-
-
 def tpu(args):
     same, found = prepare.prepare_tpu(args, {"A": "1"})
     return [same is args, args.vm], found
 
 
-STARTERS = {function.__name__: function for function in (simple_command, several, deepspeed, extended, fp8, tpu)}
+STARTERS = {
+    "simple_command": prepare.prepare_simple_launcher_cmd_env,
+    "several": lambda args: (None, prepare.prepare_multi_gpu_env(args)),
+    "deepspeed": prepare.prepare_deepspeed_cmd_env,
+    "extended": lambda args: (None, prepare.prepare_extend_env_parallelism_config(args, {"A": "1"})),
+    "fp8": lambda args: (None, prepare.setup_fp8_env(args, {"A": "1"})),
+    "tpu": tpu,
+}
 
 
 def prepared(function, words):

@@ -9,10 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration
-from interop.differential.core import attempt, probe
-from interop.differential.probes.nested import RANK
-
-BOTH = (1, 2)
+from interop.differential.core import BOTH, RANK, attempt, probe
 
 
 def parameter(value=1.0):

@@ -5,9 +5,8 @@ import threading
 import torch
 
 from accelerate.state import AcceleratorState, GradientState, PartialState, ThreadLocalSharedDict
-from interop.differential.core import attempt, describe, probe
+from interop.differential.core import BOTH, attempt, describe, probe
 
-BOTH = (1, 2)
 STEPS = [
     "sync_gradients", "num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch", "initialized",
     "end_of_dataloader", "remainder",

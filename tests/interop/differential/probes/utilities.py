@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import random
 
 import numpy as np
@@ -12,10 +11,7 @@ from packaging.version import Version
 from accelerate import Accelerator
 from accelerate.utils import memory
 from accelerate.utils import random as seeds
-from interop.differential.core import attempt, call, probe, words
-
-BOTH = (1, 2)
-RANK = int(os.environ.get("RANK", 0))
+from interop.differential.core import BOTH, RANK, attempt, call, probe, words
 
 
 def drawn():
