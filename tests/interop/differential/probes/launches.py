@@ -66,22 +66,9 @@ def validated(config, line):
     }
     found["cpu"] = found.pop("use_cpu") or found["cpu"]
     yield "file", [type(defaults), from_file]
-    yield (
-        "switches",
-        {
-            name: bool(value)
-            for name, value in found.items()
-            if name.startswith("use_") or name in ("multi_gpu", "tpu", "cpu")
-        },
-    )
-    yield (
-        "others",
-        {
-            name: str(value).lower()
-            for name, value in found.items()
-            if name not in ("cpu", "multi_gpu", "tpu") and not name.startswith("use_")
-        },
-    )
+    switches = [name for name in found if name.startswith("use_") or name in ("multi_gpu", "tpu", "cpu")]
+    yield "switches", {name: bool(found[name]) for name in switches}
+    yield "others", {name: str(value).lower() for name, value in found.items() if name not in switches}
 
 
 @probe(

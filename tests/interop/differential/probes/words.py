@@ -24,40 +24,27 @@ BACKENDS += [
 ]  # fmt: skip
 
 
+HANDLERS = ("autocast", "ddp", "scaler", "init", "fp8_recipe", "te_recipe", "msamp_recipe", "ao_recipe", "profile")
+SEEN = (
+    "native_amp log_with step_scheduler_with_optimizer device_placement split_batches dispatch_batches even_batches "
+    "use_seedable_sampler non_blocking use_stateful_dataloader gradient_accumulation_steps device project_dir logging_dir "
+    "save_iteration distributed_type is_main_process is_last_process use_distributed multi_device has_compiled_regions "
+    "fp8_backend"
+)
+
+
 def seen(accelerator):
     state = accelerator.state
     return {
-        "mixed_precision": [accelerator.mixed_precision, state.mixed_precision, accelerator.native_amp],
+        **{name: getattr(accelerator, name, "<absent>") for name in SEEN.split()},
+        "mixed_precision": [accelerator.mixed_precision, state.mixed_precision],
         "scaler": type(accelerator.scaler).__name__,
         "rng_types": list(accelerator.rng_types),
-        "log_with": accelerator.log_with,
-        "step_scheduler": accelerator.step_scheduler_with_optimizer,
-        "device_placement": accelerator.device_placement,
-        "loaders": [
-            getattr(accelerator, name)
-            for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
-        ],
-        "more loaders": [
-            getattr(accelerator, name, "<absent>") for name in ("non_blocking", "use_stateful_dataloader")
-        ],
-        "accumulation": accelerator.gradient_accumulation_steps,
         "dynamo": fields_of(state.dynamo_plugin),
-        "device": accelerator.device,
-        "project": [accelerator.project_dir, accelerator.logging_dir, accelerator.save_iteration],
-        "distributed_type": accelerator.distributed_type,
-        "flags": [
-            accelerator.is_main_process,
-            accelerator.is_last_process,
-            accelerator.use_distributed,
-            accelerator.multi_device,
-        ],
-        "compilation": getattr(accelerator, "has_compiled_regions", "<absent>"),
-        "fp8_backend": accelerator.fp8_backend,
         "handlers": [type(getattr(accelerator, f"{name}_handler", None)).__name__ for name in HANDLERS],
     }
 
 
-HANDLERS = ("autocast", "ddp", "scaler", "init", "fp8_recipe", "te_recipe", "msamp_recipe", "ao_recipe", "profile")
 GIVEN = {
     "mixed_precision": PRECISIONS, "rng_types": RNGS, "dynamo_backend": BACKENDS,
     "log_with": Words(
