@@ -20,7 +20,7 @@ LIMIT_S = 400
 def need(*libraries):
     for name in libraries:
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed; `make setup` installs it")
+            pytest.skip(f"{name} is not installed; `make test-interop` installs it")
 
 
 def need_peer():

@@ -27,16 +27,17 @@ BACKENDS += [
 HANDLERS = ("autocast", "ddp", "scaler", "init", "fp8_recipe", "te_recipe", "msamp_recipe", "ao_recipe", "profile")
 SEEN = (
     "native_amp log_with step_scheduler_with_optimizer device_placement split_batches dispatch_batches even_batches "
-    "use_seedable_sampler non_blocking use_stateful_dataloader gradient_accumulation_steps device project_dir logging_dir "
-    "save_iteration distributed_type is_main_process is_last_process use_distributed multi_device has_compiled_regions "
-    "fp8_backend"
+    "use_seedable_sampler gradient_accumulation_steps device project_dir logging_dir save_iteration distributed_type "
+    "is_main_process is_last_process use_distributed multi_device fp8_backend"
 )
+MAY_LACK = ("non_blocking", "use_stateful_dataloader", "has_compiled_regions")
 
 
 def seen(accelerator):
     state = accelerator.state
     return {
-        **{name: getattr(accelerator, name, "<absent>") for name in SEEN.split()},
+        **{name: getattr(accelerator, name) for name in SEEN.split()},
+        **{name: getattr(accelerator, name, "<absent>") for name in MAY_LACK},
         "mixed_precision": [accelerator.mixed_precision, state.mixed_precision],
         "scaler": type(accelerator.scaler).__name__,
         "rng_types": list(accelerator.rng_types),
