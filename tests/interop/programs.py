@@ -1,11 +1,13 @@
 """How the programs of downstream libraries are started, and how their figures are read."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
@@ -15,7 +17,18 @@ NO_PEER = "the peer's wheel is not there; `make test` fetches it"
 LIMIT_S = 400
 
 
-def starter(processes: int, ours: bool) -> list[str]:
+def need(*libraries):
+    for name in libraries:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; `make test-interop` installs it")
+
+
+def need_peer():
+    if not PEER.exists():
+        pytest.skip(NO_PEER)
+
+
+def starter(processes, ours):
     """Return the command that starts a program on so many processes; the program follows."""
     python = sys.executable
     if processes == 1:
@@ -27,7 +40,7 @@ def starter(processes: int, ours: bool) -> list[str]:
     return [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
-def finished(command: list[str], code: int = 0, cwd: Path | None = None, **variables: str) -> Any:
+def finished(command, code=0, cwd=None, **variables):
     """Run a command offline, on the CPU and with one thread, and make sure of its exit code."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     environment = {**os.environ, **settings, **variables}
@@ -36,22 +49,20 @@ def finished(command: list[str], code: int = 0, cwd: Path | None = None, **varia
     return done
 
 
-def on_peer(variables: dict[str, str] | None = None) -> dict[str, str]:
+def on_peer(variables=None):
     """Return environment variables with which a program runs on the peer's package."""
     paths = [*filter(None, [(variables or {}).get("PYTHONPATH")]), str(PEER)]
     return {**(variables or {}), "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def last_figures(done: Any) -> dict[str, Any]:
+def last_figures(done):
     """Return the figures that a program has printed last, and what it wrote to stderr."""
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     assert lines, done.stdout[-4000:] + done.stderr[-4000:]
     return {**json.loads(lines[-1]), "stderr": done.stderr}
 
 
-def figures(
-    script: str, folder: Path, processes: int, ours: bool, *arguments: str, **variables: str
-) -> dict[str, Any]:
+def figures(script, folder, processes, ours, *arguments, **variables):
     """Run a script on this package or on the peer's, and return the figures it prints."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [*starter(processes, ours), str(SCRIPTS / script), str(folder), *arguments]

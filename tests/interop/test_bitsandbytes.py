@@ -1,10 +1,8 @@
 """Models that transformers quantises with bitsandbytes, on the CPU: loaded, offloaded to disk, trained with adapters."""
 
-import importlib.util
-
 import pytest
 
-from interop.programs import NO_PEER, PEER, figures
+from interop.programs import figures, need, need_peer
 
 pytestmark = pytest.mark.interop
 # Tests of one process; each runs the script once.
@@ -13,16 +11,9 @@ SCRIPT = "bnb_models.py"
 QUICK = ["tokens", "same 8", "same 4", "offloaded 8", "offloaded 4"]
 
 
-def need(*names):
-    for name in ("bitsandbytes", "transformers", *names):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed; `make test` installs it")
-
-
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
-    """What every quick check found, in one process."""
-    need()
+    need("bitsandbytes", "transformers")
     return figures(SCRIPT, tmp_path_factory.mktemp("bnb"), 1, True, *QUICK)["checks"]
 
 
@@ -47,14 +38,13 @@ def test_offloaded_to_disk_it_gives_the_same_bits(bits, checks):
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_adapters_train_on_it(bits, tmp_path):
-    need("peft")
+    need("bitsandbytes", "transformers", "peft")
     found = figures(SCRIPT, tmp_path, 1, True, f"lora {bits}")["checks"][f"lora {bits}"]
     assert found["same weights"] and found["losses"][-1] < found["losses"][0]
 
 
 @pytest.mark.slow
 def test_tokens_equal_the_peers(checks, tmp_path):
-    if not PEER.exists():
-        pytest.skip(NO_PEER)
+    need_peer()
     theirs = figures(SCRIPT, tmp_path, 1, False, "tokens")["checks"]
     assert theirs["tokens"] == checks["tokens"]

@@ -10,11 +10,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.sagemaker import ask_sagemaker
 from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
-from interop.programs import NO_PEER, PEER, finished, on_peer
+from interop.programs import finished, need_peer, on_peer
 from unit.commands.config.conftest import AtRandom
 
 pytestmark = pytest.mark.interop
-
 READER = """
 import json, sys
 from accelerate.commands.config.config_args import load_config_from_file
@@ -36,8 +35,7 @@ def read_by(variables, paths):
 
 
 def test_the_peer_reads_what_we_write(tmp_path, monkeypatch):
-    if not PEER.exists():
-        pytest.skip(NO_PEER)
+    need_peer()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.json").write_text("{}")
     paths = []

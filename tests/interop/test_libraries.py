@@ -1,27 +1,18 @@
 """transformers, TRL, PEFT, diffusers and sentence-transformers train on this package, on one process and two."""
 
-import importlib.util
 import math
 
 import pytest
 
-pytestmark = pytest.mark.interop
+from interop.programs import need
 
+pytestmark = pytest.mark.interop
 NEEDS = {
-    "trainer.py": ["transformers"],
-    "sft.py": ["trl", "peft", "datasets"],
-    "lora.py": ["peft", "transformers"],
-    "diffusion.py": ["diffusers", "transformers"],
-    "sentence.py": ["sentence_transformers", "datasets"],
-}
+    "trainer.py": ["transformers"], "sft.py": ["trl", "peft", "datasets"], "lora.py": ["peft", "transformers"],
+    "diffusion.py": ["diffusers", "transformers"], "sentence.py": ["sentence_transformers", "datasets"],
+}  # fmt: skip
 QUICK = [("trainer.py", 2), ("sft.py", 1), ("lora.py", 2), ("diffusion.py", 1), ("sentence.py", 1)]
 LATER = [(script, 3 - processes) for script, processes in QUICK]
-
-
-def need(script):
-    for name in NEEDS[script]:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed; `make setup` installs it")
 
 
 def numbers(value):
@@ -30,7 +21,7 @@ def numbers(value):
 
 @pytest.mark.parametrize("script, processes", [*QUICK, *(pytest.param(*run, marks=pytest.mark.slow) for run in LATER)])
 def test_library_trains(script, processes, run_ours):
-    need(script)
+    need(*NEEDS[script])
     result = run_ours(script, processes)
     stderr = result.pop("stderr")
     assert "already prepared" not in stderr, stderr[-3000:]
@@ -42,7 +33,7 @@ def test_library_trains(script, processes, run_ours):
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_arguments_leave_a_live_accelerator_whole(processes, run_ours):
-    need("trainer.py")
+    need("transformers")
     assert run_ours("state_reset.py", processes)["worlds"] == [processes, processes]
 
 
@@ -50,7 +41,7 @@ def test_training_arguments_leave_a_live_accelerator_whole(processes, run_ours):
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("script", NEEDS)
 def test_losses_equal_the_peers(script, processes, run_ours, run_peer):
-    need(script)
+    need(*NEEDS[script])
     ours, theirs = run_ours(script, processes), run_peer(script, processes)
     for result in (ours, theirs):
         result.pop("stderr")

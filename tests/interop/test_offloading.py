@@ -1,10 +1,8 @@
 """Offloaded models give the same bits as whole ones, and transformers, PEFT, diffusers and sentence-transformers can use them."""
 
-import importlib.util
-
 import pytest
 
-from interop.programs import NO_PEER, PEER, figures
+from interop.programs import figures, need, need_peer
 
 pytestmark = pytest.mark.interop
 PEER_FAILS = {
@@ -16,9 +14,7 @@ PEER_FAILS = {
 
 
 def outcomes_of(folder, *checks, ours=True):
-    for name in ("transformers", "peft", "diffusers", "sentence_transformers"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed; `make setup` installs it")
+    need("transformers", "peft", "diffusers", "sentence_transformers")
     return figures("big_libraries.py", folder, 1, ours, *checks)["checks"]
 
 
@@ -33,8 +29,7 @@ def test_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_every_use_and_its_facts_equal_the_peers(tmp_path):
-    if not PEER.exists():
-        pytest.skip(NO_PEER)
+    need_peer()
     ours, theirs = (outcomes_of(tmp_path / str(ours), "all", ours=ours) for ours in (True, False))
     assert not errors(ours), "\n".join(errors(ours).values())
     assert errors(theirs).keys() == PEER_FAILS.keys(), errors(theirs)

@@ -1,22 +1,15 @@
 """Models of transformers and PEFT train sharded as they do whole, by hand and in the Trainer; what is saved loads again."""
 
-import importlib.util
 import re
 import sys
 
 import pytest
 
-from interop.programs import ROOT, SCRIPTS, figures, finished, last_figures, starter
+from interop.programs import ROOT, SCRIPTS, figures, finished, last_figures, need, starter
 
 pytestmark = pytest.mark.interop
 # What the quick run leaves out, of TRL with an adapter, meshes, and the other ways to keep a checkpoint.
 MORE = ["fsdp1", "context", "mesh", "shards", "fsdp1_orig"]
-
-
-def need(*names):
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed; `make setup` installs it")
 
 
 @pytest.fixture
@@ -59,11 +52,10 @@ def test_example_stops_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     "script, words, more",
     [
-        ("sharded_models.py", ["all"], ["peft"]),
-        ("sharded_trainer.py", MORE, []),
+        ("sharded_models.py", ["all"], ["peft"]), ("sharded_trainer.py", MORE, []),
         ("sharded_trainer.py", ["sft"], ["trl", "peft", "datasets"]),
     ],
-)
+)  # fmt: skip
 def test_every_layout(script, words, more, launched):
     need("transformers", *more)
     launched(script, *words)

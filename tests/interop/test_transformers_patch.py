@@ -12,13 +12,12 @@ import sys
 
 import pytest
 
-from interop.programs import NO_PEER, PEER, ROOT, SCRIPTS, figures, finished, last_figures, on_peer, starter
+from interop.programs import PEER, ROOT, SCRIPTS, figures, finished, last_figures, need_peer, on_peer, starter
 
 pytestmark = [
     pytest.mark.interop,
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
 ]
-
 # Expensive: their tests run in one process.
 SHARED = ("world", "package", "processes")
 THREE_WAYS = ("(1) ", "(2) ", "(3) pass preserve_accelerator_state=False")
@@ -38,9 +37,8 @@ def shim_alone(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["ours", pytest.param("peer", marks=SLOW)])
 def package(request):
-    """Whose accelerate the programs run on."""
-    if request.param == "peer" and not PEER.exists():
-        pytest.skip(NO_PEER)
+    if request.param == "peer":
+        need_peer()
     return request.param
 
 
@@ -60,7 +58,6 @@ def start(package, processes, request):
 
 @pytest.fixture(scope="module")
 def world(package, processes, start, tmp_path_factory):
-    """The figures of the one long program."""
     folder = tmp_path_factory.mktemp("out")
     return figures("shim_world.py", folder, processes, package == "ours", **start[1])
 

@@ -12,12 +12,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
-
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(os.environ.get("UPSTREAM_SOURCES_DIR", ROOT / ".cache" / "upstream"))
 # An older transformers runs in an environment of its own.
@@ -26,9 +24,8 @@ NEWEST = "accelerate-1.15.0"
 ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
 TESTS = {"accelerate": "tests/test_double_prepare.py", "transformers": "tests/trainer/test_accelerator_state.py"}
 ADDED = {
-    "accelerate": "src/accelerate/utils/prepared.py",
-    "transformers": "src/transformers/utils/accelerator_state.py",
-}
+    "accelerate": "src/accelerate/utils/prepared.py", "transformers": "src/transformers/utils/accelerator_state.py",
+}  # fmt: skip
 CHANGED = {"accelerate": "src/accelerate/accelerator.py", "transformers": "src/transformers/training_args.py"}
 TITLES = {
     "accelerate": "Detect objects that are prepared twice",
@@ -39,7 +36,6 @@ AUTHOR, DATE = "Ada Lovelace <ada@example.org>", "2026-01-31T12:00:00+00:00"
 LIMIT_S = 400
 # Threads of the gloo backend abort a process that is being torn down now and then, with plain torch as well.
 ABORTED = "terminate called without an active exception"
-
 # A model that is evaluated first and trained then; shown in docs/upstream/double-prepare.md, with what it printed.
 EVALUATED_FIRST = """\
 import json, os
@@ -169,14 +165,14 @@ class Release:
     exported: Path
 
     @property
-    def package(self) -> str:
+    def package(self):
         return self.name.partition("-")[0]
 
     @property
-    def version(self) -> str:
+    def version(self):
         return self.name.partition("-")[2]
 
-    def run(self, tree: Path, *program: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(self, tree, *program, processes=0):
         """Run Python on a tree, and transformers on upstream's accelerate; `processes` under torch's launcher."""
         trees = [tree, *([SOURCES / NEWEST] if self.package == "transformers" else [])]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
@@ -190,7 +186,7 @@ class Release:
                 break
         return done
 
-    def figures(self, tree: Path, *program: str, processes: int = 0) -> dict[str, Any]:
+    def figures(self, tree, *program, processes=0):
         """Return what a program prints on a tree, after a check that it ran on this tree."""
         done = self.run(tree, *program, processes=processes)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -199,19 +195,19 @@ class Release:
         return found
 
 
-def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def printed(done):
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {name: value for line in lines for name, value in line.items()}
 
 
-def git(folder: Path, *command: str) -> str:
+def git(folder, *command):
     done = subprocess.run(["git", *IDENTITY, *command], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Release:
+def release(request, tmp_path_factory):
     """Export the pull request for one release, and apply it in a repository of its own with `git am`."""
     name = request.param
     for needed in (SOURCES / name, SOURCES / NEWEST, ENVIRONMENTS.get(name, Path(sys.executable))):
@@ -233,15 +229,13 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def of(*names: str) -> pytest.MarkDecorator:
+def of(*names):
     return pytest.mark.parametrize("release", names, indirect=True)
 
 
 @pytest.fixture
-def script(tmp_path: Path):
-    """Write a program to a file, and return its name."""
-
-    def write(text: str) -> str:
+def script(tmp_path):
+    def write(text):
         (tmp_path / "program.py").write_text(text, "utf-8")
         return str(tmp_path / "program.py")
 

@@ -74,13 +74,11 @@ def verdicts(ours: dict[str, Any], peers: dict[str, Any]) -> Iterator[Verdict]:
 
 def run(folder: Path, peer: bool, processes: int, whole: bool, only: str = "") -> subprocess.Popen[str]:
     """Start the probes on one of the packages."""
-    paths = [str(TESTS), *([str(PEER)] if peer else [])]
+    paths = [str(TESTS), str(PEER if peer else ROOT / "src")]
     settings = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true",
         "PYTHONPATH": os.pathsep.join(paths),
-    }
+    }  # fmt: skip
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
     }

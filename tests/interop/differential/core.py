@@ -39,12 +39,20 @@ import numpy as np
 import torch
 
 HERE = pathlib.Path(__file__).parent
+RECORD = HERE.parents[1] / "architecture" / "record"
 LIMIT_S = 300
+BOTH = (1, 2)
+RANK = int(os.environ.get("RANK", 0))
 PROBES: "list[Probe]" = []
 
 
 class Words(list):
     """An axis that holds the words a string parameter may take: which of them are accepted is recorded."""
+
+
+def words(text: str, *more: Any) -> Words:
+    """Return the words of a text, and values that are none."""
+    return Words([*text.split(), *more])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +90,24 @@ class Probe:
             yield f"{self.name}({words})", {axis: make for axis, _, make in combination}
 
 
+@functools.cache
+def record(name: str) -> Any:
+    """Read a part of the recorded interface of 1.15.0."""
+    return json.loads((RECORD / f"{name}-1.15.0.json").read_text("utf-8"))
+
+
+def recorded(module: str, pattern: str) -> list[str]:
+    """Return the recorded definitions of a module whose names match a regular expression."""
+    names = (name.partition(":") for name in record("accelerate")["definitions"])
+    return [name for where, _, name in names if where == f"accelerate.{module}" and re.fullmatch(pattern, name)]
+
+
+def properties(definition: str) -> list[str]:
+    """Return the recorded properties of a class."""
+    members = record("accelerate")["definitions"][f"accelerate.{definition}"]["members"]
+    return [name for name, member in members.items() if member["kind"] == "property"]
+
+
 def probe(
     *covers: str, processes: tuple[int, ...] | int = 1, slow: bool = False, quick: int = 6, **axes: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -107,6 +133,12 @@ def call(cover: str, label: str = "", /, **more: Any) -> None:
 
     run.__name__, run.__module__ = label or name, sys._getframe(1).f_globals["__name__"]
     probe(cover, **more)(run)
+
+
+def short(name: str, run: Callable[..., Any], /, *covers: str, **more: Any) -> None:
+    """Register a probe that is one expression."""
+    run.__name__ = name
+    probe(*covers, **more)(run)
 
 
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,11 +174,9 @@ def array(kind: str, value: np.ndarray, more: dict[str, Any]) -> dict[str, Any]:
 def tensor(value: torch.Tensor) -> dict[str, Any]:
     """Describe a tensor by its elements, dtype, kind of device and whether gradients flow to it."""
     more = {
-        "device": value.device.type,
-        "dtype": str(value.dtype),
-        "grad": value.requires_grad,
+        "device": value.device.type, "dtype": str(value.dtype), "grad": value.requires_grad,
         "class": type(value).__name__,
-    }
+    }  # fmt: skip
     if value.is_meta:
         return {"tensor": str(value.dtype), "shape": list(value.shape), **more}
     plain = value.detach()

@@ -6,7 +6,6 @@ PYTHONPATH=tests:.cache/peer/1.15.0 python -m interop.differential.record
 import collections
 import importlib
 import json
-from typing import Any
 
 from architecture import check_api
 from interop.differential import core
@@ -14,7 +13,7 @@ from interop.differential import core
 FILE = check_api.RECORD / "values-1.15.0.json"
 
 
-def statics() -> dict[str, dict[str, Any]]:
+def statics():
     """Return the values of every recorded definition of the package that Python finds."""
     found = {}
     for definition in check_api.load("accelerate-1.15.0.json")["definitions"]:
@@ -24,8 +23,7 @@ def statics() -> dict[str, dict[str, Any]]:
     return found
 
 
-def returned(result: Any) -> str:
-    """Name the type of a described result."""
+def returned(result):
     if isinstance(result, dict):
         return next(iter(result))
     return (
@@ -33,9 +31,9 @@ def returned(result: Any) -> str:
     )
 
 
-def learnt(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def learnt(results):
     """Return for each probed function which types it returned, and which words each string parameter accepted."""
-    found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    found = collections.defaultdict(dict)
     for item in core.load():
         if len(item.covers) != 1:  # whose result it is depends on the case
             continue
@@ -52,15 +50,14 @@ def learnt(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {definition: entry for definition, entry in found.items() if entry}
 
 
-def _with(before: Any, now: Any) -> Any:
+def _with(before, now):
     """Return types, or words by parameter, of two runs."""
     if isinstance(before, dict):
         return {name: _with(before.get(name, []), now.get(name, [])) for name in before | now}
     return sorted({*before, *now})
 
 
-def main() -> None:
-    """Run the probes and write the record."""
+def main():
     dynamic = learnt(core.execute(1, whole=True))
     record = {definition: {**values, **dynamic.get(definition, {})} for definition, values in statics().items()}
     for definition, entry in check_api.load(FILE.name).items():  # what earlier probes have seen stays

@@ -10,20 +10,14 @@ from architecture import check_api
 from interop.differential import compare, core
 from interop.differential.meant import MEANT
 from interop.differential.record import learnt
-from interop.programs import NO_PEER
+from interop.programs import need_peer
 
 # The runs are kept in one process.
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("differential")]
-
 ROWS = (compare.ROOT / "docs" / "differences.md").read_text("utf-8")
 LEAST = 10_000
 # Public here and unknown to 1.15.0: their own tests hold them.
 ONLY_HERE = {"aggregate_loss", "device_map_report", "shift_labels"}
-
-
-def need_peer():
-    if not compare.PEER.exists():
-        pytest.skip(NO_PEER)
 
 
 def unmeant(found):

@@ -5,14 +5,13 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 
-def digest(tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor]) -> str:
+def digest(tensors):
     """Return a short text that differs when a bit, a shape, a dtype or a name does."""
     named = tensors.items() if isinstance(tensors, Mapping) else ((str(i), t) for i, t in enumerate(tensors))
     total = hashlib.sha256()
@@ -22,7 +21,7 @@ def digest(tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def run(checks: Mapping[str, Callable[[Path], Any]], quick: Iterable[str]) -> None:
+def run(checks, quick):
     """Run the quick checks, those named on the command line, or `all`, each in a folder of its own, and print what came of them.
 
     ``program FOLDER [CHECK ...]`` prints ``{"checks": {name: {"facts", "error", "seconds"}}}``: what the check returned,

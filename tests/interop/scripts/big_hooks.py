@@ -8,9 +8,7 @@ import copy
 import functools
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -18,12 +16,7 @@ from big_checks import digest
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from accelerate.hooks import (
-    AlignDevicesHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_submodules,
-)
+from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from interop.tiny_models import MODELS
 from offload_samples import Reference, same
@@ -42,24 +35,23 @@ WAYS = {
 }
 
 
-def hooks_of(module: torch.nn.Module) -> list[AlignDevicesHook]:
-    """Return the hooks on one module that place weights."""
+def hooks_of(module):
     hook = module.__dict__.get("_hf_hook")
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
     return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
 
 
-def offloading(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, AlignDevicesHook]]:
+def offloading(model):
     """Return the modules whose weights are elsewhere, with the hooks that bring them."""
     named = ((name, module, hook) for name, module in model.named_modules() for hook in hooks_of(module))
     return {name: (module, hook) for name, module, hook in named if hook.offload}
 
 
-def each_way(name: str) -> Callable[[Callable], Callable[[Path], dict[str, Any]]]:
+def each_way(name):
     """Decorate a function of (reference, offloaded model, way) so that it runs for every way to offload a model."""
 
-    def decorate(function: Callable) -> Callable[[Path], dict[str, Any]]:
-        def check(folder: Path) -> dict[str, Any]:
+    def decorate(function):
+        def check(folder):
             reference = Reference(MODELS[name], torch.float32, folder)
             return {way: function(reference, offload(reference), way) for way, offload in WAYS.items()}
 
@@ -69,7 +61,7 @@ def each_way(name: str) -> Callable[[Callable], Callable[[Path], dict[str, Any]]
 
 
 @each_way("llama")
-def anatomy(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+def anatomy(reference, model, way):
     """Hooks, forwards and weights maps have the shape that libraries take for granted."""
     facts = {}
     for name, module in model.named_modules():
@@ -91,7 +83,7 @@ def anatomy(reference: Reference, model: torch.nn.Module, way: str) -> dict[str,
     return dict(sorted(facts.items()))
 
 
-def _of_weights(module: torch.nn.Module, hook: AlignDevicesHook) -> dict[str, Any]:
+def _of_weights(module, hook):
     weights = hook.weights_map
     assert isinstance(weights, PrefixedDataset)
     if isinstance(weights.dataset, OffloadedWeightsLoader):
@@ -102,17 +94,14 @@ def _of_weights(module: torch.nn.Module, hook: AlignDevicesHook) -> dict[str, An
     names = [name for name, tensor in module.named_parameters(recurse=False) if tensor.device.type == "meta"]
     assert all(same(weights[name], everything[weights.prefix + name]) for name in names)
     return {
-        "prefix": weights.prefix,
-        "weights": names,
-        "of": digest([weights[name] for name in names]),
+        "prefix": weights.prefix, "weights": names, "of": digest([weights[name] for name in names]),
         "devices": {name: str(device) for name, device in hook.original_devices.items() if name in names},
-        "execution": str(hook.execution_device),
-        "place_submodules": hook.place_submodules,
-    }
+        "execution": str(hook.execution_device), "place_submodules": hook.place_submodules,
+    }  # fmt: skip
 
 
 @each_way("llama")
-def copied(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+def copied(reference, model, way):
     """A copy works by itself: its forwards are of the copy, and taking its hooks off leaves the original alone."""
     reference.check(model)
     twin = copy.deepcopy(model)
@@ -132,12 +121,12 @@ def copied(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, 
     return facts
 
 
-def _deals(model: torch.nn.Module) -> dict[str, Any]:
+def _deals(model):
     return {"offloading": len(offloading(model)), "meta": sum(p.is_meta for p in model.parameters())}
 
 
 @each_way("llama")
-def pickled(reference: Reference, model: torch.nn.Module, way: str) -> None:
+def pickled(reference, model, way):
     """A hooked model travels through pickle, before its first forward and after it. (The peer's cannot.)"""
     for _ in range(2):
         twin = pickle.loads(pickle.dumps(model))
@@ -147,14 +136,14 @@ def pickled(reference: Reference, model: torch.nn.Module, way: str) -> None:
 
 
 @each_way("llama")
-def rebound(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+def rebound(reference, model, way):
     """A replaced `_old_forward` runs; a hook that is replaced or added later runs too; unsloth and others do both."""
     calls = []
     layer = model.model.layers[0].mlp.down_proj
     original = layer._old_forward if "_old_forward" in layer.__dict__ else None
     if original is not None:
 
-        def spied(*args: Any, **kwargs: Any) -> Any:
+        def spied(*args, **kwargs):
             calls.append(layer.weight.device.type)
             return original(*args, **kwargs)
 
@@ -164,7 +153,7 @@ def rebound(reference: Reference, model: torch.nn.Module, way: str) -> dict[str,
         layer._old_forward = original
 
     class Seen(AlignDevicesHook):
-        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def pre_forward(self, module, *args, **kwargs):
             calls.append("seen")
             return args, kwargs
 
@@ -173,8 +162,8 @@ def rebound(reference: Reference, model: torch.nn.Module, way: str) -> dict[str,
     assert calls[-1] == "seen"
     counts = {"pre_forward": 0, "post_forward": 0}
 
-    def counting(name: str, method: Callable) -> Callable:
-        def counted(self: AlignDevicesHook, *args: Any, **kwargs: Any) -> Any:
+    def counting(name, method):
+        def counted(self, *args, **kwargs):
             counts[name] += 1
             return method(self, *args, **kwargs)
 

@@ -8,9 +8,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import big_hooks
 import torch
@@ -30,31 +28,24 @@ from transformers import (
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from accelerate import (
-    init_empty_weights,
-    load_checkpoint_and_dispatch,
-)
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from interop.tiny_models import MODELS, image, pipeline
 from offload_samples import PREFETCHES, Reference, prefetching, same
 
 KINDS = {
-    "llama": AutoModelForCausalLM,
-    "tied_llama": AutoModelForCausalLM,
-    "mixtral": AutoModelForCausalLM,
-    "t5": AutoModelForSeq2SeqLM,
-    "bert": AutoModelForMaskedLM,
-}
+    "llama": AutoModelForCausalLM, "tied_llama": AutoModelForCausalLM, "mixtral": AutoModelForCausalLM,
+    "t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM,
+}  # fmt: skip
 
 
-def places(**modules: str) -> dict[str, str]:
+def places(**modules):
     """Return a device map: place -> the modules on it, in words."""
     return {name: place for place, names in modules.items() for name in names.split()}
 
 
 MIXED = {
-    "llama": big_hooks.MIXED,
-    "tied_llama": places(disk="model lm_head"),
+    "llama": big_hooks.MIXED, "tied_llama": places(disk="model lm_head"),
     "mixtral": places(
         cpu="model.layers.0.self_attn model.layers.0.input_layernorm model.layers.1 model.rotary_emb lm_head",
         disk="model.embed_tokens model.layers.0.mlp model.layers.0.post_attention_layernorm model.norm",
@@ -62,25 +53,23 @@ MIXED = {
     "t5": places(
         cpu="shared decoder.embed_tokens decoder.block.0 decoder.dropout lm_head",
         disk="encoder decoder.block.1 decoder.final_layer_norm",
-    ),
-    "bert": places(cpu="bert.embeddings cls", disk="bert.encoder"),
+    ), "bert": places(cpu="bert.embeddings cls", disk="bert.encoder"),
     "unet": places(
         cpu="conv_in time_proj down_blocks.0 down_blocks.1.attentions conv_norm_out conv_act",
         disk="time_embedding down_blocks.1.resnets mid_block up_blocks conv_out",
     ),
-}
+}  # fmt: skip
 
 
-def equal(mine: list[torch.Tensor], other: list[torch.Tensor], what: object) -> None:
-    """Require two lists of tensors to be the same."""
+def equal(mine, other, what):
     different = [i for i, (m, o) in enumerate(zip(mine, other, strict=True)) if not same(m, o)]
     assert not different, (what, "outputs", different, "of", len(mine))
 
 
-def from_pretrained(name: str) -> Callable[[Path], dict[str, Any]]:
+def from_pretrained(name):
     """Return the check of `from_pretrained(device_map=...)` with one model, and of `save_pretrained` afterwards."""
 
-    def check(folder: Path) -> dict[str, Any]:
+    def check(folder):
         reference, saved, facts = Reference(MODELS[name], torch.float32, folder), folder / "saved", {}
         reference.make().save_pretrained(saved, max_shard_size="20KB")
         size = sum(parameter.nbytes for parameter in reference.make().parameters())
@@ -90,12 +79,10 @@ def from_pretrained(name: str) -> Callable[[Path], dict[str, Any]]:
             wanted, state = reference.run(whole), whole.state_dict()
             room = int(size * 0.6) // (1 if dtype == torch.float32 else 2)
             maps = {
-                "cpu": {"device_map": "cpu"},
-                "disk": {"device_map": {"": "disk"}},
-                "mixed": {"device_map": MIXED[name]},
-                "auto": {"device_map": "auto", "max_memory": {"cpu": room}},
+                "cpu": {"device_map": "cpu"}, "disk": {"device_map": {"": "disk"}},
+                "mixed": {"device_map": MIXED[name]}, "auto": {"device_map": "auto", "max_memory": {"cpu": room}},
                 "sequential": {"device_map": "sequential", "max_memory": {"cpu": room}},
-            }
+            }  # fmt: skip
             for way, options in maps.items():
                 what, place = f"{way} {dtype}", folder / f"{way} {dtype}"
                 with prefetching(next(prefetches)):
@@ -111,7 +98,7 @@ def from_pretrained(name: str) -> Callable[[Path], dict[str, Any]]:
     return check
 
 
-def saved_over(folder: Path) -> dict[str, Any]:
+def saved_over(folder):
     """A model saved into the folder whose files its offloaded weights are read from."""
     reference, saved = Reference(MODELS["llama"], torch.float32, folder), folder / "saved"
     reference.make().save_pretrained(saved, max_shard_size="20KB")
@@ -125,13 +112,7 @@ def saved_over(folder: Path) -> dict[str, Any]:
     return {"outputs": digest(reference.results)}
 
 
-def _as_whole(
-    reference: Reference,
-    model: torch.nn.Module,
-    wanted: list[torch.Tensor],
-    state: dict[str, torch.Tensor],
-    what: object,
-) -> dict[str, Any]:
+def _as_whole(reference, model, wanted, state, what):
     equal(reference.run(model), wanted, what)
     whole = get_state_dict_offloaded_model(model)
     assert whole.keys() == state.keys(), (what, whole.keys() ^ state.keys())
@@ -144,7 +125,7 @@ def _as_whole(
     }
 
 
-def _adapters(reference: Reference, folder: Path) -> Path:
+def _adapters(reference, folder):
     """Save a base model and an adapter of it; go to their folder, because PEFT writes below the working directory."""
     os.chdir(folder)
     for base in ("base", "models--base"):  # PEFT writes beside the second and over the first, if the path is relative
@@ -155,10 +136,8 @@ def _adapters(reference: Reference, folder: Path) -> Path:
     return folder
 
 
-def _lives(reference: Reference, model: Any) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Run an adapted model through its life: merged, unmerged, unloaded."""
-
-    def results(what: str) -> tuple[str, list[torch.Tensor]]:
+def _lives(reference, model):
+    def results(what):
         return what, reference.run(model)
 
     yield results("adapted")
@@ -170,7 +149,7 @@ def _lives(reference: Reference, model: Any) -> Iterator[tuple[str, list[torch.T
     yield results("unloaded")
 
 
-def _same_life(reference: Reference, offloaded: Any, whole: Any, what: object) -> str:
+def _same_life(reference, offloaded, whole, what):
     facts = []
     for (stage, mine), (_, other) in zip(
         _lives(reference, offloaded.eval()), _lives(reference, whole.eval()), strict=True
@@ -180,11 +159,11 @@ def _same_life(reference: Reference, offloaded: Any, whole: Any, what: object) -
     return digest(facts)
 
 
-def _with_prefix(device_map: dict[str, str]) -> dict[str, str]:
+def _with_prefix(device_map):
     return {f"base_model.model.{name}" if name else "": place for name, place in device_map.items()}
 
 
-def adapter_on_offloaded(folder: Path) -> dict[str, Any]:
+def adapter_on_offloaded(folder):
     """`PeftModel.from_pretrained` of a model that transformers has offloaded; from full and relative paths."""
     reference, facts = Reference(MODELS["llama"], torch.float32, folder), {}
     folder = _adapters(reference, folder)
@@ -211,7 +190,7 @@ def adapter_on_offloaded(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def adapter_on_checkpoint(folder: Path) -> dict[str, Any]:
+def adapter_on_checkpoint(folder):
     """An adapter on what `load_checkpoint_and_dispatch` made of safetensors. (The peer writes .dat files, which PEFT cannot use.)"""
     reference, facts = Reference(MODELS["llama"], torch.float32, folder), {}
     folder = _adapters(reference, folder)
@@ -227,7 +206,7 @@ def adapter_on_checkpoint(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def pipeline_offload(way: str) -> Callable[[Path], dict[str, Any]]:
+def pipeline_offload(way):
     """Return the check of one of the ways of diffusers to offload a pipeline, on the CPU; twice in turn, and back."""
     ways = {
         "model": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
@@ -235,7 +214,7 @@ def pipeline_offload(way: str) -> Callable[[Path], dict[str, Any]]:
         "group": lambda pipe: pipe.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level"),
     }
 
-    def check(folder: Path) -> dict[str, Any]:
+    def check(folder):
         wanted = image(pipeline())
         for prefetch in PREFETCHES:
             with prefetching(prefetch):
@@ -253,11 +232,11 @@ def pipeline_offload(way: str) -> Callable[[Path], dict[str, Any]]:
     return check
 
 
-def _models(pipe: StableDiffusionPipeline) -> list[torch.nn.Module]:
+def _models(pipe):
     return [pipe.unet, pipe.vae, pipe.text_encoder]
 
 
-def pipeline_from_disk(folder: Path) -> dict[str, Any]:
+def pipeline_from_disk(folder):
     """`from_pretrained` of diffusers with device maps: a pipeline's "balanced", and a model's with parts on disk."""
     wanted, pipe = image(pipeline()), pipeline()
     pipe.save_pretrained(folder / "pipe")
@@ -266,10 +245,9 @@ def pipeline_from_disk(folder: Path) -> dict[str, Any]:
     assert same(image(balanced), wanted)
     reference = Reference(MODELS["unet"], torch.float32, folder / "unet")
     maps = {
-        "disk": {"device_map": {"": "disk"}},
-        "mixed": {"device_map": MIXED["unet"]},
+        "disk": {"device_map": {"": "disk"}}, "mixed": {"device_map": MIXED["unet"]},
         "auto": {"device_map": "auto", "max_memory": {"cpu": 40_000}},
-    }
+    }  # fmt: skip
     facts = {"balanced": digest([image(balanced)])}
     for way, options in maps.items():
         unet = UNet2DConditionModel.from_pretrained(
@@ -286,8 +264,7 @@ def pipeline_from_disk(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def sentence_encoder(folder: Path) -> dict[str, Any]:
-    """Sentences encoded by a backbone on disk, read in by sentence-transformers."""
+def sentence_encoder(folder):
     set_seed(0)
     BertModel(bert_config()).save_pretrained(folder / "bert")
     tokenizer().save_pretrained(folder / "bert")
@@ -305,21 +282,15 @@ def sentence_encoder(folder: Path) -> dict[str, Any]:
 
 
 QUICK = {
-    **big_hooks.CHECKS,
-    "transformers-t5": from_pretrained("t5"),
-    "peft-on-offloaded": adapter_on_offloaded,
-    "diffusers-model": pipeline_offload("model"),
-    "diffusers-from-disk": pipeline_from_disk,
+    **big_hooks.CHECKS, "transformers-t5": from_pretrained("t5"), "peft-on-offloaded": adapter_on_offloaded,
+    "diffusers-model": pipeline_offload("model"), "diffusers-from-disk": pipeline_from_disk,
     "sentence-transformers": sentence_encoder,
-}
+}  # fmt: skip
 CHECKS = {
-    **QUICK,
-    **{f"transformers-{name}": from_pretrained(name) for name in KINDS},
-    "transformers-saved-over": saved_over,
-    "peft-on-checkpoint": adapter_on_checkpoint,
+    **QUICK, **{f"transformers-{name}": from_pretrained(name) for name in KINDS},
+    "transformers-saved-over": saved_over, "peft-on-checkpoint": adapter_on_checkpoint,
     **{f"diffusers-{way}": pipeline_offload(way) for way in ("model", "sequential", "group")},
-}
-
+}  # fmt: skip
 if __name__ == "__main__":
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     run(CHECKS, QUICK)

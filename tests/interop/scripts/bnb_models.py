@@ -19,12 +19,10 @@ PLACES |= {"model.rotary_emb": "cpu", "lm_head": "disk"}
 OPTIONS = {
     "8": {"load_in_8bit": True},
     "4": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": torch.bfloat16,
     },
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -39,12 +37,9 @@ def checkpoint():
 
 def loaded(bits, device_map=None, **options):
     return AutoModelForCausalLM.from_pretrained(
-        checkpoint(),
-        quantization_config=BitsAndBytesConfig(**OPTIONS[bits]),
-        device_map={"": "cpu"} if device_map is None else device_map,
-        dtype=torch.float32,
-        **options,
-    ).eval()
+        checkpoint(), quantization_config=BitsAndBytesConfig(**OPTIONS[bits]),
+        device_map={"": "cpu"} if device_map is None else device_map, dtype=torch.float32, **options,
+    ).eval()  # fmt: skip
 
 
 def generated(model):
@@ -52,7 +47,6 @@ def generated(model):
 
 
 def tokens():
-    """Greedy tokens for every way to say where the model goes."""
     maps = ({"": "cpu"}, "cpu", "auto")
     return {f"{bits} {places}": generated(loaded(bits, places)) for bits in OPTIONS for places in maps}
 
@@ -84,10 +78,9 @@ def offloaded(bits):
     model = dispatch_model(loaded(bits), PLACES, offload_dir=FOLDER / f"offload{bits}")
     elsewhere = sum(tensor.is_meta for tensor in model.parameters())
     found = {
-        "offloaded": elsewhere > 5,
-        "logits": all(torch.equal(model(IDS).logits, logits) for _ in range(2)),
+        "offloaded": elsewhere > 5, "logits": all(torch.equal(model(IDS).logits, logits) for _ in range(2)),
         "tokens": generated(model) == wanted,
-    }
+    }  # fmt: skip
     gathered = get_state_dict_offloaded_model(model)
     found["names"] = gathered.keys() == state.keys()
     # What ran on the CPU may be packed there in another way; what is offloaded is as it was stored.
@@ -127,7 +120,6 @@ for name in OPTIONS:
     CHECKS[f"same {name}"] = functools.partial(same, name)
     CHECKS[f"offloaded {name}"] = functools.partial(offloaded, name)
     CHECKS[f"lora {name}"] = functools.partial(lora, name)
-
 if __name__ == "__main__":
     wanted = sys.argv[2:] or list(CHECKS)
     report(checks={name: CHECKS[name]() for name in wanted})

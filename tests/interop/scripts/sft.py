@@ -17,10 +17,8 @@ def build(folder, model, adapter=None, **options):
     return SFTTrainer(
         model=model,
         args=SFTConfig(output_dir=folder, gradient_checkpointing=False, max_length=16, **COMMON, **options),
-        train_dataset=Dataset.from_dict({"text": sentences(32)}),
-        processing_class=tokenizer(),
-        peft_config=adapter,
-    )
+        train_dataset=Dataset.from_dict({"text": sentences(32)}), processing_class=tokenizer(), peft_config=adapter,
+    )  # fmt: skip
 
 
 def train(folder, adapter):

@@ -7,9 +7,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from tiny import report
@@ -20,7 +18,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
     set_seed,
@@ -33,51 +30,43 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 LENGTH, WORDS, BATCH, WINDOW, UPDATES = 12, 32, 4, 2, 3
 EXACT = 1e-5
 VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-
-
 SPECIAL = {"vocab_size": WORDS, "pad_token_id": 0, "eos_token_id": 2}
 
 
-def llama() -> LlamaForCausalLM:
-    """Two layers, with a rotary buffer that no state dict holds."""
+def llama():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**SPECIAL, **sizes, num_attention_heads=2, num_key_value_heads=2))
 
 
-def gpt2() -> GPT2LMHeadModel:
-    """Two layers, whose word embedding is its head."""
+def gpt2():
     sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**SPECIAL, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def t5() -> T5ForConditionalGeneration:
-    """An encoder and a decoder that share one embedding with the head."""
+def t5():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
     return T5ForConditionalGeneration(T5Config(**{**SPECIAL, **sizes}, dropout_rate=0.0))
 
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "gpt2": gpt2, "t5": t5}
+MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5}
 
 
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """Return a model with the same random weights on each rank, in training mode."""
+def seeded(make, seed=0):
     set_seed(seed)
     return make().train()
 
 
-def batches() -> torch.Tensor:
-    """Return token ids of shape (micro-batches, BATCH, LENGTH)."""
+def batches():
     generator = torch.Generator().manual_seed(7)
     return torch.randint(3, WORDS, (WINDOW * UPDATES, BATCH, LENGTH), generator=generator)
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
+def adam(parameters):
     """Return AdamW. Its eps is above the noise of gradients that are zero in exact arithmetic, as those of key biases are."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
 
 
-def alone(model: nn.Module) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Train in plain PyTorch on whole batches; return losses, norms and weights."""
+def alone(model):
     optimizer, losses, norms = adam([p for p in model.parameters() if p.requires_grad]), [], []
     for step, ids in enumerate(batches()):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -90,7 +79,7 @@ def alone(model: nn.Module) -> tuple[list[float], list[float], dict[str, torch.T
     return losses, norms, model.state_dict()
 
 
-def train(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[list[float], list[float]]:
+def train(accelerator, model, optimizer):
     """Train on this rank's share of each batch; return the losses and norms, which are those of the whole batch."""
     rows, losses, norms = BATCH // accelerator.num_processes, [], []
     for ids in batches()[:, accelerator.process_index * rows :][:, :rows]:
@@ -105,22 +94,20 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[l
     return losses, norms
 
 
-def same(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], limit: float, what: str) -> None:
-    """Require two state dicts to have the same names, and values within a limit."""
+def same(mine, other, limit, what):
     assert mine.keys() == other.keys(), (what, sorted(mine.keys() ^ other.keys()))
     for name, tensor in mine.items():
         distance = (tensor.float() - other[name].float()).abs().max().item()
         assert distance <= limit, (what, name, distance)
 
 
-def close(mine: list[float], other: list[float], what: str) -> None:
-    """Require two lists of losses or norms to be equal."""
+def close(mine, other, what):
     assert len(mine) == len(other), (what, mine, other)
     assert max(abs(a - b) for a, b in zip(mine, other, strict=True)) <= EXACT, (what, mine, other)
 
 
 @contextmanager
-def accelerator_of(version: int, plugin: dict[str, Any] | None = None, **options: Any) -> Iterator[Accelerator]:
+def accelerator_of(version, plugin=None, **options):
     """Give an Accelerator that shares nothing but the process group with those before it."""
     kept = {name: os.environ.get(name) for name in VARIABLES}
     GradientState._reset_state()
@@ -138,14 +125,13 @@ def accelerator_of(version: int, plugin: dict[str, Any] | None = None, **options
                 os.environ[name] = value
 
 
-def units(model: nn.Module) -> int:
-    """Count what is gathered on its own."""
+def units(model):
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     return sum(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
 
 
-def trains_as_one(folder: str, version: int, name: str) -> None:
+def trains_as_one(folder, version, name):
     """Losses, norms and weights are those of one process; exports give back the same model."""
     what = f"{name} under FSDP{version}"
     losses, norms, weights = alone(seeded(MODELS[name]))
@@ -163,7 +149,7 @@ def trains_as_one(folder: str, version: int, name: str) -> None:
         exports(accelerator, model, state, f"{folder}/{name}{version}")
 
 
-def exports(accelerator: Accelerator, model: nn.Module, state: dict[str, torch.Tensor], folder: str) -> None:
+def exports(accelerator, model, state, folder):
     """`save_pretrained` and `save_model` write what `from_pretrained` reads."""
     bare = accelerator.unwrap_model(model)
     # A copy: save_pretrained empties the dict that it is given.
@@ -178,7 +164,7 @@ def exports(accelerator: Accelerator, model: nn.Module, state: dict[str, torch.T
     accelerator.wait_for_everyone()
 
 
-def root_gathered(model: nn.Module) -> Any:
+def root_gathered(model):
     """Under FSDP1 `generate` does not pass through the root's wrapper, which would gather what lies outside the layers."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -187,7 +173,7 @@ def root_gathered(model: nn.Module) -> Any:
     return nullcontext()
 
 
-def generates(folder: str, version: int) -> None:
+def generates(folder, version):
     """After training, `generate` gives on every rank what the same weights give on one process."""
     options = {"max_new_tokens": 5, "do_sample": False}
     with accelerator_of(version) as accelerator:
@@ -207,7 +193,7 @@ def generates(folder: str, version: int) -> None:
         assert torch.equal(told[: len(words)], told[len(words) :]), told
 
 
-def lora() -> nn.Module:
+def lora():
     """An adapter of four matrices in each layer, both factors random; all else is frozen."""
     from peft import LoraConfig, get_peft_model
 
@@ -216,7 +202,7 @@ def lora() -> nn.Module:
     )
 
 
-def trains_adapter(folder: str, version: int) -> None:
+def trains_adapter(folder, version):
     """Only the adapter moves, as on one process; it loads into another model; checkpoints may hold it alone."""
     what, folder = f"LoRA under FSDP{version}", f"{folder}/lora{version}"
     losses, norms, weights = alone(seeded(lora))
@@ -245,7 +231,7 @@ def trains_adapter(folder: str, version: int) -> None:
             same(accelerator.get_state_dict(model), after, 0.0, f"{what}, {name}")
 
 
-def loaded_adapter(folder: str, state: dict[str, torch.Tensor]) -> None:
+def loaded_adapter(folder, state):
     """The saved adapter, put on the base model, gives the model that was trained."""
     from peft import PeftModel
 
@@ -255,7 +241,7 @@ def loaded_adapter(folder: str, state: dict[str, torch.Tensor]) -> None:
     same({name: got[name] for name in adapter}, {name: state[name] for name in adapter}, 0.0, folder)
 
 
-def loads_on_one_rank(folder: str, version: int) -> None:
+def loads_on_one_rank(folder, version):
     """`cpu_ram_efficient_loading`: what rank 0 read reaches all ranks, and so do buffers that no file holds."""
     from transformers.integrations.fsdp import is_fsdp_enabled
 
@@ -282,18 +268,16 @@ def loads_on_one_rank(folder: str, version: int) -> None:
     assert not is_fsdp_enabled()
 
 
-LOADING: dict[int, dict[str, Any]] = {1: {"sync_module_states": True}, 2: {}}
-ABILITIES: dict[str, Callable[[str, int], None]] = {
-    **{name: functools.partial(trains_as_one, name=name) for name in MODELS},
-    "generate": generates,
-    "loading": loads_on_one_rank,
-    "lora": trains_adapter,
-}
+LOADING = {1: {"sync_module_states": True}, 2: {}}
+ABILITIES = {
+    **{name: functools.partial(trains_as_one, name=name) for name in MODELS}, "generate": generates,
+    "loading": loads_on_one_rank, "lora": trains_adapter,
+}  # fmt: skip
 # Each ability once, and both versions; `all` runs every one under both.
 QUICK = ["gpt2 2", "t5 1", "generate 2", "loading 1", "lora 2"]
 
 
-def main() -> None:
+def main():
     folder, *chosen = sys.argv[1:]
     warnings.simplefilter("ignore", FutureWarning)
     every = [f"{name} {version}" for name in ABILITIES for version in (2, 1)]

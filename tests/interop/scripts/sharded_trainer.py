@@ -5,9 +5,7 @@ accelerate launch --cpu --num_processes 2 sharded_trainer.py FOLDER [STRATEGY ..
 
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from sharded_models import EXACT, LENGTH, WORDS, close, llama, seeded
@@ -21,37 +19,33 @@ STEPS = 4
 LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 
 
-def fsdp(version: int, **options: Any) -> dict[str, Any]:
-    """Return arguments that shard the layers of the model."""
+def fsdp(version, **options):
     return {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": version, **LAYERS, **options}}
 
 
 # The batch of each process, and arguments. What a mesh does not count as data-parallel sees the whole batch.
-STRATEGIES: dict[str, tuple[int, Any]] = {
-    "fsdp2": (2, lambda: fsdp(2)),
-    "fsdp1": (2, lambda: fsdp(1)),
+STRATEGIES = {
+    "fsdp2": (2, lambda: fsdp(2)), "fsdp1": (2, lambda: fsdp(1)),
     "fsdp1_orig": (2, lambda: fsdp(1, use_orig_params=True)),
     "shards": (2, lambda: fsdp(2, state_dict_type="SHARDED_STATE_DICT")),
     "mesh": (2, lambda: {**fsdp(2), "parallelism_config": ParallelismConfig(dp_shard_size=2)}),
     "context": (4, lambda: {**fsdp(2), "parallelism_config": ParallelismConfig(cp_size=2)}),
-}
+}  # fmt: skip
 QUICK = ("fsdp2", "tensors")
 
 
 class Rows(torch.utils.data.Dataset):
-    """Random tokens, without padding."""
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.ids = torch.randint(3, WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(3))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def build(folder: str, batch: int, model: Any = None, **options: Any) -> Trainer:
+def build(folder, batch, model=None, **options):
     common = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "max_steps": STEPS, "seed": 3}
     common |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_grad_norm": 0.5}
     common |= {"logging_steps": 1, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
@@ -59,13 +53,12 @@ def build(folder: str, batch: int, model: Any = None, **options: Any) -> Trainer
     return Trainer(model or seeded(llama), arguments, train_dataset=Rows(48), eval_dataset=Rows(8))
 
 
-def logged(trainer: Trainer) -> list[float]:
-    """Return the losses and the norms of all steps."""
+def logged(trainer):
     return [entry[key] for entry in trainer.state.log_history if "grad_norm" in entry for key in ("loss", "grad_norm")]
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def apart():
     """Forget states, and the variables that TrainingArguments writes, afterwards."""
     before = dict(os.environ)
     try:
@@ -77,7 +70,7 @@ def apart() -> Iterator[None]:
         os.environ.update(before)
 
 
-def saved(trainer: Trainer, folder: str, loss: float) -> None:
+def saved(trainer, folder, loss):
     """What `save_model` writes is the model that was evaluated."""
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()
@@ -87,7 +80,7 @@ def saved(trainer: Trainer, folder: str, loss: float) -> None:
     assert abs(found - loss) <= EXACT, (folder, found, loss)
 
 
-def trains(folder: str, name: str, expected: list[float], expected_loss: float) -> None:
+def trains(folder, name, expected, expected_loss):
     """Losses, norms and the evaluation are those of data-parallel training; a resumed run repeats what was cut off."""
     batch, options = STRATEGIES[name]
     folder = f"{folder}/{name}"
@@ -107,7 +100,7 @@ def trains(folder: str, name: str, expected: list[float], expected_loss: float) 
         assert resumed.state.global_step == STEPS
 
 
-def trains_in_tensors(folder: str, expected: list[float], expected_loss: float) -> None:
+def trains_in_tensors(folder, expected, expected_loss):
     """A model that transformers has split by its own plan. The Trainer saves its weights alone, by its own rule."""
     main = int(os.environ.get("RANK", "0")) == 0
     source, folder = f"{folder}/source", f"{folder}/tensors"
@@ -126,7 +119,7 @@ def trains_in_tensors(folder: str, expected: list[float], expected_loss: float) 
         saved(trainer, f"{folder}/final", loss)
 
 
-def tunes(folder: str) -> None:
+def tunes(folder):
     """TRL's SFTTrainer with an adapter, sharded: the same losses as data-parallel, and an adapter that loads."""
     from peft import PeftModel
     from sft import ADAPTER
@@ -151,7 +144,7 @@ def tunes(folder: str) -> None:
     close(found[1], found[0], "sft")
 
 
-def main() -> None:
+def main():
     folder, *chosen = sys.argv[1:]
     with apart():
         plain = build(f"{folder}/plain", 2, save_strategy="no")

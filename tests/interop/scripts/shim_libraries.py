@@ -54,16 +54,9 @@ def outcome(name, folder):
     return found
 
 
-def main():
-    folder, *order = sys.argv[1:]
-    before, after = order
-    getattr(
-        importlib.import_module(before), "SFTConfig" if before == "trl" else "SentenceTransformerTrainingArguments"
-    )
-    assert after not in sys.modules, after
-    transformers_patch.apply()
-    finish(before=outcome(before, folder), after=outcome(after, folder))
-
-
-if __name__ == "__main__":
-    main()
+folder, *order = sys.argv[1:]
+before, after = order
+getattr(importlib.import_module(before), "SFTConfig" if before == "trl" else "SentenceTransformerTrainingArguments")
+assert after not in sys.modules, after
+transformers_patch.apply()
+finish(before=outcome(before, folder), after=outcome(after, folder))

@@ -19,17 +19,10 @@ def main():
     if one := shared(accelerator, arguments):
         works(accelerator)
     finish(
-        argv=sys.argv,
-        name=__name__,
-        file=__file__,
-        path=sys.path[0],
-        main=sys.modules["__main__"].__dict__ is globals(),
-        spec=getattr(__spec__, "name", None),
-        package=__package__,
-        folder=os.getcwd(),
-        shared=one,
-        warnings=texts,
-    )
+        argv=sys.argv, name=__name__, file=__file__, path=sys.path[0],
+        main=sys.modules["__main__"].__dict__ is globals(), spec=getattr(__spec__, "name", None), package=__package__,
+        folder=os.getcwd(), shared=one, warnings=texts,
+    )  # fmt: skip
     sys.exit(int(code))
 
 

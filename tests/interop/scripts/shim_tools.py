@@ -20,8 +20,6 @@ COMMON |= {"eval_strategy": "no", "save_strategy": "no", "report_to": [], "use_c
 
 
 class Line(torch.nn.Module):
-    """A linear regression that returns its loss, as a Trainer wants it."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -33,18 +31,15 @@ class Line(torch.nn.Module):
 
 
 def rows(count=32):
-    """Return reproducible points of a plane."""
     points = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
     return [{"x": point, "labels": point.sum()} for point in points]
 
 
 def build(cls, folder, **changes):
-    """Return arguments of a class, on the CPU and without files."""
     return cls(output_dir=folder, **{**COMMON, **changes})
 
 
 def train(arguments, model=None):
-    """Train with a Trainer of its own; return it and its losses."""
     trainer = Trainer(model or Line(), arguments, train_dataset=rows(), eval_dataset=rows(13))
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -57,7 +52,6 @@ def forget():
 
 
 def start(**options):
-    """Build an Accelerator as a fresh program would."""
     forget()
     return Accelerator(cpu=True, **options)
 

@@ -20,7 +20,6 @@ FITS = 4
 
 
 def arguments_alone(cls, folder, **changes):
-    """Say whether arguments share the state of an Accelerator that was there before them."""
     accelerator = start()
     return shared(accelerator, build(cls, folder, **changes))
 
@@ -53,7 +52,6 @@ def refused(folder, kind, state=None, **changes):
 
 
 def trained(folder, state=None, **changes):
-    """Train; return the precision that was trained in, and whether the state was kept and shared."""
     accelerator = start(**(state or {}))
     arguments = build(TrainingArguments, folder, max_steps=2, **changes)
     kept = shared(accelerator, arguments)
@@ -96,8 +94,6 @@ def losses_of(folder):
 
 
 class Rates(TrainerCallback):
-    """Notes the learning rate of every training that begins."""
-
     def __init__(self):
         self.seen = []
 
@@ -116,17 +112,14 @@ def search(folder):
     trainer = Trainer(None, arguments, train_dataset=rows(), eval_dataset=rows(13), model_init=Line, callbacks=[rates])
     trainer.hyperparameter_search(
         hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1, log=True)},
-        backend="optuna",
-        n_trials=3,
-        sampler=optuna.samplers.RandomSampler(seed=1),
-    )
+        backend="optuna", n_trials=3, sampler=optuna.samplers.RandomSampler(seed=1),
+    )  # fmt: skip
     works(accelerator)
     tried = trainer.accelerator.gather(torch.tensor(rates.seen)).reshape(-1, 3).tolist()
     return {"tried": tried, "shared": shared(accelerator, trainer.args, trainer)}
 
 
 def trainer_twice(folder):
-    """Build and train two Trainers over the same arguments, then evaluate both."""
     accelerator = start()
     arguments = build(TrainingArguments, folder)
     trainers, losses = zip(train(arguments), train(arguments), strict=True)
@@ -172,36 +165,25 @@ def accelerator_afterwards(folder):
     return [*precisions, *(shared(accelerator, made, trainer) for made in (arguments, again))]
 
 
-def main():
-    folder = sys.argv[1]
-    # The Trainer collects garbage several times per training, over everything that was imported.
-    gc.freeze()
-    figures = {"unpatched": [arguments_alone(cls, folder) for cls in PLAIN.values()], **sharing(OWN, folder)}
-    transformers_patch.apply()
-    with messages() as texts:
-        figures |= sharing(PLAIN, folder)
-    figures["warned of a reset"] = len(texts)
-    finish(
-        **figures,
-        refused={
-            "bf16": refused(folder, ValueError, bf16=True),
-            "no": refused(folder, ValueError, state=BF16),
-            "DeepSpeed": refused(folder, RuntimeError, deepspeed=ZERO),
-            "FSDP": refused(folder, RuntimeError, fsdp="full_shard"),
-        },
-        ways={
-            "change the arguments": trained(folder, bf16=False),
-            "change the state": trained(folder, state=BF16, bf16=True),
-            "reset": trained(folder, bf16=True, preserve_accelerator_state=False),
-        },
-        group=group(folder),
-        losses=losses_of(folder),
-        search=search(folder),
-        twice=trainer_twice(folder),
-        batch=batch_size(folder),
-        afterwards=accelerator_afterwards(folder),
-    )
-
-
-if __name__ == "__main__":
-    main()
+folder = sys.argv[1]
+# The Trainer collects garbage several times per training, over everything that was imported.
+gc.freeze()
+figures = {"unpatched": [arguments_alone(cls, folder) for cls in PLAIN.values()], **sharing(OWN, folder)}
+transformers_patch.apply()
+with messages() as texts:
+    figures |= sharing(PLAIN, folder)
+figures["warned of a reset"] = len(texts)
+finish(
+    **figures,
+    refused={
+        "bf16": refused(folder, ValueError, bf16=True), "no": refused(folder, ValueError, state=BF16),
+        "DeepSpeed": refused(folder, RuntimeError, deepspeed=ZERO),
+        "FSDP": refused(folder, RuntimeError, fsdp="full_shard"),
+    },
+    ways={
+        "change the arguments": trained(folder, bf16=False),
+        "change the state": trained(folder, state=BF16, bf16=True),
+        "reset": trained(folder, bf16=True, preserve_accelerator_state=False),
+    }, group=group(folder), losses=losses_of(folder), search=search(folder), twice=trainer_twice(folder),
+    batch=batch_size(folder), afterwards=accelerator_afterwards(folder),
+)  # fmt: skip

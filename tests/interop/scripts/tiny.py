@@ -9,77 +9,42 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
 WORDS = [
-    "a",
-    "cat",
-    "dog",
-    "bird",
-    "sees",
-    "hears",
-    "likes",
-    "the",
-    "red",
-    "blue",
-    "small",
-    "big",
-    "house",
-    "tree",
-    "river",
-    "and",
-    "or",
-    "not",
-]
+    "a", "cat", "dog", "bird", "sees", "hears", "likes", "the", "red", "blue", "small", "big", "house", "tree",
+    "river", "and", "or", "not",
+]  # fmt: skip
 
 
 def tokenizer():
-    """Return a word-level tokenizer over a small vocabulary."""
     vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[EOS]", *WORDS])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        eos_token="[EOS]",
-        model_max_length=32,
-    )
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        eos_token="[EOS]", model_max_length=32,
+    )  # fmt: skip
 
 
 def sentences(count, seed=0):
-    """Return reproducible sentences of four to ten words."""
     draw = random.Random(seed)
     return [" ".join(draw.choice(WORDS) for _ in range(draw.randint(4, 10))) for _ in range(count)]
 
 
 def causal_model(seed=0):
-    """Return a two-layer causal language model."""
     set_seed(seed)
     length = len(WORDS) + 5
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=length,
-            n_positions=64,
-            n_embd=32,
-            n_layer=2,
-            n_head=2,
-            bos_token_id=4,
-            eos_token_id=4,
+            vocab_size=length, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=4, eos_token_id=4,
             pad_token_id=0,
-        )
-    )
+        ),
+    )  # fmt: skip
 
 
 def bert_config():
-    """Return the configuration of a two-layer encoder."""
     return BertConfig(
-        vocab_size=len(WORDS) + 5,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
+        vocab_size=len(WORDS) + 5, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=64,
-    )
+    )  # fmt: skip
 
 
 class TokenRows(torch.utils.data.Dataset):
@@ -99,6 +64,5 @@ class TokenRows(torch.utils.data.Dataset):
 
 
 def report(**figures):
-    """Print the figures of a run, once per run."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(figures), flush=True)

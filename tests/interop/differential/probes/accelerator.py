@@ -3,8 +3,6 @@
 import copy
 import functools
 import pickle
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,43 +17,31 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from interop.differential.core import attempt, probe
+from interop.differential.core import BOTH, attempt, probe, properties
 
-BOTH = (1, 2)
 COVERED = "accelerator:Accelerator"
-PROPERTIES = [
-    "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_plugin", "device",
-    "dispatch_batches", "distributed_type", "even_batches", "fp8_backend", "gradient_accumulation_steps",
-    "is_composable_parallelism_enabled", "is_fsdp2", "is_last_process", "is_local_main_process", "is_main_process",
-    "local_process_index", "logging_dir", "mixed_precision", "multi_device", "non_blocking", "num_processes",
-    "optimizer_step_was_skipped", "parallelism_config", "pipeline_parallel_rank", "process_index", "project_dir",
-    "save_iteration", "should_save_model", "split_batches", "sync_gradients", "tensor_parallel_rank",
-    "torch_device_mesh", "use_distributed", "use_seedable_sampler", "use_stateful_dataloader",
-]  # fmt: skip
+PROPERTIES = properties(COVERED)
 ATTRIBUTES = [
     "step_scheduler_with_optimizer", "rng_types", "native_amp", "scaler", "device_placement", "log_with", "trackers",
-    "step", "flag_tensor",
-]  # fmt: skip
-ATTRIBUTES += [
-    "delayed_fp8_autocast", "has_lomo_optimizer", "ddp_handler", "scaler_handler", "init_handler",
-    "autocast_handler", "profile_handler",
+    "step", "flag_tensor", "delayed_fp8_autocast", "has_lomo_optimizer", "ddp_handler", "scaler_handler",
+    "init_handler", "autocast_handler", "profile_handler",
 ]  # fmt: skip
 
 
-def read(item: Any, names: Any) -> dict[str, Any]:
+def read(item, names):
     return {name: attempt(getattr, item, name) for name in names}
 
 
-def made(**kwargs: Any) -> Accelerator:
+def made(**kwargs):
     return Accelerator(**{"cpu": True, **kwargs})
 
 
-def model(seed: int = 1) -> nn.Module:
+def model(seed=1):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def data(count: int = 12, batch: int = 2, **options: Any) -> DataLoader:
+def data(count=12, batch=2, **options):
     noise = torch.Generator().manual_seed(2)
     return DataLoader(TensorDataset(torch.randn(count, 3, generator=noise), torch.arange(count) % 2), batch, **options)
 
@@ -79,38 +65,35 @@ GIVEN = [
         f"{number} {' '.join(given)}": functools.partial(copy.deepcopy, given) for number, given in enumerate(GIVEN)
     },
 )
-def arguments(given: dict[str, Any]) -> Any:
+def arguments(given):
     return read(made(**given), PROPERTIES + ATTRIBUTES)
 
 
 @probe(COVERED, count=[0, 2, 3], placement=[None, [], [True], [True, False], [True, False, True], True])
-def prepare_placement(count: int, placement: Any) -> Any:
+def prepare_placement(count, placement):
     objects = [model(), data(), None][:count]
     result = made().prepare(*objects, device_placement=placement)
     return [type(item).__name__ for item in result] if isinstance(result, (list, tuple)) else type(result).__name__
 
 
 @probe(COVERED, prepared=[True, False], rate=[0.1, 0.0])
-def lomo(prepared: bool, rate: float) -> Any:
+def lomo(prepared, rate):
     accelerator = made()
     net = accelerator.prepare(model()) if prepared else model()
     return accelerator.lomo_backward(net(torch.ones(1, 3)).sum(), rate)
 
 
 @probe(
-    COVERED,
-    handler=[
-        ProfileKwargs(activities=["cpu"], record_shapes=True), ProfileKwargs(activities=["nonsense"]),
-    ],
+    COVERED, handler=[ProfileKwargs(activities=["cpu"], record_shapes=True), ProfileKwargs(activities=["nonsense"])],
 )  # fmt: skip
-def profile(handler: Any) -> Any:
+def profile(handler):
     with made().profile(handler) as profiler:
         torch.ones(2, 2).sum()
     return type(profiler).__name__, any("sum" in event.key for event in profiler.key_averages())
 
 
 @probe(COVERED, way=["copy", "deepcopy", "pickle"], prepared=[True, False])
-def copies(way: str, prepared: bool) -> Iterator[tuple[str, Any]]:
+def copies(way, prepared):
     accelerator = made(mixed_precision="bf16", gradient_accumulation_steps=3)
     if prepared:
         accelerator.prepare(model())

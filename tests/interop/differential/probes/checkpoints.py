@@ -5,8 +5,6 @@ import functools
 import os
 import pathlib
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -17,9 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, checkpointing
 from accelerate.state import PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
-from interop.differential.core import attempt, probe
+from interop.differential.core import BOTH, attempt, probe
 
-BOTH = (1, 2)
 OURS = (
     "accelerate_manifest",
     "generators_",
@@ -29,8 +26,7 @@ PUBLIC = "accelerator:Accelerator"
 
 
 @contextlib.contextmanager
-def one_folder() -> Iterator[None]:
-    """Work in the first rank's folder on all ranks."""
+def one_folder():
     folder, here = [os.getcwd()], os.getcwd()
     several = PartialState(cpu=True).num_processes > 1
     if several:
@@ -44,32 +40,30 @@ def one_folder() -> Iterator[None]:
             os.chdir(here)
 
 
-def together(function: Any) -> Any:
+def together(function):
     """Let a probe, which yields, run in one folder."""
 
     @functools.wraps(function)
-    def run(**kwargs: Any) -> Iterator[Any]:
+    def run(**kwargs):
         with one_folder():
             yield from function(**kwargs)
 
     return run
 
 
-def files(folder: str | pathlib.Path = ".") -> list[str]:
-    """List what 1.15.0 may write."""
+def files(folder="."):
     found = (path for path in pathlib.Path(folder).rglob("*") if path.is_file())
     return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(OURS))
 
 
-def content(path: pathlib.Path) -> Any:
-    """Read a file as a user would."""
+def content(path):
     if path.suffix == ".safetensors":
         with safetensors.safe_open(path, "pt") as opened:
             return {"metadata": opened.metadata(), **{key: opened.get_tensor(key) for key in sorted(opened.keys())}}
     return path.read_text() if path.suffix == ".json" else torch.load(path, weights_only=False)
 
 
-def shown(state: Any) -> Any:
+def shown(state):
     """Leave out what differs from run to run, or is a random state in full."""
     if isinstance(state, dict):
         return {key: shown(value) for key, value in state.items() if key != "saved_at"}
@@ -78,7 +72,7 @@ def shown(state: Any) -> Any:
     return type(state)(map(shown, state)) if type(state) in (tuple, list) else state
 
 
-def model(kind: str = "plain") -> nn.Module:
+def model(kind="plain"):
     torch.manual_seed(1)
     made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     if kind == "tied":
@@ -87,15 +81,14 @@ def model(kind: str = "plain") -> nn.Module:
     return made.half() if kind == "half" else made
 
 
-def data(count: int = 8) -> DataLoader:
+def data(count=8):
     return DataLoader(TensorDataset(torch.arange(3.0 * count).reshape(count, 3)), 2, shuffle=True)
 
 
 OPTIMIZERS = {"SGD": {"momentum": 0.9}, "AdamW": {}, "none": {}}
 
 
-def trained(accelerator: Accelerator, optimizer: str, steps: int = 2, kind: str = "plain") -> tuple[Any, ...]:
-    """Train a model a little; return its parts."""
+def trained(accelerator, optimizer, steps=2, kind="plain"):
     net = model(kind)
     if optimizer == "none":
         return (accelerator.prepare(net),)
@@ -111,13 +104,13 @@ def trained(accelerator: Accelerator, optimizer: str, steps: int = 2, kind: str 
 
 
 class Counter:
-    def __init__(self, value: Any = 1) -> None:
+    def __init__(self, value=1):
         self.value = value
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.value = state["value"]
 
 
@@ -126,8 +119,7 @@ class Counter:
     safe=[True, False], seedable=[True, False], stateful=[False, True],
 )  # fmt: skip
 @together
-def saved(optimizer: str, precision: str, safe: bool, seedable: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
-    """The files of `save_state` and what is in them."""
+def saved(optimizer, precision, safe, seedable, stateful):
     settings = DataLoaderConfiguration(use_seedable_sampler=seedable, use_stateful_dataloader=stateful)
     accelerator = Accelerator(cpu=True, mixed_precision=precision, dataloader_config=settings)
     trained(accelerator, optimizer)
@@ -151,8 +143,7 @@ def saved(optimizer: str, precision: str, safe: bool, seedable: bool, stateful: 
     precision=["no", "fp16"], safe=[True, False],
 )  # fmt: skip
 @together
-def loaded(optimizer: str, precision: str, safe: bool) -> Iterator[tuple[str, Any]]:
-    """What is restored: weights, optimizer, scheduler, own objects and random numbers."""
+def loaded(optimizer, precision, safe):
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     parts, counter = trained(accelerator, optimizer), Counter(7)
     accelerator.register_for_checkpointing(counter)
@@ -175,7 +166,7 @@ def loaded(optimizer: str, precision: str, safe: bool) -> Iterator[tuple[str, An
 
 
 @probe(PUBLIC, folder=["nowhere", "", None, 3, "file", "empty"], method=["load_state", "save_state"])
-def places(folder: Any, method: str) -> Any:
+def places(folder, method):
     accelerator = Accelerator(cpu=True)
     trained(accelerator, "SGD")
     pathlib.Path("file").write_text("x")
@@ -188,8 +179,7 @@ def places(folder: Any, method: str) -> Any:
     PUBLIC, processes=BOTH, count=[1, 3], limit=[None, 1, 2, 0], start=[0, 5], through=["naming", "nested/folder"],
 )  # fmt: skip
 @together
-def naming(count: int, limit: Any, start: int, through: str) -> Iterator[tuple[str, Any]]:
-    """Folders and iterations of automatic naming."""
+def naming(count, limit, start, through):
     if limit and PartialState(cpu=True).num_processes > 1:
         return  # 1.15.0 removes on one rank what another one is about to look for
     naming = through == "naming"
@@ -214,7 +204,7 @@ def naming(count: int, limit: Any, start: int, through: str) -> Iterator[tuple[s
         {"strict": True}, {"nonsense": 1},
     ],
 )  # fmt: skip
-def load_given(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def load_given(given):
     PartialState(cpu=True)
     pathlib.Path("folder").mkdir()
     checkpointing.save_accelerator_state("folder", [model().state_dict()], [], [], [], 0, 3)
@@ -225,8 +215,7 @@ def load_given(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 @probe(PUBLIC, read=[0, 1, 3, 4], stateful=[True, False])
-def going_on(read: int, stateful: bool) -> Iterator[tuple[str, Any]]:
-    """The loader after a checkpoint within an epoch."""
+def going_on(read, stateful):
     settings = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=3)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
     loader = accelerator.prepare(data())
@@ -241,8 +230,7 @@ def going_on(read: int, stateful: bool) -> Iterator[tuple[str, Any]]:
 
 
 @probe(PUBLIC, changed=["models", "optimizers", "objects"], more=[True, False])
-def other_number(changed: str, more: bool) -> Any:
-    """Loading into another number of objects."""
+def other_number(changed, more):
     accelerator = Accelerator(cpu=True)
     trained(accelerator, "SGD")
     accelerator.register_for_checkpointing(Counter())
@@ -263,7 +251,7 @@ def other_number(changed: str, more: bool) -> Any:
 
 
 @probe(PUBLIC, folder=["a/b/c", "file", "", None], what=["model", "none", "state"])
-def model_places(folder: Any, what: str) -> Iterator[tuple[str, Any]]:
+def model_places(folder, what):
     accelerator = Accelerator(cpu=True)
     pathlib.Path("file").write_text("x")
     given = {"model": model(), "none": None, "state": model().state_dict()}[what]

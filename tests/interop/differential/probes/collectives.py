@@ -1,17 +1,14 @@
 """Operations on nested structures that all processes take part in, on one process and on two."""
 
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from accelerate import PartialState
 from accelerate.utils import operations
-from interop.differential.core import attempt, probe
-from interop.differential.probes.nested import HOLLOW, OTHERS, RANK, VALUES, Pair
+from interop.differential.core import BOTH, RANK, attempt, probe
+from interop.differential.probes.nested import HOLLOW, OTHERS, VALUES, Pair, seen
 
-BOTH = (1, 2)
 REFUSED = {
     k: v for k, v in (OTHERS | HOLLOW).items() if k not in ("movable batch", "generator", "module", "tensor first")
 }
@@ -21,35 +18,21 @@ FEW = {
 }
 
 
-def seen(result: Any, given: Any) -> Iterator[tuple[str, Any]]:
-    """Return the result, whether it is the argument itself, and the argument as it is afterwards."""
-    yield "value", result
-    yield "is the argument", result is given
-    yield "argument", given
-
-
-def started() -> None:
-    """Build the state on CPUs."""
-    PartialState(cpu=True)
-
-
 @probe("utils.operations:gather_object", processes=BOTH, value=REFUSED | FEW)
-def gather_object(value: Any) -> Any:
-    started()
+def gather_object(value):
+    PartialState(cpu=True)
     return operations.gather_object(value)
 
 
 @probe(
     "utils.operations:broadcast_object_list", processes=BOTH,
     value={
-        "rank": lambda: [RANK], "pair": lambda: [RANK, "x"], "nothing": lambda: [None],
-        "dict": lambda: [{"a": RANK}], "nested": lambda: [[RANK]], "tensor": lambda: [torch.ones(RANK + 1)],
-        "text": lambda: ["ü" * RANK],
-    },
-    from_process=[0, 1],
+        "rank": lambda: [RANK], "pair": lambda: [RANK, "x"], "nothing": lambda: [None], "dict": lambda: [{"a": RANK}],
+        "nested": lambda: [[RANK]], "tensor": lambda: [torch.ones(RANK + 1)], "text": lambda: ["ü" * RANK],
+    }, from_process=[0, 1],
 )  # fmt: skip
-def broadcast_object_list(value: Any, from_process: int) -> Iterator[tuple[str, Any]]:
-    started()
+def broadcast_object_list(value, from_process):
+    PartialState(cpu=True)
     if from_process and PartialState().num_processes == 1:
         from_process = 0
     yield from seen(operations.broadcast_object_list(value, from_process=from_process), value)
@@ -64,8 +47,8 @@ def broadcast_object_list(value: Any, from_process: int) -> Iterator[tuple[str, 
         for k in ("scalar", "vector", "matrix", "cube", "torch.int64", "torch.bool", "torch.bfloat16", "no rows")
     },
 )
-def owned(value: Any) -> Iterator[tuple[str, Any]]:
-    started()
+def owned(value):
+    PartialState(cpu=True)
     shape = operations.gather_tensor_shape(value)[0]
     yield "shape", (shape.dtype, shape.flatten()[: value.ndim])
     yield "copy", operations.copy_tensor_to_devices(value)
@@ -76,11 +59,11 @@ def owned(value: Any) -> Iterator[tuple[str, Any]]:
     "utils.operations:pad_across_processes", processes=2, quick=9,
     operation=["gather", "reduce", "broadcast", "verify_operation", "chained_operation"],
 )  # fmt: skip
-def debugged(operation: str) -> Iterator[tuple[str, Any]]:
+def debugged(operation):
     os.environ["ACCELERATE_DEBUG_MODE"] = "1"
-    started()
+    PartialState(cpu=True)
 
-    def inner(tensor: Any) -> Any:
+    def inner(tensor):
         return operations.gather(tensor)
 
     function = getattr(operations, operation)

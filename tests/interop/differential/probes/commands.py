@@ -9,7 +9,6 @@ import sys
 import types
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import yaml
@@ -19,7 +18,7 @@ from accelerate.commands import test as test_command
 from accelerate.commands.config import config as config_module
 from accelerate.commands.config import get_config_parser
 from accelerate.commands.config import main as config_main
-from interop.differential.core import Words, call, probe
+from interop.differential.core import Words, call, probe, words
 
 PARSERS = {
     "env": env.env_command_parser, "estimate": estimate.estimate_command_parser, "merge": merge.merge_command_parser,
@@ -33,8 +32,6 @@ PARSED = [
     "config:get_config_parser", "config.config:config_command_parser", "config.default:default_command_parser",
     "config.update:update_command_parser",
 ]  # fmt: skip
-
-
 LINES = {
     "env": ["", "--config_file f", "--config f", "--config-file f", "x", "--config_file"],
     "estimate": [
@@ -46,13 +43,11 @@ LINES = {
     "merge": [
         "", "a", "a b", "a b c", "a b --unsafe_serialization", "a b --remove_checkpoint_dir",
         "a b --unsafe-serialization", "--remove_checkpoint_dir a b",
-    ],
-    "test": ["", "--config_file f", "--config f", "x"],
+    ], "test": ["", "--config_file f", "--config f", "x"],
     "tpu": [
-        "", "--command echo", "--command echo hi --command b", "--command", "--tpu_name n --tpu_zone z",
-        "--use_alpha", "--debug", "--command_file f", "--install_accelerate",
-        "--install_accelerate --accelerate_version 1.0", "--accelerate_version latest", "--config_file f",
-        "--tpu-name n", "--what",
+        "", "--command echo", "--command echo hi --command b", "--command", "--tpu_name n --tpu_zone z", "--use_alpha",
+        "--debug", "--command_file f", "--install_accelerate", "--install_accelerate --accelerate_version 1.0",
+        "--accelerate_version latest", "--config_file f", "--tpu-name n", "--what",
     ],
     "to_fsdp2": [
         "", "--config_file f", "--config_file f --output_file g", "--config_file f --overwrite", "--output_file g",
@@ -71,7 +66,7 @@ LINES = {
     *(f"commands.{name}" for name in PARSED),
     given=Words([f"{name} {line}" for name, lines in LINES.items() for line in lines]),
 )
-def lines(given: str) -> Any:
+def lines(given):
     name, _, line = given.partition(" ")
     args = PARSERS[name]().parse_args(line.split())
     return {k: v for k, v in sorted(vars(args).items()) if k not in OWN}
@@ -85,10 +80,9 @@ MAINS = {
 
 @probe(
     *(f"commands.{name}:main" for name in ("env", "estimate", "merge", "test", "tpu", "config", "config.config")),
-    name=list(MAINS),
-    line=["--help", "--what"],
-)
-def mains(name: str, line: str) -> Any:
+    name=list(MAINS), line=["--help", "--what"],
+)  # fmt: skip
+def mains(name, line):
     sys.argv[:] = [name, line]
     try:
         return MAINS[name]()
@@ -96,69 +90,51 @@ def mains(name: str, line: str) -> Any:
         return bool(end.code)
 
 
-# ---- estimate-memory
-
-
 call(
-    "commands.estimate:add_timm_hub_prefix",
-    "timm_prefix",
+    "commands.estimate:add_timm_hub_prefix", "timm_prefix",
     name=["a", "a/b", "timm/a", "hf-hub:a", "hf-hub:a/b", "", "/", "a/b/c", "ü/x"],
-)
-
-
+)  # fmt: skip
 call(
     "commands.estimate:estimate_training_usage", "training_usage", size=[0, 1, 100, 1.5, 10**12],
-    precision=Words(
-        ["float32", "float16", "bfloat16", "int8", "int4", "no", "fp16", "bf16", "mixed_fp8", "FLOAT32", "", None],
-    ),
-    msamp=[None, "O1", "O2"],
+    precision=words("float32 float16 bfloat16 int8 int4 no fp16 bf16 mixed_fp8 FLOAT32", "", None), msamp=[None, "O1", "O2"],
 )  # fmt: skip
-
-
 call(
-    "commands.estimate:create_ascii_table",
-    "table",
+    "commands.estimate:create_ascii_table", "table",
     headers=[["a"], ["a", "bb"], ["dtype", "Largest Layer", "Total"], ["a", ""]],
     rows=[[], [["x", "1"]], [["x", "1", "2"], ["longer", "1.5 GB", "-"]], [["ü", "中"]], [["x"]]],
     title=["T", "A title that is longer than the table", ""],
-)
+)  # fmt: skip
 
 
 @probe("commands.estimate:verify_on_hub", repo=["a/b", "no-such-model-at-all", ""], token=[None, "t"])
-def on_hub(repo: str, token: str | None) -> Any:
+def on_hub(repo, token):
     """Ask the Hub, which is out of reach."""
     return estimate.verify_on_hub(repo, token)
 
 
-def bert() -> None:
-    """Write the configuration of a small model."""
+def bert():
     config = {
-        "model_type": "bert", "architectures": ["BertModel"], "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
-        "vocab_size": 10, "max_position_embeddings": 8,
+        "model_type": "bert", "architectures": ["BertModel"], "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 10, "max_position_embeddings": 8,
     }  # fmt: skip
     os.makedirs("tiny", exist_ok=True)
     with open("tiny/config.json", "w") as file:
         json.dump(config, file)
 
 
-def on_the_hub(library: str | None) -> Any:
-    """Let the Hub know the small model."""
+def on_the_hub(library):
     info = types.SimpleNamespace(
-        library_name=library,
-        tags=[library],
-        config={"architectures": ["BertModel"], "model_type": "bert"},
-        siblings=[],
-        sha="1",
-    )
+        library_name=library, tags=[library], config={"architectures": ["BertModel"], "model_type": "bert"},
+        siblings=[], sha="1",
+    )  # fmt: skip
     return mock.patch.object(estimate, "verify_on_hub", lambda *_, **__: info)
 
 
 @probe(
-    "commands.estimate:create_empty_model", slow=True,
-    library=Words(["transformers", "timm", "TRANSFORMERS", "what", "", None]),
+    "commands.estimate:create_empty_model", slow=True, library=words("transformers timm TRANSFORMERS what", "", None),
     found=["transformers", "timm", "keras", None],
 )  # fmt: skip
-def empty_model(library: str | None, found: str | None) -> Any:
+def empty_model(library, found):
     bert()
     with on_the_hub(found):
         model = estimate.create_empty_model("tiny", library)
@@ -169,8 +145,7 @@ def empty_model(library: str | None, found: str | None) -> Any:
     "commands.estimate:gather_data", "commands.estimate:estimate_command", slow=True,
     dtypes=["float32", "float16", "int8", "int4", "float32 int4", "float32 float16 int8 int4"],
 )  # fmt: skip
-def gathered(dtypes: str) -> Any:
-    """Give the numbers, and whether they are printed."""
+def gathered(dtypes):
     bert()
     args = estimate.estimate_command_parser().parse_args(
         ["tiny", "--library_name", "transformers", "--dtypes", *dtypes.split()]
@@ -185,18 +160,12 @@ def gathered(dtypes: str) -> Any:
     yield "printed", [word in out.getvalue() for word in dtypes.split()]
 
 
-# ---- env, tpu-config, test
-
-
 @probe("commands.env:env_command", config=[None, "f.yaml", "f.json", "missing.yaml", "broken.yaml"])
-def environment(config: str | None) -> Any:
+def environment(config):
     content = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "NO",
-        "mixed_precision": "bf16",
-        "use_cpu": True,
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "bf16", "use_cpu": True,
         "debug": False,
-    }
+    }  # fmt: skip
     with open("f.yaml", "w") as file:
         yaml.safe_dump(content, file)
     with open("f.json", "w") as file:
@@ -222,17 +191,14 @@ TPU_LINES = [
 
 
 @probe("commands.tpu:tpu_command_launcher", line=TPU_LINES, place=["--tpu_name n --tpu_zone z", "--tpu_name n", ""])
-def tpu_command(line: str, place: str) -> Any:
+def tpu_command(line, place):
     """Give the command that would run, without what quotes it."""
     with open("c.txt", "w") as file:
         file.write("ls\npwd\n")
     head = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "XLA",
-        "mixed_precision": "no",
-        "use_cpu": False,
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "XLA", "mixed_precision": "no", "use_cpu": False,
         "debug": False,
-    }
+    }  # fmt: skip
     with open("f.yaml", "w") as file:
         yaml.safe_dump({**head, "tpu_name": "fn", "tpu_zone": "fz"}, file)
     with open("g.yaml", "w") as file:
@@ -249,7 +215,7 @@ def tpu_command(line: str, place: str) -> Any:
 
 
 @probe("commands.test:test_command", slow=True)
-def tested() -> Any:
+def tested():
     with open("f.yaml", "w") as file:
         yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no", "use_cpu": True, "debug": False, "num_processes": 1}, file)  # fmt: skip
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

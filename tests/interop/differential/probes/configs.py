@@ -4,14 +4,13 @@ import argparse
 import builtins
 import json
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import yaml
 
 from accelerate.commands.config import cluster, config_args, default, sagemaker, update
 from accelerate.commands.config import config as config_command
-from interop.differential.core import Words, probe
+from interop.differential.core import probe, words
 from interop.differential.probes.launching import listed
 
 HEAD = {
@@ -25,7 +24,7 @@ AMAZON = {
 KINDS = listed(
     "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_XPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_HPU XLA TPU DEEPSPEED FSDP MEGATRON_LM TP"
 )
-CONTENTS: dict[str, Any] = {
+CONTENTS = {
     "head": HEAD,
     "amazon": AMAZON,
     **{f"kind {kind}": {**HEAD, "distributed_type": kind} for kind in [*KINDS, "no", "multi_gpu", "what", "", None, 0, False]},
@@ -65,8 +64,7 @@ TEXTS = {
 }  # fmt: skip
 
 
-def write(name: str, ending: str = "yaml") -> str:
-    """Write a file of that content; return its path."""
+def write(name, ending="yaml"):
     path = f"file.{ending}"
     text = TEXTS.get(name)
     if text is None:
@@ -75,34 +73,27 @@ def write(name: str, ending: str = "yaml") -> str:
     return path
 
 
-def described(config: Any) -> dict[str, Any]:
-    """Return a configuration's class and attributes."""
+def described(config):
     return {"class": type(config).__name__, **{k: v for k, v in sorted(vars(config).items()) if k != "numa_affinity"}}
 
 
 COVERED = [
-    "commands.config.config_args:load_config_from_file",
-    "commands.config.config_args:ClusterConfig",
+    "commands.config.config_args:load_config_from_file", "commands.config.config_args:ClusterConfig",
     "commands.config.config_args:BaseConfig",
-]
+]  # fmt: skip
 
 
 @probe(*COVERED, "commands.config.config_args:SageMakerConfig", content=[*CONTENTS, *TEXTS], ending=["yaml", "json"])
-def loaded(content: str, ending: str) -> Any:
-    """Load a file by its ending."""
+def loaded(content, ending):
     config = config_args.load_config_from_file(write(content, ending))
     return described(config)
 
 
-# ---- default and update
-
-
 @probe(
-    "commands.config.default:write_basic_config",
-    precision=Words(["no", "fp16", "bf16", "fp8", "FP16", "BF16", "what", "", None]),
+    "commands.config.default:write_basic_config", precision=words("no fp16 bf16 fp8 FP16 BF16 what", "", None),
     place=["new.json", "new.yaml", "d/e/new.json", "old.json", Path("new.json")],
 )  # fmt: skip
-def basic_config(precision: str, place: Any) -> Any:
+def basic_config(precision, place):
     Path("old.json").write_text("{}")
     result = default.write_basic_config(precision, place)
     yield "returns", result
@@ -119,13 +110,10 @@ OLD = [
     "commands.config.update:update_config", "commands.config.update:update_config_command", content=OLD,
     ending=["yaml", "json"], way=["update_config", "update_config_command"],
 )  # fmt: skip
-def updated(content: str, ending: str, way: str) -> Any:
+def updated(content, ending, way):
     path = write(content, ending)
     yield "returns", getattr(update, way)(argparse.Namespace(config_file=path))
     yield "content", yaml.safe_load(Path(path).read_text())
-
-
-# ---- the questionnaire: questions differ, so only what comes of no answer is compared
 
 
 @probe(
@@ -133,8 +121,7 @@ def updated(content: str, ending: str, way: str) -> Any:
     "commands.config.config:get_user_input", "commands.config.config:config_command",
     function=["cluster", "sagemaker", "user", "command"],
 )  # fmt: skip
-def ended_input(function: str) -> Any:
-    """End the input at the first question."""
+def ended_input(function):
     with mock.patch.object(builtins, "input", mock.Mock(side_effect=EOFError)):
         if function == "command":
             return config_command.config_command(argparse.Namespace(config_file="new.yaml"))

@@ -3,7 +3,6 @@
 import copy
 import os
 import pathlib
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +16,8 @@ from interop.differential.probes.modeling import MODELS, Net, convolutions, on_m
 from interop.differential.probes.offload import TARGETS, state
 
 MAKERS = {
-    "net": Net, "linear": lambda: nn.Linear(2, 2), "convolutions": convolutions, "shared": shared, "tied": MODELS["tied"],
-    "frozen": lambda: nn.ParameterList([nn.Parameter(torch.ones(2), requires_grad=False)]),
+    "net": Net, "linear": lambda: nn.Linear(2, 2), "convolutions": convolutions, "shared": shared,
+    "tied": MODELS["tied"], "frozen": lambda: nn.ParameterList([nn.Parameter(torch.ones(2), requires_grad=False)]),
 }  # fmt: skip
 
 
@@ -26,7 +25,7 @@ MAKERS = {
     "big_modeling:init_empty_weights", "big_modeling:init_on_device", make=list(MAKERS),
     device=[None, *TARGETS, torch.device("meta"), 5], include_buffers=[None, True], variable=[None, "1"],
 )  # fmt: skip
-def init_on_device(make: str, device: Any, include_buffers: Any, variable: Any) -> Any:
+def init_on_device(make, device, include_buffers, variable):
     if variable:
         os.environ["ACCELERATE_INIT_INCLUDE_BUFFERS"] = variable
     with (
@@ -36,11 +35,9 @@ def init_on_device(make: str, device: Any, include_buffers: Any, variable: Any) 
     ):
         model, loose = MAKERS[make](), torch.ones(2)
     return (
-        given,
-        {n: (kind, t.device.type, t.requires_grad) for n, (kind, t) in state(model).items()},
-        loose.device.type,
+        given, {n: (kind, t.device.type, t.requires_grad) for n, (kind, t) in state(model).items()}, loose.device.type,
         torch.ones(1).device.type,
-    )
+    )  # fmt: skip
 
 
 OFFLOADS = {
@@ -55,7 +52,7 @@ OFFLOADS = {
     model={n: MODELS[n] for n in ("net", "tied", "shared", "empty")}, device=[None, "cpu"], buffers=[False, True],
     preload=[None, ["Block"]],
 )  # fmt: skip
-def offload_model(way: str, model: nn.Module, device: Any, buffers: bool, preload: Any) -> Any:
+def offload_model(way, model, device, buffers, preload):
     expected = output(copy.deepcopy(model))
     found = OFFLOADS[way](model, execution_device=device, offload_buffers=buffers, preload_module_classes=preload)
     first = hooked(found)
@@ -65,7 +62,7 @@ def offload_model(way: str, model: nn.Module, device: Any, buffers: bool, preloa
 
 
 @probe("big_modeling:cpu_offload", weights=[None, "all", "some", "none"], meta=[False, True])
-def cpu_offload_of(weights: Any, meta: bool) -> Any:
+def cpu_offload_of(weights, meta):
     given = {n: torch.full_like(t, 2) for n, t in Net().state_dict().items()}
     chosen = {None: None, "all": given, "some": {"shift": given["shift"]}, "none": {}}[weights]
     model = accelerate.cpu_offload(on_meta() if meta else Net(), "cpu", state_dict=chosen)
@@ -85,7 +82,7 @@ DISPATCH = {
     "big_modeling:dispatch_model", device_map=list(DISPATCH), model={n: MODELS[n] for n in ("net", "tied")},
     folder=[None, "folder"], buffers=[False, True], force=[False, True],
 )  # fmt: skip
-def dispatch_model(device_map: str, model: nn.Module, folder: Any, buffers: bool, force: bool) -> Any:
+def dispatch_model(device_map, model, folder, buffers, force):
     expected = output(copy.deepcopy(model))
     found = accelerate.dispatch_model(
         model, DISPATCH[device_map], offload_dir=folder, offload_buffers=buffers, force_hooks=force
@@ -97,15 +94,11 @@ def dispatch_model(device_map: str, model: nn.Module, folder: Any, buffers: bool
     "big_modeling:load_checkpoint_and_dispatch", kind=["half", "shards", "nothing"],
     device_map=[*LOAD_MAPS, "balanced", "sequential", "words"], meta=[True, False], buffers=[False, True],
 )  # fmt: skip
-def load_checkpoint_and_dispatch(kind: str, device_map: str, meta: bool, buffers: bool) -> Any:
+def load_checkpoint_and_dispatch(kind, device_map, meta, buffers):
     where = LOAD_MAPS.get(device_map, device_map)
     budget = {"cpu": 10**6} if isinstance(where, str) else None
     model = accelerate.load_checkpoint_and_dispatch(
-        on_meta() if meta else Net(),
-        checkpoint(kind),
-        where,
-        max_memory=budget,
-        offload_folder="folder",
+        on_meta() if meta else Net(), checkpoint(kind), where, max_memory=budget, offload_folder="folder",
         offload_buffers=buffers,
-    )
+    )  # fmt: skip
     return hooked(model), output(model)

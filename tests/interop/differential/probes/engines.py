@@ -2,14 +2,13 @@
 
 import contextlib
 import types
-from typing import Any
 
 from accelerate.utils import dataclasses, deepspeed
-from interop.differential.core import Words, probe
+from interop.differential.core import probe, record, words
 from interop.differential.probes.plugins import EDGES, NUMBERS, SWITCHES, plain, register
 
 PLUGIN = "utils.dataclasses:DeepSpeedPlugin"
-CONFIGS: list[Any] = [
+CONFIGS = [
     {}, {"train_micro_batch_size_per_gpu": 1}, {"zero_optimization": {"stage": 3}},
     {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}},
     {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}, "gradient_clipping": 0.5},
@@ -23,22 +22,18 @@ CONFIGS: list[Any] = [
         "scheduler": {"type": "WarmupLR"},
     },
 ]  # fmt: skip
-DEEPSPEED: dict[str, list[Any]] = {
+DEEPSPEED = {
     "hf_ds_config": [None, "", "absent.json", "e30=", 1, [], *CONFIGS], "gradient_accumulation_steps": EDGES,
     "gradient_clipping": EDGES, "zero_stage": [*NUMBERS, 3, 4, "3", True], "is_train_batch_min": SWITCHES,
-    "offload_optimizer_device": Words([None, "none", "cpu", "nvme", "CPU", "", "nonsense", 1]),
-    "offload_param_device": Words([None, "none", "cpu", "nvme", "CPU", "", "nonsense", 1]),
+    "offload_optimizer_device": words("none cpu nvme CPU nonsense", None, "", 1),
+    "offload_param_device": words("none cpu nvme CPU nonsense", None, "", 1),
     "offload_optimizer_nvme_path": [None, "none", "/nvme", "", 1],
     "offload_param_nvme_path": [None, "none", "/nvme", "", 1], "zero3_init_flag": SWITCHES,
     "zero3_save_16bit_model": SWITCHES, "transformer_moe_cls_names": [None, "", "A", "A,B", ["A"], 1],
-    "enable_msamp": SWITCHES, "msamp_opt_level": Words([None, "O1", "O2", "O3", "o1", "", "nonsense"]),
+    "enable_msamp": SWITCHES, "msamp_opt_level": words("O1 O2 O3 o1 nonsense", None, ""),
 }  # fmt: skip
-MEGATRON_FLAGS = (
-    "use_custom_fsdp no_load_optim eod_mask_loss no_save_optim optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d "
-    "use_precision_aware_optimizer sequence_parallelism recompute_activations use_distributed_optimizer is_train_batch_min "
-    "attention_softmax_in_fp32 calculate_per_token_loss use_rotary_position_embeddings megatron_dataset_flag return_logits "
-    "set_all_logging_options attention_backend"
-)
+MEGATRON_FIELDS = record("values")["accelerate.utils.dataclasses:MegatronLMPlugin"]["fields"]
+MEGATRON_FLAGS = [name for name, default in MEGATRON_FIELDS.items() if default in ("True", "False")]
 MEGATRON_NUMBERS = (
     "tp_degree pp_degree num_micro_batches gradient_clipping recompute_num_layers decoder_last_pipeline_num_layers train_iters "
     "expert_model_parallel_size context_parallel_size expert_tensor_parallel_size attention_dropout hidden_dropout train_samples "
@@ -46,13 +41,13 @@ MEGATRON_NUMBERS = (
     "lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr lr_mult seq_length encoder_seq_length "
     "decoder_seq_length eval_iters eval_interval"
 )
-MEGATRON: dict[str, list[Any]] = {
-    **dict.fromkeys(MEGATRON_FLAGS.split(" "), SWITCHES),
+MEGATRON = {
+    **dict.fromkeys(MEGATRON_FLAGS, SWITCHES),
     **dict.fromkeys(MEGATRON_NUMBERS.split(" "), [None, 0, 1, 2, -1, 2.5, "2", "nonsense"]),
-    "recompute_granularity": Words([None, "full", "selective", "FULL", "", "nonsense"]),
-    "recompute_method": Words([None, "uniform", "block", "", "nonsense"]),
-    "weight_decay_incr_style": Words([None, "constant", "linear", "cosine", "nonsense"]),
-    "lr_decay_style": Words([None, "constant", "linear", "cosine", "nonsense"]),
+    "recompute_granularity": words("full selective FULL nonsense", None, ""),
+    "recompute_method": words("uniform block nonsense", None, ""),
+    "weight_decay_incr_style": words("constant linear cosine nonsense", None),
+    "lr_decay_style": words("constant linear cosine nonsense", None),
     "consumed_samples": [None, [0, 0, 0], [1], "nonsense"], "tensorboard_dir": [None, "", "logs"],
     "other_megatron_args": [None, {}, {"a": 1}, {"seq_length": 7}, "nonsense"],
     "custom_train_step_class": [None, dict, "nonsense"], "custom_train_step_kwargs": [None, {}, {"a": 1}],
@@ -66,10 +61,6 @@ for field_, values_ in MEGATRON.items():
     register(
         "MegatronLMPlugin", field_, values_, {} if field_ == "context_parallel_size" else {"context_parallel_size": 1}
     )
-
-# -- DeepSpeedPlugin's methods -----------------------------------------------------------------------------------
-
-
 FILLS = [
     {}, {"gradient_clipping": 1.0}, {"optimizer.params.lr": 0.1, "train_micro_batch_size_per_gpu": 2},
     {"zero_optimization.stage": 2},
@@ -77,21 +68,21 @@ FILLS = [
 
 
 @probe(PLUGIN, config=CONFIGS, values=FILLS, must_match=[True, False], prefix=["", "zero_optimization."])
-def plugin_processed(config: dict[str, Any], values: dict[str, Any], must_match: bool, prefix: str) -> Any:
+def plugin_processed(config, values, must_match, prefix):
     plugin = dataclasses.DeepSpeedPlugin(hf_ds_config=config)
     plugin.deepspeed_config_process(prefix=prefix, must_match=must_match, **values)
     return plain(plugin.deepspeed_config)
 
 
-@probe(PLUGIN, config=CONFIGS, precision=Words([None, "no", "fp16", "bf16", "fp8", "FP16", "", "nonsense"]))
-def plugin_precision(config: dict[str, Any], precision: str) -> Any:
+@probe(PLUGIN, config=CONFIGS, precision=words("no fp16 bf16 fp8 FP16 nonsense", None, ""))
+def plugin_precision(config, precision):
     plugin = dataclasses.DeepSpeedPlugin(hf_ds_config=config)
     plugin.set_mixed_precision(precision)
     return plain(plugin.deepspeed_config)
 
 
 @probe(PLUGIN, do=["select", "set selected", "init context", "init context on", "weakref"])
-def plugin_actions(do: str) -> Any:
+def plugin_actions(do):
     plugin = dataclasses.DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
     if do == "select":
         plugin.select()
@@ -105,9 +96,6 @@ def plugin_actions(do: str) -> Any:
     return plugin.selected
 
 
-# -- utils.deepspeed ---------------------------------------------------------------------------------------------
-
-
 PLUGINS = {
     "none": lambda: None, "empty": dict, "one": lambda: {"a": dataclasses.DeepSpeedPlugin()},
     "bare": dataclasses.DeepSpeedPlugin,
@@ -115,10 +103,10 @@ PLUGINS = {
 
 
 @probe(
-    "utils.deepspeed:get_active_deepspeed_plugin", plugins=PLUGINS,
-    distributed=Words(["DEEPSPEED", "NO", "FSDP", ""]), select=[True, False],
+    "utils.deepspeed:get_active_deepspeed_plugin", plugins=PLUGINS, distributed=words("DEEPSPEED NO FSDP", ""),
+    select=[True, False],
 )  # fmt: skip
-def active_plugin(plugins: Any, distributed: str, select: bool) -> Any:
+def active_plugin(plugins, distributed, select):
     for plugin in plugins.values() if select and isinstance(plugins, dict) else ():
         with contextlib.suppress(ImportError):  # transformers wants DeepSpeed
             plugin.select(_from_accelerator_state=True)

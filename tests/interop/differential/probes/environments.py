@@ -2,39 +2,36 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
-from typing import Any
 
 from accelerate.utils import environment
 from interop.differential.core import attempt, call, probe
 
 
 @probe(
-    "utils.environment:purge_accelerate_environment",
-    kind=["function", "class", "subclass", "coroutine", "generator"],
+    "utils.environment:purge_accelerate_environment", kind=["function", "class", "subclass", "coroutine", "generator"],
     fails=[False, True],
-)
-def purge_accelerate_environment(kind: str, fails: bool) -> Iterator[tuple[str, Any]]:
+)  # fmt: skip
+def purge_accelerate_environment(kind, fails):
     os.environ["ACCELERATE_KEPT"] = "old"
 
-    def body(*args: Any) -> str:
+    def body(*args):
         """Change variables."""
         os.environ.update(ACCELERATE_KEPT="new", ACCELERATE_ADDED="1", PROBED="1")
         if fails:
             raise ValueError("x")
         return "done"
 
-    async def coroutine() -> str:
+    async def coroutine():
         return body()
 
-    def generator() -> Any:
+    def generator():
         yield body()
 
     class Case:
-        def test_it(self) -> str:
+        def test_it(self):
             return body()
 
-        def other(self) -> str:
+        def other(self):
             return "untouched"
 
     purge = environment.purge_accelerate_environment
@@ -42,7 +39,7 @@ def purge_accelerate_environment(kind: str, fails: bool) -> Iterator[tuple[str, 
         parent = purge(Case)
 
         class Derived(parent):
-            def test_more(self) -> str:
+            def test_more(self):
                 return body()
 
         call = Derived().test_more
@@ -63,14 +60,12 @@ def purge_accelerate_environment(kind: str, fails: bool) -> Iterator[tuple[str, 
     "utils.environment:check_cuda_p2p_ib_support", "utils.environment:get_current_device_type",
     function=["get_gpu_info", "get_driver_version", "check_cuda_p2p_ib_support", "get_current_device_type"],
 )  # fmt: skip
-def without_nvidia(function: str) -> Any:
+def without_nvidia(function):
     os.environ["PATH"] = os.getcwd()
     return getattr(environment, function)()
 
 
 call("utils.environment:check_cuda_fp8_capability")
-
-
 RANKS = ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"]
 SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 LOCALS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"]
@@ -82,6 +77,6 @@ LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZ
     name=[*RANKS, *SIZES, *LOCALS, *LOCAL_SIZES, "NOTHING"], value=["0", "3", "-1", "x", ""],
     beside=[{}, {"PMI_RANK": "5", "OMPI_COMM_WORLD_SIZE": "9"}],
 )  # fmt: skip
-def get_cpu_distributed_information(name: str, value: str, beside: Any) -> Any:
+def get_cpu_distributed_information(name, value, beside):
     os.environ.update({**beside, name: value})
     return environment.get_cpu_distributed_information()

@@ -3,8 +3,6 @@
 import os
 import pathlib
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import other
 from interop.differential.core import attempt, probe
 
-# Saving
-
-
-OBJECTS: dict[str, Any] = {
+OBJECTS = {
     "dict": lambda: {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.int64)}, "empty": dict,
     "tensor": lambda: torch.ones(2), "list": lambda: [torch.ones(2)], "number": lambda: 3,
     "nested": lambda: {"a": {"b": torch.ones(1)}}, "None": lambda: None,
@@ -36,7 +31,7 @@ PLACES = {
 
 
 @probe("utils.other:save", "utils.other:load", obj=OBJECTS, safe_serialization=[False, True], place=PLACES)
-def save(obj: Any, safe_serialization: bool, place: Any) -> Iterator[tuple[str, Any]]:
+def save(obj, safe_serialization, place):
     from safetensors.torch import load_file
 
     PartialState(cpu=True)
@@ -53,13 +48,13 @@ def save(obj: Any, safe_serialization: bool, place: Any) -> Iterator[tuple[str, 
 
 
 @probe("utils.other:save", processes=2, save_on_each_node=[False, True], safe_serialization=[False, True])
-def save_on(save_on_each_node: bool, safe_serialization: bool) -> Any:
+def save_on(save_on_each_node, safe_serialization):
     PartialState(cpu=True)
     other.save({"a": torch.ones(1)}, "file.bin", save_on_each_node, safe_serialization)
     return os.listdir(".")
 
 
-STATE_DICTS: dict[str, Any] = {
+STATE_DICTS = {
     "plain": lambda: {"a": torch.ones(2), "b": torch.zeros(2)}, "tied": lambda: dict.fromkeys("ba", torch.ones(2)),
     "tied thrice": lambda: dict.fromkeys("cab", torch.ones(2)), "transposed": lambda: {"a": torch.ones(2, 3).T},
     "slices": lambda: dict(zip("ab", torch.arange(4.0).split(2), strict=True)), "empty": dict,
@@ -73,7 +68,7 @@ STATE_DICTS: dict[str, Any] = {
 
 
 @probe("utils.other:clean_state_dict_for_safetensors", state_dict=STATE_DICTS)
-def clean_state_dict_for_safetensors(state_dict: Any) -> Iterator[tuple[str, Any]]:
+def clean_state_dict_for_safetensors(state_dict):
     PartialState(cpu=True)
     before = list(state_dict)
     cleaned = other.clean_state_dict_for_safetensors(state_dict)

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,29 +20,27 @@ FIELDS = [
 
 
 class Recorder(hooks.ModelHook):
-    """Notes what is called, and adds a number to what comes in and out."""
-
-    def __init__(self, add: float = 1, no_grad: bool = False) -> None:
+    def __init__(self, add=1, no_grad=False):
         self.add, self.no_grad, self.calls = add, no_grad, []
 
-    def init_hook(self, module: nn.Module) -> nn.Module:
+    def init_hook(self, module):
         self.calls.append("init")
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def pre_forward(self, module, *args, **kwargs):
         self.calls.append("pre")
         return tuple(a + self.add for a in args), kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module, output):
         self.calls.append("post")
         return output * 10 + self.add
 
-    def detach_hook(self, module: nn.Module) -> nn.Module:
+    def detach_hook(self, module):
         self.calls.append("detach")
         return module
 
 
-def fields(hook: Any) -> Any:
+def fields(hook):
     """Return the attributes of a hook that libraries read."""
     if hook is None:
         return None
@@ -59,8 +56,7 @@ def fields(hook: Any) -> Any:
     return type(hook).__name__, found, [fields(inner) for inner in getattr(hook, "hooks", ())]
 
 
-def hooked(model: nn.Module, values: bool = False) -> Any:
-    """Return every module's hook and attributes, and where its tensors are."""
+def hooked(model, values=False):
     found = {name: fields(m.__dict__.get("_hf_hook")) for name, m in model.named_modules() if "_hf_hook" in m.__dict__}
     # Without a hook a `forward` on the instance is what 1.15.0 leaves there.
     names = ("_old_forward", "_hf_hook", "forward", "to", "cuda", "npu")
@@ -72,14 +68,10 @@ def hooked(model: nn.Module, values: bool = False) -> Any:
     return found, {name: keys for name, keys in extra.items() if keys}, where, getattr(model, "hf_device_map", None)
 
 
-def output(model: nn.Module) -> Any:
-    """Return what a model makes of ones; models that cannot compute anything give None."""
+def output(model):
     if type(model).forward is nn.modules.module._forward_unimplemented:
         return None
     return model(torch.ones(1, 2, dtype=torch.long) if isinstance(model, Net) else torch.ones(2, 3))
-
-
-# -- adding and removing --------------------------------------------------------------------------------------------
 
 
 class Signed(nn.Module):
@@ -118,11 +110,9 @@ HOOKS = {
 
 
 @probe("hooks:add_hook_to_module", "hooks:ModelHook", "hooks:SequentialHook", hook=HOOKS, call=list(CALLS))
-def hooked_calls(hook: Any, call: str) -> Any:
+def hooked_calls(hook, call):
     return CALLS[call](hooks.add_hook_to_module(Signed(), hook))
 
-
-# -- devices --------------------------------------------------------------------------------------------------------
 
 DEVICES = [None, "cpu", torch.device("cpu"), "nothing"]
 
@@ -131,7 +121,7 @@ DEVICES = [None, "cpu", torch.device("cpu"), "nothing"]
     "hooks:AlignDevicesHook", execution_device=DEVICES, offload=[False, True], io_same_device=[False, True],
     offload_buffers=[False, True], place_submodules=[False, True], skip_keys=[None, "x"],
 )  # fmt: skip
-def AlignDevicesHook(**given: Any) -> Any:
+def AlignDevicesHook(**given):
     model, hook = Block(), hooks.AlignDevicesHook(**given)
     before = fields(hook)
     hooks.add_hook_to_module(model, hook)
@@ -150,12 +140,11 @@ BLOCKS = [
 
 
 @probe(
-    "hooks:attach_align_device_hook_on_blocks",
-    device=BLOCKS,
+    "hooks:attach_align_device_hook_on_blocks", device=BLOCKS,
     offload=[False, True, {"": True}, {"blocks": True}, {"embed": True, "blocks.0": False}, {}],
     preload=[None, ["Block"]],
-)
-def attach_on_blocks(device: Any, offload: Any, preload: Any) -> Any:
+)  # fmt: skip
+def attach_on_blocks(device, offload, preload):
     model = Net()
     weights = {n: t.detach() + 1 for n, t in model.state_dict().items()}
     hooks.attach_align_device_hook_on_blocks(model, device, offload, weights, True, preload_module_classes=preload)
@@ -166,17 +155,14 @@ def attach_on_blocks(device: Any, offload: Any, preload: Any) -> Any:
     "hooks:CpuOffload", "hooks:UserCpuOffloadHook", "big_modeling:cpu_offload_with_hook", device=DEVICES,
     previous=[None, "hook", "other", "text"], end=["forward", "offload", "remove"],
 )  # fmt: skip
-def CpuOffload(device: Any, previous: Any, end: str) -> Any:
+def CpuOffload(device, previous, end):
     first, handle = big_modeling.cpu_offload_with_hook(nn.Linear(3, 3), "cpu")
     before = {None: None, "hook": handle, "other": hooks.ModelHook(), "text": "hook"}[previous]
     model, hook = big_modeling.cpu_offload_with_hook(nn.Linear(3, 3), device, prev_module_hook=before)
     kinds = (
-        type(hook).__name__,
-        type(hook.hook).__name__,
-        hook.model is model,
-        hook.hook.prev_module_hook is before,
+        type(hook).__name__, type(hook.hook).__name__, hook.model is model, hook.hook.prev_module_hook is before,
         hook.hook.execution_device,
-    )
+    )  # fmt: skip
     found = output(model)
     getattr(hook, end, lambda: None)()
     return kinds, found, "_hf_hook" in model.__dict__, [p.device.type for p in model.parameters()]
@@ -188,10 +174,9 @@ def CpuOffload(device: Any, previous: Any, end: str) -> Any:
     pattern=[None, (), "norm", ("head", "first"), ".*", "(", ["blocks.0"]],
     classes=[None, (), (nn.Linear,), (Block,), (nn.Embedding, nn.Conv2d)],
 )
-def attach_layerwise_casting_hooks(model: nn.Module, pattern: Any, classes: Any) -> Any:
+def attach_layerwise_casting_hooks(model, pattern, classes):
     result = big_modeling.attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, pattern, classes)
     return (
-        result,
-        {name: t.dtype for name, (_, t) in state(model).items()},
+        result, {name: t.dtype for name, (_, t) in state(model).items()},
         [n for n, m in model.named_modules() if "_hf_hook" in m.__dict__],
-    )
+    )  # fmt: skip

@@ -4,26 +4,24 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import torch
 
 from accelerate import launchers
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import SageMakerConfig
-from interop.differential.core import Words, probe
+from interop.differential.core import probe, words
 from interop.differential.probes.configs import write
 from interop.differential.probes.launching import listed, parsed
 from interop.differential.probes.preparing import SAGEMAKER, complete, seen, work
 
 
-def named(name: str) -> list[str]:
+def named(name):
     """Write one of the files of `configs`; return the options that name it."""
     return ["--config_file", write(name, "json" if name == "fp8" else "yaml")] if name else []
 
 
-def script(text: str = "") -> None:
-    """Write a script that leaves its arguments and variables."""
+def script(text=""):
     names = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
     more = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
     with open("s.py", "w") as file:
@@ -45,12 +43,12 @@ USUAL = {"gpu_ids": "all", "machine_rank": 0, "num_processes": 1, "main_training
     "commands.launch:_validate_launch_command", quick=16, config=CONFIGS,
     line=[
         "", "--cpu", "--mixed_precision fp16",
-        "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no",
-        "--dynamo_backend eager", "--multi_gpu --cpu", "--tpu --use_deepspeed", "--machine_rank 0",
-        "--num_cpu_threads_per_process 2", "--debug", "--gpu_ids 0 --num_processes 1",
+        "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no", "--dynamo_backend eager",
+        "--multi_gpu --cpu", "--tpu --use_deepspeed", "--machine_rank 0", "--num_cpu_threads_per_process 2", "--debug",
+        "--gpu_ids 0 --num_processes 1",
     ],
 )  # fmt: skip
-def validated(config: str, line: str) -> Any:
+def validated(config, line):
     """Give what the launcher makes of its arguments and a file; what stands for the default is spelled in one way."""
     script()
     os.environ.pop("ACCELERATE_USE_CPU")
@@ -68,29 +66,16 @@ def validated(config: str, line: str) -> Any:
     }
     found["cpu"] = found.pop("use_cpu") or found["cpu"]
     yield "file", [type(defaults), from_file]
-    yield (
-        "switches",
-        {
-            name: bool(value)
-            for name, value in found.items()
-            if name.startswith("use_") or name in ("multi_gpu", "tpu", "cpu")
-        },
-    )
-    yield (
-        "others",
-        {
-            name: str(value).lower()
-            for name, value in found.items()
-            if name not in ("cpu", "multi_gpu", "tpu") and not name.startswith("use_")
-        },
-    )
+    switches = [name for name in found if name.startswith("use_") or name in ("multi_gpu", "tpu", "cpu")]
+    yield "switches", {name: bool(found[name]) for name in switches}
+    yield "others", {name: str(value).lower() for name, value in found.items() if name not in switches}
 
 
 @probe(
     "commands.launch:main", "commands.accelerate_cli:main", slow=True, ending=["", "sys.exit(3)"],
     module=["commands.launch", "commands.accelerate_cli launch"],
 )  # fmt: skip
-def consoles(ending: str, module: str) -> Any:
+def consoles(ending, module):
     script(ending)
     words = [sys.executable, "-m", *f"accelerate.{module} --cpu s.py".split()]
     done = subprocess.run(words, capture_output=True, check=False)
@@ -104,8 +89,7 @@ def consoles(ending: str, module: str) -> Any:
         "-m --no_python x", "--cpu ./s.py", "d/s.py", "d",
     ],
 )  # fmt: skip
-def scripts(line: str) -> Any:
-    """Start scripts, modules and programs, those that are there and those that are not."""
+def scripts(line):
     script()
     os.makedirs("pkg"), os.makedirs("d")
     for place in ("mod.py", "pkg/mod.py", "pkg/__init__.py", "d/s.py"):
@@ -115,7 +99,7 @@ def scripts(line: str) -> Any:
     return seen() and seen()[0]
 
 
-def number(name: str) -> Any:
+def number(name):
     """Start in one of the ways that this machine lacks."""
     script()
     args = complete("--cpu" if name == "sagemaker" else "")
@@ -133,15 +117,14 @@ probe(
 
 @probe(
     "launchers:notebook_launcher", processes_=[1, "1", 0, -1, None, 1.0, True],
-    precision=Words(["no", "bf16", "fp16", "fp8", "BF16", "what", "", None]),
+    precision=words("no bf16 fp16 fp8 BF16 what", "", None),
 )  # fmt: skip
-def notebook(processes_: Any, precision: str) -> Any:
+def notebook(processes_, precision):
     result = launchers.notebook_launcher(work, num_processes=processes_, mixed_precision=precision)
     return [result, seen(), os.environ.get("ACCELERATE_MIXED_PRECISION")]
 
 
-def left() -> None:
-    """Leave a file for each rank, with what it sees."""
+def left():
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -154,21 +137,19 @@ def left() -> None:
     accelerator.end_training()
 
 
-def collected() -> list[Any]:
-    """Return what the ranks left."""
+def collected():
     files = sorted(name for name in os.listdir() if name.startswith("rank"))
     return [json.load(open(name)) for name in files]
 
 
 @probe("launchers:debug_launcher", slow=True, count=[0, -1, None, "2"])
-def debug_counts(count: Any) -> Any:
+def debug_counts(count):
     launchers.debug_launcher(left, num_processes=count)
     return collected()
 
 
 @probe("commands.launch:multi_gpu_launcher", slow=True, count=[1, 2], ending=["", "sys.exit(3)"])
-def torchrun(count: int, ending: str) -> Any:
-    """Start several processes on the CPU; give their ranks."""
+def torchrun(count, ending):
     script(
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'ACCELERATE_MIXED_PRECISION')\n"
         "json.dump([os.environ.get(k) for k in names], open(f'rank{os.environ[\"RANK\"]}.json', 'w'))\n" + ending

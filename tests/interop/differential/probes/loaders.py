@@ -1,8 +1,5 @@
 """accelerate.data_loader: samplers, shards, prepared loaders, skipping."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -18,9 +15,8 @@ from torch.utils.data import (
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import TorchDynamoPlugin
-from interop.differential.core import attempt, probe
+from interop.differential.core import BOTH, attempt, probe
 
-BOTH = (1, 2)
 PUBLIC = [
     "batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "iteration", "device", "rng_types",
     "skip_batches",
@@ -31,8 +27,7 @@ PUBLIC += [
 ]  # fmt: skip
 
 
-def plain(batch: Any) -> Any:
-    """Turn tensors into lists."""
+def plain(batch):
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
     if isinstance(batch, dict):
@@ -40,7 +35,7 @@ def plain(batch: Any) -> Any:
     return type(batch)(map(plain, batch)) if isinstance(batch, (list, tuple)) else batch
 
 
-def walk(loader: Any) -> list[Any]:
+def walk(loader):
     """Return each batch, and what the loader and the state say while it is looked at."""
     state = GradientState()
     return [
@@ -49,8 +44,7 @@ def walk(loader: Any) -> list[Any]:
     ]
 
 
-def shown(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Two epochs and what can be read of a prepared loader."""
+def shown(loader):
     yield "class", type(loader).__name__
     yield "length", attempt(len, loader)
     yield "first", attempt(walk, loader)
@@ -59,38 +53,37 @@ def shown(loader: Any) -> Iterator[tuple[str, Any]]:
         yield name, attempt(getattr, loader, name)
 
 
-def started() -> None:
-    """Build the state that `prepare_data_loader` reads."""
+def started():
     AcceleratorState(cpu=True, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True)
 
 
 class Stream(IterableDataset):
-    def __init__(self, length: int, sized: bool = False) -> None:
+    def __init__(self, length, sized=False):
         self.length, self.epoch = length, 0
         if sized:
             self.__class__ = SizedStream
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(100 * self.epoch, 100 * self.epoch + self.length))
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
 
 class SizedStream(Stream):
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
 
 class Pairs(Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 7
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         return {"x": torch.full((2,), float(index)), "name": f"n{index}", "deep": [index, (index, index + 1)]}
 
 
-def generator(seed: int = 4) -> torch.Generator:
+def generator(seed=4):
     return torch.Generator().manual_seed(seed)
 
 
@@ -106,8 +99,8 @@ SOURCES = {
     "collate": lambda: DataLoader(range(7), 2, collate_fn=list), "pairs": lambda: DataLoader(Pairs(), 3),
     "tensors": lambda: DataLoader(TensorDataset(torch.arange(10).reshape(5, 2)), 2, drop_last=True),
     "stream": lambda: DataLoader(Stream(5), 2), "sized stream": lambda: DataLoader(Stream(5, True), 2),
-    "stream no batches": lambda: DataLoader(Stream(3), batch_size=None), "none": lambda: None,
-    "list": lambda: [1, 2], "dataset": lambda: Pairs(),
+    "stream no batches": lambda: DataLoader(Stream(3), batch_size=None), "none": lambda: None, "list": lambda: [1, 2],
+    "dataset": lambda: Pairs(),
 }  # fmt: skip
 DISPATCHED = ["plain", "shuffled", "tensors", "stream", "sized stream"]
 
@@ -116,15 +109,12 @@ DISPATCHED = ["plain", "shuffled", "tensors", "stream", "sized stream"]
     "data_loader:prepare_data_loader", "data_loader:DataLoaderShard", "data_loader:DataLoaderDispatcher",
     source=SOURCES, dispatch=[None, True, False], split=[False, True], stateful=[False, True],
 )  # fmt: skip
-def kinds(source: Any, dispatch: Any, split: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
-    """Kinds of loaders on the processes that there are."""
+def kinds(source, dispatch, split, stateful):
     started()
     more = {
-        "dispatch_batches": dispatch,
-        "use_stateful_dataloader": stateful,
-        "put_on_device": bool(dispatch),
+        "dispatch_batches": dispatch, "use_stateful_dataloader": stateful, "put_on_device": bool(dispatch),
         "device": "cpu",
-    }
+    }  # fmt: skip
     made = attempt(prepare_data_loader, source, split_batches=split, **more)
     if isinstance(made, Exception):
         yield "refused", made
@@ -133,13 +123,13 @@ def kinds(source: Any, dispatch: Any, split: bool, stateful: bool) -> Iterator[t
 
 
 @probe("data_loader:prepare_data_loader", processes=2, source=SOURCES, split=[False, True], stateful=[False, True])
-def kinds_apart(source: Any, split: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
+def kinds_apart(source, split, stateful):
     """Two processes that read for themselves."""
     return kinds(source, False, split, stateful)
 
 
 @probe("data_loader:prepare_data_loader", processes=2, source=DISPATCHED, split=[False, True], stateful=[False, True])
-def kinds_dispatched(source: str, split: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
+def kinds_dispatched(source, split, stateful):
     """Data that one of two processes can send to the other; the rest would leave the other one waiting."""
     return kinds(SOURCES[source](), True, split, stateful)
 
@@ -148,8 +138,7 @@ def kinds_dispatched(source: str, split: bool, stateful: bool) -> Iterator[tuple
     "data_loader:prepare_data_loader", "data_loader:DataLoaderDispatcher", processes=BOTH, length=[1, 2, 5, 8],
     batch=[1, 2, 4], drop=[False, True], split=[False, True], style=["map", "stream"],
 )  # fmt: skip
-def dispatched(length: int, batch: int, drop: bool, split: bool, style: str) -> Iterator[tuple[str, Any]]:
-    """Batches that the first process reads for all."""
+def dispatched(length, batch, drop, split, style):
     started()
     if split and batch % PartialState().num_processes:
         return  # refused, as `prepared` compares

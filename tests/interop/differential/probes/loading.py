@@ -2,21 +2,18 @@
 
 import json
 import pathlib
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.utils import BnbQuantizationConfig, bnb, modeling, offload
-from interop.differential.core import call, probe
+from interop.differential.core import call, probe, short
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, Bare, Net, on_meta, said, two_ties
 from interop.differential.probes.offload import entries, state
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------
 
-
-def checkpoint(kind: str) -> Any:
+def checkpoint(kind):
     """Write a checkpoint of a `Net` whose weights are all 3, in one way or in a faulty one, and return its path."""
     torch.manual_seed(1)
     state = {name: torch.full_like(t, 3) for name, t in Net().state_dict().items()}
@@ -26,10 +23,9 @@ def checkpoint(kind: str) -> Any:
     where = {name: file for file, part in parts.items() for name in part}
     if kind in ("file", "folder", "half", "extra", "lacks", "reshaped", "integers", "no metadata", "both"):
         changes = {
-            "extra": {"more": torch.ones(1)},
-            "reshaped": {"shift": torch.ones(9)},
+            "extra": {"more": torch.ones(1)}, "reshaped": {"shift": torch.ones(9)},
             "integers": {"shift": torch.ones(4, dtype=torch.int64)},
-        }
+        }  # fmt: skip
         state = {**state, **changes.get(kind, {})}
         state = {n: t.half() for n, t in state.items()} if kind == "half" else state
         state.pop("shift") if kind == "lacks" else None
@@ -70,7 +66,7 @@ LOAD_MAPS = {
 }  # fmt: skip
 
 
-def loaded(model: nn.Module, kind: str, device_map: str, **given: Any) -> Any:
+def loaded(model, kind, device_map, **given):
     found = said(
         lambda: modeling.load_checkpoint_in_model(model, checkpoint(kind), device_map=LOAD_MAPS[device_map], **given)
     )
@@ -78,21 +74,18 @@ def loaded(model: nn.Module, kind: str, device_map: str, **given: Any) -> Any:
     return found["value"], state(model), sorted(json.loads(folder.read_text())) if folder.exists() else None
 
 
-@probe(
+short(
+    "load_checkpoint_in_model", lambda meta,
+    **given: loaded(on_meta() if meta else Net(), offload_folder="offload", **given),
     "utils.modeling:load_checkpoint_in_model", kind=CHECKPOINTS + BROKEN, device_map=["none", "disk", "parts"],
     meta=[False, True],
 )  # fmt: skip
-def load_checkpoint_in_model(meta: bool, **given: Any) -> Any:
-    return loaded(on_meta() if meta else Net(), offload_folder="offload", **given)
-
-
-@probe(
+short(
+    "loaded_with", lambda **given: loaded(Net(), offload_folder="offload", **given),
     "utils.modeling:load_checkpoint_in_model", quick=12, kind=["file", "half", "extra", "lacks", "bin"],
     device_map=["none", "parts"], dtype=[None, torch.float16, "bfloat16", "x"], strict=[False, True],
     keep_in_fp32_modules=[None, ["norm"], "norm"], offload_state_dict=[False, True], offload_8bit_bnb=[False, True],
 )  # fmt: skip
-def loaded_with(**given: Any) -> Any:
-    return loaded(Net(), offload_folder="offload", **given)
 
 
 @probe(
@@ -100,7 +93,7 @@ def loaded_with(**given: Any) -> Any:
     kind=["file", "half", "bin", "no metadata", "index", "folder", "nothing", "no safetensors", "no bin"],
     device_map=list(LOAD_MAPS),
 )
-def load_state_dict(kind: str, device_map: str) -> Any:
+def load_state_dict(kind, device_map):
     path = checkpoint(kind)
     return dict(sorted(modeling.load_state_dict(str(path), device_map=LOAD_MAPS[device_map]).items()))
 
@@ -109,7 +102,7 @@ def load_state_dict(kind: str, device_map: str) -> Any:
     "utils.modeling:load_offloaded_weights", model={"net": Net, "meta": on_meta, "linear": lambda: nn.Linear(2, 2)},
     index=["all", "one", "none", "empty", "unknown"], folder=["folder", "missing"],
 )  # fmt: skip
-def load_offloaded_weights(model: nn.Module, index: str, folder: str) -> Any:
+def load_offloaded_weights(model, index, folder):
     offload.offload_state_dict("folder", {n: torch.full_like(t, 3) for n, t in Net().state_dict().items()})
     found = json.loads(pathlib.Path("folder/index.json").read_text())
     chosen = {
@@ -122,10 +115,7 @@ def load_offloaded_weights(model: nn.Module, index: str, folder: str) -> Any:
     return modeling.load_offloaded_weights(model, chosen, folder), state(model)
 
 
-# -- quantised models -----------------------------------------------------------------------------------------------
-
-
-def body() -> nn.Module:
+def body():
     model = Bare(body=nn.Linear(2, 2), lm_head=nn.Linear(2, 2))
     model.base_model_prefix = "transformer"
     return model
@@ -146,7 +136,7 @@ CONFIGS = [
     "utils.bnb:get_keys_to_not_convert", "utils.bnb:get_parameter_device", model={**QUANTIZED, **NOT_MODELS},
     function=["get_keys_to_not_convert", "get_parameter_device"],
 )  # fmt: skip
-def about_quantizing(model: Any, function: str) -> Any:
+def about_quantizing(model, function):
     found = getattr(bnb, function)(model)
     return sorted(set(found)) if isinstance(found, list) else found
 
@@ -158,7 +148,7 @@ call("utils.bnb:has_4bit_bnb_layers", model={**MODELS, **NOT_MODELS}, slow=True)
     "utils.bnb:replace_with_bnb_layers", "utils.bnb:has_4bit_bnb_layers", model=QUANTIZED, config=CONFIGS,
     keep=[None, [], ["head"], ["0", "blocks.0"], ["first"]], slow=True,
 )  # fmt: skip
-def replace_with_bnb_layers(model: nn.Module, config: dict[str, Any], keep: Any) -> Any:
+def replace_with_bnb_layers(model, config, keep):
     found = bnb.replace_with_bnb_layers(model, BnbQuantizationConfig(**config), modules_to_not_convert=keep)
     return found is model, {name: type(m) for name, m in model.named_modules()}, bnb.has_4bit_bnb_layers(model)
 
@@ -167,10 +157,9 @@ def replace_with_bnb_layers(model: nn.Module, config: dict[str, Any], keep: Any)
     "utils.bnb:get_quantized_model_device_map", config=CONFIGS,
     device_map=[
         {"": "cpu"}, {"": 0}, {"embed": 0, "blocks": 1, "head": "cpu"}, {"blocks": "disk"}, "cpu", "nothing", "",
-    ],
-    model={"net": Net, "meta": on_meta},
+    ], model={"net": Net, "meta": on_meta},
 )  # fmt: skip
-def get_quantized_model_device_map(config: dict[str, Any], **given: Any) -> Any:
+def get_quantized_model_device_map(config, **given):
     made = BnbQuantizationConfig(**config)
     made.skip_modules, made.keep_in_fp32_modules = made.skip_modules or [], made.keep_in_fp32_modules or []
     return bnb.get_quantized_model_device_map(bnb_quantization_config=made, **given)
@@ -180,7 +169,7 @@ def get_quantized_model_device_map(config: dict[str, Any], **given: Any) -> Any:
     "utils.bnb:load_and_quantize_model", config=[*CONFIGS, None], device_map=[None, {"": "cpu"}, "auto"],
     meta=[True, False], slow=True,
 )  # fmt: skip
-def load_and_quantize_model(config: Any, device_map: Any, meta: bool) -> Any:
+def load_and_quantize_model(config, device_map, meta):
     made = None if config is None else BnbQuantizationConfig(**config)
     model = bnb.load_and_quantize_model(on_meta() if meta else Net(), made, checkpoint("file"), device_map=device_map)
     return {name: type(m) for name, m in model.named_modules()}
@@ -190,7 +179,7 @@ def load_and_quantize_model(config: Any, device_map: Any, meta: bool) -> Any:
     "utils.bnb:quantize_and_offload_8bit", name=["weight", "bias", "nothing"], dtype=[None, torch.float16],
     statistics=[None, torch.ones(2)],
 )  # fmt: skip
-def quantize_and_offload_8bit(name: str, dtype: Any, statistics: Any) -> Any:
+def quantize_and_offload_8bit(name, dtype, statistics):
     model, index = nn.Linear(2, 2), {}
     pathlib.Path("folder").mkdir()
     bnb.quantize_and_offload_8bit(

@@ -1,17 +1,9 @@
 """Loaders in a loop: skipping, their classes by themselves, states, epochs."""
 
-from collections.abc import Iterator
-from typing import Any
-
 from torch.utils.data import DataLoader
 
 from accelerate import data_loader as loaders
-from accelerate.data_loader import (
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    SkipDataLoader,
-    prepare_data_loader,
-)
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader, prepare_data_loader
 from interop.differential.core import attempt, probe
 from interop.differential.probes.loaders import SOURCES, Stream, plain, shown, started
 
@@ -21,7 +13,7 @@ from interop.differential.probes.loaders import SOURCES, Stream, plain, shown, s
     source=sorted(set(SOURCES) - {"none", "list", "dataset"}), skip=[0, 1, 2, 3, None],
     kind=["torch", "prepared", "second of two", "dispatched"],
 )  # fmt: skip
-def skipped(source: str, skip: Any, kind: str) -> Iterator[tuple[str, Any]]:
+def skipped(source, skip, kind):
     started()
     loader = SOURCES[source]()
     given = {
@@ -44,15 +36,14 @@ def skipped(source: str, skip: Any, kind: str) -> Iterator[tuple[str, Any]]:
 
 
 @probe("data_loader:skip_first_batches", skip=[-1, 4, 5, 100, "1", 1.0, 2.5, True], stream=[False, True])
-def skipped_odd(skip: Any, stream: bool) -> Any:
+def skipped_odd(skip, stream):
     return [plain(b) for b in loaders.skip_first_batches(DataLoader(Stream(7) if stream else range(7), 2), skip)]
 
 
 CLASSES = {
-    "DataLoaderShard": lambda: DataLoaderShard,
-    "DataLoaderDispatcher": lambda: DataLoaderDispatcher,
+    "DataLoaderShard": lambda: DataLoaderShard, "DataLoaderDispatcher": lambda: DataLoaderDispatcher,
     "SkipDataLoader": lambda: SkipDataLoader,
-}
+}  # fmt: skip
 
 
 @probe(
@@ -61,16 +52,13 @@ CLASSES = {
     given=[
         {}, {"batch_size": 2}, {"batch_size": 4, "drop_last": True}, {"skip_batches": 1}, {"skip_batches": 100},
         {"batch_size": 3, "skip_batches": 2}, {"use_stateful_dataloader": True, "batch_size": 2},
-        {"batch_sampler": [[0, 1], [2]]}, {"batch_size": None}, {"batch_size": 0},
-        {"shuffle": True, "batch_size": 3}, {"nonsense": 1}, {"iteration": 5, "batch_size": 4},
-        {"device": "cpu", "batch_size": 4}, {"_drop_last": True, "batch_size": 4}, {"_non_blocking": True},
-        {"rng_types": ["torch"], "batch_size": 4}, {"slice_fn": None}, {"split_batches": True, "batch_size": 4},
-        {"torch_device_mesh": None},
-    ],
-    dataset={"numbers": lambda: list(range(7)), "none": lambda: None, "stream": lambda: Stream(7), "empty": list},
+        {"batch_sampler": [[0, 1], [2]]}, {"batch_size": None}, {"batch_size": 0}, {"shuffle": True, "batch_size": 3},
+        {"nonsense": 1}, {"iteration": 5, "batch_size": 4}, {"device": "cpu", "batch_size": 4},
+        {"_drop_last": True, "batch_size": 4}, {"_non_blocking": True}, {"rng_types": ["torch"], "batch_size": 4},
+        {"slice_fn": None}, {"split_batches": True, "batch_size": 4}, {"torch_device_mesh": None},
+    ], dataset={"numbers": lambda: list(range(7)), "none": lambda: None, "stream": lambda: Stream(7), "empty": list},
 )  # fmt: skip
-def built(kind: type, given: dict[str, Any], dataset: Any) -> Iterator[tuple[str, Any]]:
-    """The classes by themselves."""
+def built(kind, given, dataset):
     if dataset is None and given or kind is SkipDataLoader and "iteration" in given:
         return
     started()

@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,13 +13,10 @@ from interop.differential.core import probe
 from interop.differential.probes.modeling import Net
 from interop.differential.probes.offload import state
 
-# -- states and checkpoints -----------------------------------------------------------------------------------------
-
-
 KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 
 
-def files(folder: str) -> list[str]:
+def files(folder):
     """Return the names in a folder; of a format's own files the kind alone."""
     names = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*") if p.is_file())
     return sorted({re.sub(r"__\d+_\d+", "__", name) for name in names if not name.startswith(".")})
@@ -31,7 +27,7 @@ def files(folder: str) -> list[str]:
     "utils.fsdp_utils:load_fsdp_optimizer", kind=KINDS, version=[1, 2], index=[0, 3], adapter_only=[False, True],
     use_dcp=[True, False], what=["model", "optimizer"],
 )  # fmt: skip
-def unsharded_checkpoints(kind: str, version: int, index: int, adapter_only: bool, use_dcp: bool, what: str) -> Any:
+def unsharded_checkpoints(kind, version, index, adapter_only, use_dcp, what):
     """What is saved of a model that is not sharded, since 1.15.0 shards none on one process without a GPU."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
@@ -65,7 +61,7 @@ STATES = {
     "utils.fsdp_utils:merge_fsdp_weights", folder=["nothing", "empty", "file", "around", "wrapped", ""],
     output=["out", "file"], safe=[True, False],
 )  # fmt: skip
-def merge_nothing(folder: str, output: str, safe: bool) -> Any:
+def merge_nothing(folder, output, safe):
     pathlib.Path("empty").mkdir()
     pathlib.Path("file").write_text("text")
     dcp.save(STATES["model"](), checkpoint_id="around/pytorch_model_fsdp_0", no_dist=True)
@@ -74,28 +70,22 @@ def merge_nothing(folder: str, output: str, safe: bool) -> Any:
     return sorted(str(p) for p in pathlib.Path(output).rglob("*"))
 
 
-# -- preparing ------------------------------------------------------------------------------------------------------
-
-
 @probe(
     "utils.fsdp_utils:fsdp2_prepare_model", "utils.fsdp_utils:fsdp2_apply_ac",
     "utils.fsdp_utils:fsdp2_load_full_state_dict", processes=2,
     function=["fsdp2_apply_ac", "fsdp2_prepare_model", "fsdp2_load_full_state_dict"], wrap=["Block", "nothing"],
     checkpointing=[False, True],
 )  # fmt: skip
-def fsdp2(function: str, wrap: str, checkpointing: bool) -> Any:
+def fsdp2(function, wrap, checkpointing):
     """Each function on the model that the one before it makes, with 1.15.0's plugin, which prepare() ignores on CPUs."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     model = Net()
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[wrap],
-        activation_checkpointing=checkpointing,
-        cpu_ram_efficient_loading=False,
-    )
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[wrap],
+        activation_checkpointing=checkpointing, cpu_ram_efficient_loading=False,
+    )  # fmt: skip
     accelerator = Accelerator(cpu=True)
     accelerator.state.fsdp_plugin = plugin
     full = {name: t + 1 for name, t in model.state_dict().items()}

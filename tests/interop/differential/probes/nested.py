@@ -2,40 +2,38 @@
 
 import collections
 import dataclasses
-import os
 import types
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-RANK = int(os.environ.get("RANK", 0))
+from interop.differential.core import RANK
 
 Pair = collections.namedtuple("Pair", "first second")
 Empty = collections.namedtuple("Empty", "")
 
 
 class Rows(list):
-    """A list of a class of its own."""
+    pass
 
 
 class Fixed(tuple):
-    """A tuple of a class of its own."""
+    pass
 
 
 class Table(dict):
-    """A dictionary of a class of its own."""
+    pass
 
 
 class Movable:
     """An object that knows how to move, and notes how."""
 
-    def __init__(self, takes_non_blocking: bool = True) -> None:
+    def __init__(self, takes_non_blocking=True):
         self.takes_non_blocking = takes_non_blocking
-        self.calls: list[Any] = []
+        self.calls = []
 
-    def to(self, device: Any, **kwargs: Any) -> Any:
+    def to(self, device, **kwargs):
         if kwargs and not self.takes_non_blocking:
             raise TypeError("unexpected keyword argument")
         self.calls.append((str(device), kwargs))
@@ -43,27 +41,29 @@ class Movable:
 
 
 class MovableBatch(collections.UserDict):
-    """A mapping that moves its tensors itself, as tokenizers' batches do."""
-
-    def to(self, device: Any) -> Any:
+    def to(self, device):
         return MovableBatch({"moved": str(device), **self.data})
 
 
 @dataclasses.dataclass
 class Record:
-    """A dataclass with a tensor."""
-
     x: Any = None
 
 
-def rising(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def seen(result, given):
+    """Return the result, whether it is the argument itself, and the argument as it is afterwards."""
+    yield "value", result
+    yield "is the argument", result is given
+    yield "argument", given
+
+
+def rising(*shape, dtype=torch.float32):
     """Return 1, 2, 3, ... in a shape, and ten times the rank more."""
     count = int(np.prod(shape)) if shape else 1
     return (torch.arange(count, dtype=torch.float32) + 1 + 10 * RANK).reshape(shape).to(dtype)
 
 
-def with_history() -> torch.Tensor:
-    """Return a tensor that gradients flow through."""
+def with_history():
     return torch.nn.Parameter(rising(2)) * 2
 
 
@@ -71,9 +71,8 @@ DTYPES = [
     *(torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16),
 ]
-
 # Tensors of every sort, which collectives and local functions take.
-TENSORS: dict[str, Callable[[], Any]] = {
+TENSORS = {
     "scalar": lambda: rising(), "vector": lambda: rising(3), "matrix": lambda: rising(2, 3),
     "cube": lambda: rising(2, 1, 3), "one element": lambda: rising(1), "no rows": lambda: rising(0),
     "no columns": lambda: rising(2, 0), "transposed": lambda: rising(2, 3).T, "strided": lambda: rising(6)[::2],
@@ -93,15 +92,13 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "dtypes": lambda: {"a": rising(2), "b": rising(2, dtype=torch.int64), "c": rising(2, dtype=torch.bfloat16)},
     "list with history": lambda: [with_history(), rising(2)],
 }  # fmt: skip
-
 # Structures without a leaf.
-HOLLOW: dict[str, Callable[[], Any]] = {
+HOLLOW = {
     "empty list": list, "empty tuple": tuple, "empty dict": dict, "empty named tuple": Empty,
     "empty inside": lambda: {"a": [], "b": ()}, "empty ordered dict": collections.OrderedDict,
 }  # fmt: skip
-
 # What is no tensor, alone and beside tensors.
-OTHERS: dict[str, Callable[[], Any]] = {
+OTHERS = {
     "None": lambda: None, "True": lambda: True, "zero": lambda: 0, "huge": lambda: 10**30, "float": lambda: 1.5,
     "nan": lambda: float("nan"), "complex": lambda: 1j, "text": lambda: "text", "empty text": lambda: "",
     "bytes": lambda: b"ab", "array": lambda: np.arange(3), "matrix of numpy": lambda: np.ones((2, 2)),
@@ -118,13 +115,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "module": lambda: torch.nn.Linear(1, 1, bias=False, dtype=torch.float64).requires_grad_(False).weight.data * 0,
     "generator": lambda: (i for i in range(2)), "exception": lambda: ValueError("no"),
 }  # fmt: skip
-
 # Tensors that most functions cannot use.
-STRANGE: dict[str, Callable[[], Any]] = {
-    "meta": lambda: torch.empty(2, 3, device="meta"),
-    "meta inside": lambda: {"a": torch.empty(2, device="meta")},
+STRANGE = {
+    "meta": lambda: torch.empty(2, 3, device="meta"), "meta inside": lambda: {"a": torch.empty(2, device="meta")},
     "sparse": lambda: torch.eye(2).to_sparse(),
     "torch.nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-}
-
+}  # fmt: skip
 VALUES = {**TENSORS, **HOLLOW, **OTHERS, **STRANGE}

@@ -1,14 +1,13 @@
 """Megatron-LM's plugin beside its fields, its train steps' masks, and the conversions of `utils.ao` and `utils.transformer_engine`."""
 
 import types
-from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.utils import ao, dataclasses, megatron_lm, transformer_engine
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, probe, words
 from interop.differential.probes.plugins import fields_of
 
 PLUGIN = "utils.dataclasses:MegatronLMPlugin"
@@ -16,7 +15,7 @@ SIZES = {
     "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 32,
     "vocab_size": 64,
 }  # fmt: skip
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
+CONFIGURATIONS = {
     "bert": {**SIZES, "architectures": ["BertForMaskedLM"], "num_labels": 2},
     "megatron-bert": {**SIZES, "architectures": ["MegatronBertForPreTraining"], "num_labels": 3},
     "gpt2": {
@@ -30,22 +29,19 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": {
         **SIZES, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
         "intermediate_size": 16,
-    },
-    "nonsense": dict(SIZES),
+    }, "nonsense": dict(SIZES),
 }  # fmt: skip
 BATCHES = {
-    "none": lambda: None,
-    "labels": lambda: {"input_ids": torch.ones(2, 16), "labels": torch.ones(2, 12)},
+    "none": lambda: None, "labels": lambda: {"input_ids": torch.ones(2, 16), "labels": torch.ones(2, 12)},
     "no labels": lambda: {"input_ids": torch.ones(2, 16)},
-}
+}  # fmt: skip
 
 
-def settings(plugin: Any) -> dict[str, Any]:
+def settings(plugin):
     return dict(fields_of(plugin)["megatron_lm_default_args"])
 
 
-def changes(plugin: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are new or other ones, sorted."""
+def changes(plugin, before):
     return {
         key: value for key, value in settings(plugin).items() if key not in before or repr(before[key]) != repr(value)
     }
@@ -58,8 +54,7 @@ PARSERS = ["bert", "gpt2", "t5", "llama", "glm4_moe"]
     *[f"utils.dataclasses:parse_{name}_config" for name in PARSERS], parser=PARSERS, kind=Words(CONFIGURATIONS),
     batch={name: BATCHES[name] for name in ("none", "labels")},
 )  # fmt: skip
-def parsed(parser: str, kind: str, batch: Any) -> Any:
-    """Each parser on the configuration of each kind of model."""
+def parsed(parser, kind, batch):
     plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1)
     before = settings(plugin)
     config = types.SimpleNamespace(model_type=kind, return_dict=True, **CONFIGURATIONS[kind])
@@ -68,12 +63,10 @@ def parsed(parser: str, kind: str, batch: Any) -> Any:
 
 
 @probe(
-    "utils.dataclasses:add_model_config_to_megatron_parser",
-    name=["tiny", "TINY", "", None, 1],
+    "utils.dataclasses:add_model_config_to_megatron_parser", name=["tiny", "TINY", "", None, 1],
     asked=["tiny", "my-tiny-2", "TINY"],
-)
-def own_parser(name: Any, asked: str) -> Any:
-    """A parser of the user's own."""
+)  # fmt: skip
+def own_parser(name, asked):
     parsers = dataclasses.MODEL_CONFIGS_TO_MEGATRON_PARSERS
     known, called = dict(parsers), []
     try:
@@ -87,28 +80,26 @@ def own_parser(name: Any, asked: str) -> Any:
         parsers.update(known)
 
 
-BACKENDS = Words([None, "te", "TE", "msamp", "MSAMP", "ao", "", "nonsense", 1])
+BACKENDS = words("te TE msamp MSAMP ao nonsense", None, "", 1)
 
 
-@probe("utils.dataclasses:FP8RecipeKwargs", backend=BACKENDS, opt_level=Words(["O1", "O2", "O3", "o1", ""]))
-def fp8_recipe(backend: Any, opt_level: str) -> Any:
+@probe("utils.dataclasses:FP8RecipeKwargs", backend=BACKENDS, opt_level=words("O1 O2 O3 o1", ""))
+def fp8_recipe(backend, opt_level):
     return fields_of(dataclasses.FP8RecipeKwargs(backend=backend, opt_level=opt_level))
 
 
 OPTIMIZERS = {
     "adam": lambda: torch.optim.Adam(
-        [nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2
-    ),
-    "adamw": lambda: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),
+        [nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2,
+    ), "adamw": lambda: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),
     "sgd": lambda: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.3),
     "groups": lambda: torch.optim.Adam([{"params": [nn.Parameter(torch.ones(2))], "lr": 0.3, "weight_decay": 0.5}]),
-    "rmsprop": lambda: torch.optim.RMSprop([nn.Parameter(torch.ones(2))]),
-    "nothing": lambda: None,
-}
+    "rmsprop": lambda: torch.optim.RMSprop([nn.Parameter(torch.ones(2))]), "nothing": lambda: None,
+}  # fmt: skip
 
 
 @probe(PLUGIN, optimizer=OPTIMIZERS)
-def optimizer_settings(optimizer: Any) -> Any:
+def optimizer_settings(optimizer):
     plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1)
     before = settings(plugin)
     plugin.set_optimizer_type(optimizer)
@@ -116,14 +107,11 @@ def optimizer_settings(optimizer: Any) -> Any:
 
 
 @probe(PLUGIN, batch=[0, 1, 4, None], degree=[0, 1, 2, None], micro=[None, 2])
-def training_settings(batch: Any, degree: Any, micro: int | None) -> Any:
+def training_settings(batch, degree, micro):
     plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1, num_micro_batches=micro)
     before = settings(plugin)
     plugin.set_training_args(batch, degree)
     return [changes(plugin, before), plugin.data_parallel_size, plugin.micro_batch_size, plugin.global_batch_size]
-
-
-# -- utils.megatron_lm -------------------------------------------------------------------------------------------
 
 
 @probe(
@@ -131,7 +119,7 @@ def training_settings(batch: Any, degree: Any, micro: int | None) -> Any:
     "utils.megatron_lm:BertTrainStep", "utils.megatron_lm:GPTTrainStep", "utils.megatron_lm:T5TrainStep",
     do=["set_megatron_data_args", "provider", "iterators", "losses", "BertTrainStep", "GPTTrainStep", "T5TrainStep"],
 )  # fmt: skip
-def without_megatron(do: str) -> Any:
+def without_megatron(do):
     """What the package that is not installed is needed for."""
     accelerator, data = Accelerator(), megatron_lm.MegatronLMDummyDataLoader()
     does = {
@@ -144,13 +132,8 @@ def without_megatron(do: str) -> Any:
     return type(made).__name__
 
 
-# -- utils.ao and utils.transformer_engine -----------------------------------------------------------------------
-
-
 class Named(nn.Module):
-    """Linear layers with other ones around them."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(16)
         self.first = nn.Linear(16, 16)
@@ -169,12 +152,12 @@ MODELS = {
 }  # fmt: skip
 
 
-def kinds(model: Any) -> Any:
+def kinds(model):
     return {name: type(part).__name__ for name, part in model.named_modules()}
 
 
 @probe("utils.ao:filter_first_and_last_linear_layers", model=MODELS)
-def ao_first_and_last(model: Any) -> Any:
+def ao_first_and_last(model):
     return {name: ao.filter_first_and_last_linear_layers(part, name) for name, part in model.named_modules()}
 
 
@@ -182,7 +165,7 @@ def ao_first_and_last(model: Any) -> Any:
     "utils.ao:convert_model_to_fp8_ao", "utils.imports:torchao_required", model=MODELS,
     function=[None, lambda module, name: False],
 )  # fmt: skip
-def ao_converted(model: Any, function: Any) -> Any:
+def ao_converted(model, function):
     result = ao.convert_model_to_fp8_ao(model, module_filter_func=function)
     return [result is None, kinds(model), ao.has_ao_layers(model)]
 
@@ -195,10 +178,9 @@ TRANSFORMER_ENGINE = [
 
 @probe(
     *TRANSFORMER_ENGINE,
-    function=["convert_model", "has_transformer_engine_layers", "apply_fp8_autowrap", "contextual"],
-    model=MODELS,
-)
-def without_transformer_engine(function: str, model: Any) -> Any:
+    function=["convert_model", "has_transformer_engine_layers", "apply_fp8_autowrap", "contextual"], model=MODELS,
+)  # fmt: skip
+def without_transformer_engine(function, model):
     if function == "apply_fp8_autowrap":
         return kinds(transformer_engine.apply_fp8_autowrap(model, None))
     if function == "contextual":

@@ -1,12 +1,10 @@
 """Operations on nested structures that no other process takes part in."""
 
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 from accelerate.utils import operations
 from interop.differential.core import call, probe
-from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES
+from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES, seen
 
 PLAIN = {k: v for k, v in VALUES.items() if k not in ("generator", "torch.nested", "sparse", "object", "namespace")}
 FEW = {
@@ -15,23 +13,16 @@ FEW = {
 }
 
 
-def seen(result: Any, given: Any) -> Iterator[tuple[str, Any]]:
-    """Return the result, whether it is the argument itself, and the argument as it is afterwards."""
-    yield "value", result
-    yield "is the argument", result is given
-    yield "argument", given
-
-
 call("utils.operations:is_torch_xpu_tensor", value={k: VALUES[k] for k in ("vector", "dict", "text")})
 
 
 @probe("utils.operations:send_to_device", value=VALUES)
-def sent_to_its_device(value: Any) -> Iterator[tuple[str, Any]]:
+def sent_to_its_device(value):
     yield from seen(operations.send_to_device(value, "cpu"), value)
 
 
 @probe("utils.operations:initialize_tensors", "utils.operations:get_data_structure", value=TENSORS | HOLLOW)
-def initialized(value: Any) -> Any:
+def initialized(value):
     made = operations.initialize_tensors(operations.get_data_structure(value))
     return operations.recursively_apply(lambda t: (list(t.shape), t.dtype, t.device.type, t.requires_grad), made)
 
@@ -44,7 +35,7 @@ call(
 
 
 @probe("utils.operations:concatenate", value=PLAIN, count=[1, 3], dim=[0, 1])
-def concatenate(value: Any, count: int, dim: int) -> Any:
+def concatenate(value, count, dim):
     return operations.concatenate([copy.deepcopy(value) for _ in range(count)], dim=dim)
 
 

@@ -2,41 +2,33 @@
 
 import copy
 import pickle
-from typing import Any
 
 from accelerate import ParallelismConfig
 from accelerate.utils import dataclasses
-from interop.differential.core import Words, probe
+from interop.differential.core import probe, properties, words
 from interop.differential.probes.plugins import fields_of
 
 COVERED = "parallelism_config:ParallelismConfig"
 AXES = ["dp_replicate", "dp_shard", "tp", "cp", "sp"]
-PROPERTIES = (
-    "active_mesh_dims cp_enabled data_parallel_size dp_cp_dim_names dp_dim_names dp_replicate_enabled dp_shard_cp_dim_names "
-    "dp_shard_enabled fsdp_dim_names non_data_parallel_size non_dp_dim_names sp_enabled total_size tp_enabled"
-)
-MADE: dict[str, Any] = {
+PROPERTIES = properties(COVERED)
+MADE = {
     "none": lambda: None, "tensor": dataclasses.TorchTensorParallelConfig,
     "context": lambda: dataclasses.TorchContextParallelConfig("alltoall"),
     "sequence": lambda: dataclasses.DeepSpeedSequenceParallelConfig(sp_seq_length=8), "text": lambda: "nonsense",
 }  # fmt: skip
-HANDLERS: dict[str, Any] = {
+HANDLERS = {
     **dict.fromkeys(["tp_handler", "cp_handler", "sp_handler"], MADE),
-    "cp_backend": Words([None, "torch", "TORCH", "deepspeed", "", "nonsense", 1]),
-    "sp_backend": Words([None, "deepspeed", "DEEPSPEED", "", "nonsense", 1]),
+    "cp_backend": words("torch TORCH deepspeed nonsense", None, "", 1),
+    "sp_backend": words("deepspeed DEEPSPEED nonsense", None, "", 1),
 }
 
 
-def looks(config: ParallelismConfig) -> dict[str, Any]:
-    return {
-        **fields_of(config),
-        **{name: getattr(config, name) for name in PROPERTIES.split()},
-        "mesh": config._get_mesh(),
-    }
+def looks(config):
+    return {**fields_of(config), **{name: getattr(config, name) for name in PROPERTIES}, "mesh": config._get_mesh()}
 
 
 @probe(COVERED, dp_replicate=[1, 2], dp_shard=[1, 2, 3], tp=[1, 2], cp=[1, 4], sp=[1, 2])
-def sizes(**axes: int):
+def sizes(**axes):
     config = ParallelismConfig(**{f"{axis}_size": size for axis, size in axes.items()})
     yield "looks", looks(config)
     yield "copies", [fields_of(copy.deepcopy(config)) == fields_of(config), config == copy.deepcopy(config)]
@@ -50,15 +42,15 @@ def sizes(**axes: int):
 for axis_ in ("tp", "cp", "sp"):
     for name_, values_ in HANDLERS.items():
 
-        def run(value: Any, size: int, axis: str = axis_, name: str = name_) -> Any:
+        def run(value, size, axis=axis_, name=name_):
             return fields_of(ParallelismConfig(**{f"{axis}_size": size, name: value}))
 
         run.__name__ = f"{axis_}_with_{name_}"
         probe(COVERED, value=values_, size=[1, 2])(run)
 
 
-@probe(COVERED, axis=Words([*AXES, "dp", "TP", "", "tp_size", None]), size=[1, 2, 0, -1, "2", None])
-def changed_size(axis: Any, size: Any) -> Any:
+@probe(COVERED, axis=words("dp TP tp_size", *AXES, "", None), size=[1, 2, 0, -1, "2", None])
+def changed_size(axis, size):
     config = ParallelismConfig(dp_shard_size=2)
     config._set_size(axis, size)
     return [looks(config), config._sizes]
@@ -68,7 +60,7 @@ MESHES = [{}, {"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}, {"
 
 
 @probe(COVERED, processes=2, sizes=MESHES[1:4], device=["cuda", "meta"])
-def other_device(sizes: dict[str, int], device: str) -> Any:
+def other_device(sizes, device):
     config = ParallelismConfig(**sizes)
     config.get_device_mesh("cpu")
     return config.get_device_mesh(device) is None

@@ -3,18 +3,13 @@
 import copy
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import nn
 
 import placement_samples as samples
 from accelerate.utils import modeling
 from interop.differential.core import call, probe
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, SOME, TIED, named, said
-
-# -- budgets and maps -----------------------------------------------------------------------------------------------
 
 BUDGETS = [
     {}, {"cpu": 10**6}, {"cpu": "1MB"}, {0: 0, "cpu": 10**6}, {0: 100, "cpu": 300}, {0: 300, 1: 300, "cpu": 10**6},
@@ -26,7 +21,7 @@ BUDGETS = [
 
 
 @probe("utils.modeling:get_max_memory", max_memory=[*BUDGETS, {0: 1.5}, {"cpu": "1GiB", 3: "1MiB"}, {True: 5}])
-def get_max_memory(max_memory: Any) -> Any:
+def get_max_memory(max_memory):
     return said(lambda: modeling.get_max_memory(max_memory))["value"]
 
 
@@ -34,7 +29,7 @@ call("utils.modeling:get_balanced_memory", model=SOME, max_memory=BUDGETS, low_z
 
 
 @probe("utils.modeling:infer_auto_device_map", model={**MODELS, **NOT_MODELS}, max_memory=BUDGETS)
-def infer_auto_device_map(**given: Any) -> Any:
+def infer_auto_device_map(**given):
     return named(given["model"], modeling.infer_auto_device_map(clean_result=False, **given))
 
 
@@ -42,7 +37,7 @@ def infer_auto_device_map(**given: Any) -> Any:
     "utils.modeling:fallback_allocate", model=TIED, size_limit=[0, 60, 10**6, -1, 12.5], no_split=[None, ["Block"]],
     ties=[None, True],
 )  # fmt: skip
-def fallback_allocate(model: nn.Module, size_limit: float, no_split: Any, ties: Any) -> Any:
+def fallback_allocate(model, size_limit, no_split, ties):
     modules, sizes = list(model.named_children()), modeling.compute_module_sizes(model)
     tied = sorted(modeling.find_tied_parameters(model)) if ties else None
     name, module, rest = modeling.fallback_allocate(modules, sizes, size_limit, no_split, tied)
@@ -59,7 +54,7 @@ MAPS = [
 
 
 @probe("utils.modeling:clean_device_map", device_map=MAPS, module_name=["", "a", "a.b", "d", "nothing", None])
-def clean_device_map(device_map: Any, module_name: Any) -> Any:
+def clean_device_map(device_map, module_name):
     found = modeling.clean_device_map(device_map, module_name)
     return dict(found), found is device_map
 
@@ -74,11 +69,8 @@ GIVEN = [
 
 
 @probe("utils.modeling:check_device_map", model={**MODELS, **NOT_MODELS}, device_map=GIVEN)
-def check_device_map(**given: Any) -> Any:
+def check_device_map(**given):
     return said(lambda: modeling.check_device_map(**given))
-
-
-# -- random models --------------------------------------------------------------------------------------------------
 
 
 class TieBroken(Exception):
@@ -94,8 +86,7 @@ class NoDevice(Exception):
 
 
 @functools.lru_cache(maxsize=1)
-def placed(seed: int) -> dict[str, Callable[[], Any]]:
-    """Return what can be known of where a random model goes."""
+def placed(seed):
     model = samples.model(seed)
     options = samples.arguments(seed, model)
     budgets, no_split = options.pop("max_memory"), options["no_split_module_classes"]
@@ -108,13 +99,13 @@ def placed(seed: int) -> dict[str, Callable[[], Any]]:
     holes = indices != list(range(len(indices))) or not all(budgets[i] for i in indices)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
-    def weighed(*args: Any, **kwargs: Any) -> Any:
+    def weighed(*args, **kwargs):
         found = weigh(*args, **kwargs)
         if len(set(found[1])) < len(found[1]):
             raise CountedTwice
         return found
 
-    def device_map() -> dict[str, Any]:
+    def device_map():
         # Ties in the order of the model, and a module that counts twice is noticed.
         modeling.find_tied_parameters, modeling.get_module_size_with_ties = lambda *_, **__: tied, weighed
         try:
@@ -122,17 +113,17 @@ def placed(seed: int) -> dict[str, Callable[[], Any]]:
         finally:
             modeling.find_tied_parameters, modeling.get_module_size_with_ties = find, weigh
 
-    def device(name: str, found: dict[str, Any]) -> Any:
+    def device(name, found):
         parts = [*itertools.accumulate(name.split("."), "{}.{}".format)][::-1]
         return next((found[part] for part in [*parts, ""] if part in found), NoDevice)
 
-    def whole(clean: bool) -> Any:
+    def whole(clean):
         found = device_map()
         if any(device(name, found) is NoDevice for name, _ in tensors):
             raise NoDevice
         return dict(sorted(modeling.clean_device_map(dict(found)).items())) if clean else sorted(found)
 
-    def unbuffered() -> Any:
+    def unbuffered():
         """Of entries for buffers, and for second names, there may be none."""
         found = device_map()
         if any(len({device(name, found) for name in group}) > 1 for group in tied):
@@ -144,19 +135,15 @@ def placed(seed: int) -> dict[str, Callable[[], Any]]:
     classes = [no_split] if isinstance(no_split, str) else no_split or []
     balance = {**numerics, "no_split_module_classes": no_split, "low_zero": seed % 3 == 0 and not holes}
     return {
-        "map": unbuffered,
-        "whole": lambda: whole(False),
-        "clean": lambda: whole(True),
-        "budgets": lambda: modeling.get_balanced_memory(model, dict(budgets), **balance),
-        "sizes": lambda: dict(sizes),
+        "map": unbuffered, "whole": lambda: whole(False), "clean": lambda: whole(True),
+        "budgets": lambda: modeling.get_balanced_memory(model, dict(budgets), **balance), "sizes": lambda: dict(sizes),
         "buffers": lambda: dict(modeling.compute_module_sizes(model, **numerics, buffers_only=True)),
-        "largest": lambda: modeling.get_max_layer_size(queue, copy.copy(sizes), classes),
-        "tied": lambda: tied,
+        "largest": lambda: modeling.get_max_layer_size(queue, copy.copy(sizes), classes), "tied": lambda: tied,
         "leaves": lambda: modeling.get_module_leaves(sizes),
-    }
+    }  # fmt: skip
 
 
-def placement(seed: int, what: str) -> Any:
+def placement(seed, what):
     return placed(seed)[what]()
 
 
@@ -168,6 +155,3 @@ for seeds, slow in ((range(30), False), (range(30, 600), True)):
         seed=list(seeds),
         what=["map", "whole", "clean", "budgets", "sizes", "buffers", "largest", "tied", "leaves"],
     )(placement)
-
-
-# -- precision ------------------------------------------------------------------------------------------------------

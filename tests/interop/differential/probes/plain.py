@@ -7,9 +7,7 @@ import logging
 import sys
 import types
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +22,7 @@ ADDED = {"skip_samples", "epoch"}  # attributes that this package alone has
 
 
 class Own(nn.Module):
-    """A tied model with a buffer."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(4, 3)
         self.blocks = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3))
@@ -36,11 +32,11 @@ class Own(nn.Module):
         for parameter in self.parameters():
             nn.init.constant_(parameter, 0.5)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.head(self.blocks(self.embed(ids)) * self.scale)
 
 
-def shown(value: Any) -> Any:
+def shown(value):
     """Show an object of the package by its public attributes, a model by its output, and a context by what it yields."""
     if isinstance(value, Path):
         return value.name
@@ -59,14 +55,14 @@ def shown(value: Any) -> Any:
     return value
 
 
-def row(cover: str, *calls: tuple[Any, ...], state: bool = False) -> None:
+def row(cover, *calls, state=False):
     """Register a definition with the arguments of its calls, the last of which may be keywords in a namespace.
 
     A function in place of a tuple makes the arguments when the case runs.
     """
     module, _, name = cover.partition(":")
 
-    def run(given: Any) -> Iterator[tuple[str, Any]]:
+    def run(given):
         if state:
             PartialState(cpu=True)
         *args, last = [*given, None]
@@ -83,25 +79,24 @@ def row(cover: str, *calls: tuple[Any, ...], state: bool = False) -> None:
     probe(cover, quick=9, given=given)(run)
 
 
-def with_(**keywords: Any) -> types.SimpleNamespace:
+def with_(**keywords):
     return types.SimpleNamespace(**keywords)
 
 
-def optimizer(kind: Any = torch.optim.SGD) -> Any:
+def optimizer(kind=torch.optim.SGD):
     return kind([nn.Parameter(torch.ones(2))], lr=0.1)
 
 
-def accelerated(*args: Any) -> tuple[Any, ...]:
-    """Build an Accelerator, and return the arguments."""
+def accelerated(*args):
     Accelerator(cpu=True)
     return args
 
 
-def scheduler() -> Any:
+def scheduler():
     return torch.optim.lr_scheduler.StepLR(optimizer(), 1)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     made = argparse.ArgumentParser()
     made.add_argument("--b", type=int, default=3)
     made.add_argument("--d", action="store_true")
@@ -120,7 +115,6 @@ for name_ in listed(
 row("utils.operations:is_tensor_information", (TensorInformation((1,), torch.float32),), (None,))
 row("utils.operations:honor_type", ([1], iter("ab")), (Pair(1, 2), iter("ab")), ((1,), iter("ab")), ({1}, iter("ab")))
 row("utils.operations:DistributedOperationException", ("text",), ())
-
 for name_ in listed(
     "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
     "LoggerType PrecisionType RNGType SageMakerDistributedType"
@@ -132,23 +126,18 @@ row(
     "utils.dataclasses:get_module_class_from_name",
     *((Own(), name) for name in ("Linear", "linear", "Own", "Conv1d", "")),
 )
-
 row("utils.environment:are_libraries_initialized", (), ("torch",), ("numpy", "no_such"), ("torch.nn",))
 row("utils.environment:clear_environment", ())
 row(
-    "utils.environment:convert_dict_to_env_variables",
-    ({"A": "1", "B": "x y"},),
-    ({"A": "<x>", "B": "a;b"},),
-    ({},),
+    "utils.environment:convert_dict_to_env_variables", ({"A": "1", "B": "x y"},), ({"A": "<x>", "B": "a;b"},), ({},),
     state=True,
-)
+)  # fmt: skip
 row("utils.environment:get_int_from_env", ([], 3), (["PROBED"], 3), ("PROBED", 3))
 for name_ in ("override_numa_affinity", "set_numa_affinity"):
     row(f"utils.environment:{name_}", (0,), (0, True))
 for name_ in ("parse_flag_from_env", "parse_choice_from_env"):
     row(f"utils.environment:{name_}", ("PROBED",), ("PROBED", True), ("PROBED", "yes"), ("PROBED", None))
 row("utils.environment:patch_environment", (with_(probed="x"),), (with_(PROBED=1),), (with_(probed=True),))
-
 row("utils.other:check_os_kernel", (), state=True)
 row(
     "utils.other:convert_bytes",
@@ -160,13 +149,9 @@ row(
 )
 row("utils.other:is_port_in_use", *((port,) for port in (0, -1, 65536, "x", 1.5, True)))
 row(
-    "utils.other:merge_dicts",
-    ({}, None),
-    ([], {}),
-    ({"a": 1}, []),
-    ({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}),
+    "utils.other:merge_dicts", ({}, None), ([], {}), ({"a": 1}, []), ({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}),
     ("", {}),
-)
+)  # fmt: skip
 row("utils.versions:is_torch_version", *((o, v) for o in ("==", "~=", ">=", "<", "") for v in ("2.0", "2.13", "x")))
 row("utils.operations:recursively_apply", *((torch.neg, value) for value in DATA), (len, [1, "ab"]))
 row("data_loader:get_sampler", (torch.utils.data.DataLoader(range(3)),), (None,))
@@ -178,14 +163,12 @@ row("utils.memory:release_memory", (), (None,), (1, [torch.ones(2)]))
 row("utils.random:synchronize_rng_states", ([],), ("torch",), (["nothing"],), state=True)
 row("utils.tqdm:tqdm", ([1, 2], with_(disable=True)), (True, [1]), (False, [1], with_(disable=True)), state=True)
 row("utils.torch_xla:install_xla", (), (True,))
-
 row(
     "utils.ao:filter_linear_layers",
     *((nn.Linear(16, out), name, ["kept"]) for out in (16, 7) for name in ("a", "kept")),
 )
 for name_ in ("find_first_last_linear_layers", "has_ao_layers"):
     row(f"utils.ao:{name_}", (Own(),), (nn.Linear(16, 16),), (nn.ReLU(),))
-
 row("utils.deepspeed:HfDeepSpeedConfig", ({},), ({"zero_optimization": {"stage": 3}},), ("absent.json",))
 row("utils.deepspeed:DummyOptim", ([1],), ([1], 0.1), ([1], with_(lr=0, weight_decay=0.1, a="b")))
 for name_ in ("utils.deepspeed:DummyScheduler", "utils.megatron_lm:MegatronLMDummyScheduler"):
@@ -196,15 +179,12 @@ row("utils.deepspeed:DeepSpeedSchedulerWrapper", lambda: (Accelerator(), schedul
 row("utils.deepspeed:map_pytorch_optim_to_deepspeed", lambda: (optimizer(),), lambda: (optimizer(torch.optim.AdamW),))
 row("utils.imports:deepspeed_required", (len,))
 row("utils.megatron_lm:AbstractTrainStep", ("a",))
-
 row("utils.modeling:_get_proper_dtype", (torch.float16,), ("float16",), ("torch.int8",), (None,))
 row("utils.modeling:dtype_byte_size", (CustomDtype.INT4,), (CustomDtype.FP8,), (None,), (torch.bool,))
 row(
-    "utils.modeling:check_device_same",
-    ("cpu", torch.device("cpu")),
-    (torch.device("cuda"), torch.device("cuda", 0)),
+    "utils.modeling:check_device_same", ("cpu", torch.device("cpu")), (torch.device("cuda"), torch.device("cuda", 0)),
     (torch.device("cpu"), torch.device("meta")),
-)
+)  # fmt: skip
 row("utils.modeling:check_tied_parameters_in_config", (Own(),), (nn.Linear(1, 1),))
 row("utils.modeling:find_tied_parameters", (Own(),), (nn.Linear(1, 1),))
 row("utils.modeling:get_grad_scaler", (), (None, with_(enabled=False)))
@@ -220,38 +200,32 @@ row(
     ),
 )
 row(
-    "utils.modeling:retie_parameters",
-    (Own(), [["embed.weight", "head.weight"]]),
-    (Own(), []),
+    "utils.modeling:retie_parameters", (Own(), [["embed.weight", "head.weight"]]), (Own(), []),
     (Own(), [["no.such", "scale"]]),
-)
+)  # fmt: skip
 row(
-    "utils.offload:offload_state_dict",
-    ("a", {"w": torch.ones(2), "b": torch.ones((), dtype=torch.bfloat16)}),
+    "utils.offload:offload_state_dict", ("a", {"w": torch.ones(2), "b": torch.ones((), dtype=torch.bfloat16)}),
     ("a", {}),
-)
+)  # fmt: skip
 row("utils.offload:save_offload_index", ({"w": {"dtype": "float32", "shape": [1]}}, "."), ({}, "."))
 for name_ in ("attach_align_device_hook", "attach_execution_device_hook"):
     row(f"hooks:{name_}", (Own(), "cpu"), (Own(), None))
 row("hooks:remove_hook_from_module", (Own(),), (Own(), True))
 row("hooks:remove_hook_from_submodules", (Own(),))
 row("hooks:LayerwiseCastingHook", (torch.float16, torch.float32, False))
-
 row("utils.fsdp_utils:_get_model_state_dict", (Own(),))
 row("utils.fsdp_utils:_set_model_state_dict", (Own(), Own().state_dict()))
 row("utils.fsdp_utils:enable_fsdp_ram_efficient_loading", ())
 row("utils.fsdp_utils:disable_fsdp_ram_efficient_loading", ())
 row("utils.fsdp_utils:get_fsdp2_grad_scaler", (), (with_(enabled=False),))
-
 row(
     "utils.launch:_convert_nargs_to_dict",
     *((line.split(),) for line in ("--a 1.5 --b x", "--a --b -1", "--a true", "")),
 )
 row(
-    "utils.launch:_filter_args",
-    (argparse.Namespace(a=1), parser(), ["--b", "9", "--z"]),
+    "utils.launch:_filter_args", (argparse.Namespace(a=1), parser(), ["--b", "9", "--z"]),
     (argparse.Namespace(b=5), parser()),
-)
+)  # fmt: skip
 row("utils.launch:env_var_path_add", ("SOME_PATH", "/c"), ("SOME_PATH", ""))
 row("commands.config.config_utils:SubcommandHelpFormatter", ("prog",))
 row(
@@ -263,7 +237,6 @@ row("commands.to_fsdp2:ConversionStatus", (0,), (1,), (2,), (9,))
 row("commands.utils:CustomArgumentParser", ("prog",))
 row("commands.utils:CustomArgumentGroup", (parser(), "group"))
 row("launchers:test_launch", ())
-
 row("checkpointing:save_custom_state", (nn.Linear(1, 1), "."), (None, "."), state=True)
 row("checkpointing:load_custom_state", (nn.Linear(1, 1), "nowhere"), state=True)
 row("data_loader:SkipBatchSampler", ([[1], [2]], 1), ([[1]],))
@@ -272,17 +245,15 @@ row("optimizer:patch_optimizer_step", (with_(),), (with_(_accelerate_step_called
 row("state:do_nothing", (), (1,))
 row("state:is_initialized", ())
 row("tracking:on_main_process", (len,))
-
 MAIN = ["def main():\n", "    a = 1\n", 'if __name__ == "__main__":\n']
 row("test_utils.examples:get_function_contents_by_name", (MAIN, "main"), ([], "other"))
 for name_ in ("AccelerateTestCase", "MockingTestCase", "TempDirTestCase"):
     row(f"test_utils.testing:{name_}", (), ("no_such_test",))
 row("test_utils.testing:SubprocessCallException", ("text",))
 row(
-    "test_utils.testing:are_the_same_tensors",
-    lambda: accelerated(torch.ones(2)),
+    "test_utils.testing:are_the_same_tensors", lambda: accelerated(torch.ones(2)),
     lambda: accelerated(torch.tensor(True)),
-)
+)  # fmt: skip
 row("test_utils.testing:assert_exception", (ValueError,), (ValueError, "text"))
 row("test_utils.testing:capture_call_output", (print, "a"), (print, 1, 2, with_(sep="-")))
 row("test_utils.testing:get_backend", ())
@@ -303,7 +274,6 @@ row(
 )
 row("test_utils.examples:clean_lines", (["a\n", "# b\n", "\n", "  c # d\n"],))
 row("test_utils.examples:compare_against_test", ("no.py", "such.py", True), ("no.py", "such.py", False, "file.py"))
-
 row("logging:get_logger", ("name",), ("name", "DEBUG"), ("name", "what"))
 row("logging:MultiProcessAdapter", (logging.getLogger("name"), {}))
 row("optimizer:move_to_device", ({"a": torch.ones(2), "b": [torch.ones(1)]}, "meta"), (1, "cpu"))
@@ -317,7 +287,7 @@ row("utils.other:compile_regions_deepspeed", (Own(),))
 
 
 @probe("utils.other:get_free_port")
-def free_port() -> Any:
+def free_port():
     port = other.get_free_port()
     return 1024 <= port < 65536, other.is_port_in_use(port)
 
@@ -325,7 +295,7 @@ def free_port() -> Any:
 @probe(
     "utils.dataclasses:BaseEnum", "utils.dataclasses:EnumWithContains", item=["a", "FIRST", "b", 1, None, [], "own"]
 )
-def own_enumeration(item: Any) -> Any:
+def own_enumeration(item):
     own = dataclasses.BaseEnum("Own", {"FIRST": "a"})
     item = own.FIRST if item == "own" else item
     yield "member", attempt(lambda: item in own)

@@ -1,14 +1,12 @@
 """Comparisons of commands and environments of the processes that `accelerate launch` starts, and of `accelerate.launchers`."""
 
-import argparse
 import json
 import os
 import sys
-from typing import Any
 
 from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.utils import launch as prepare
-from interop.differential.core import Words, probe
+from interop.differential.core import probe, words
 from interop.differential.probes.launching import OPTIONS, listed, parsed
 
 FEATURES = {
@@ -23,7 +21,7 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def complete(words: str, script: str = "s.py --x 1") -> argparse.Namespace:
+def complete(words, script="s.py --x 1"):
     """Parse a line and fill in what the launcher fills in before it prepares anything."""
     args = parsed(*words.split(), *script.split())
     for name, value in DEFAULTS.items():
@@ -35,36 +33,22 @@ def complete(words: str, script: str = "s.py --x 1") -> argparse.Namespace:
     return args
 
 
-def simple_command(args: argparse.Namespace) -> Any:
-    return prepare.prepare_simple_launcher_cmd_env(args)
-
-
-def several(args: argparse.Namespace) -> Any:
-    return None, prepare.prepare_multi_gpu_env(args)
-
-
-def deepspeed(args: argparse.Namespace) -> Any:
-    return prepare.prepare_deepspeed_cmd_env(args)
-
-
-def extended(args: argparse.Namespace) -> Any:
-    return None, prepare.prepare_extend_env_parallelism_config(args, {"A": "1"})
-
-
-def fp8(args: argparse.Namespace) -> Any:
-    return None, prepare.setup_fp8_env(args, {"A": "1"})
-
-
-def tpu(args: argparse.Namespace) -> Any:
+def tpu(args):
     same, found = prepare.prepare_tpu(args, {"A": "1"})
     return [same is args, args.vm], found
 
 
-STARTERS = {function.__name__: function for function in (simple_command, several, deepspeed, extended, fp8, tpu)}
+STARTERS = {
+    "simple_command": prepare.prepare_simple_launcher_cmd_env,
+    "several": lambda args: (None, prepare.prepare_multi_gpu_env(args)),
+    "deepspeed": prepare.prepare_deepspeed_cmd_env,
+    "extended": lambda args: (None, prepare.prepare_extend_env_parallelism_config(args, {"A": "1"})),
+    "fp8": lambda args: (None, prepare.setup_fp8_env(args, {"A": "1"})),
+    "tpu": tpu,
+}
 
 
-def prepared(function: str, words: str) -> tuple[Any, dict[str, str]]:
-    """Return the command and the variables that are not those of this process."""
+def prepared(function, words):
     command, found = STARTERS[function](complete(words))
     command = (
         [str(word).replace(sys.executable, "python") for word in command] if isinstance(command, list) else command
@@ -87,26 +71,23 @@ FP8 = [f"--mixed_precision fp8 --fp8_backend {name}" for name in ("te", "ao", "m
 SETUPS = {
     "simple_command": [
         "--num_processes 2", "--num_processes 2 --main_process_ip h --main_process_port 5",
-        "--num_processes 2 --main_process_port 0", "--main_process_port 1234", "--main_process_ip h",
-        "--gpu_ids 0,1", "--gpu_ids all", "--gpu_ids 1", "--gpu_ids ,", "--num_cpu_threads_per_process 3",
-        "--num_cpu_threads_per_process 0", "--module", "--no_python", "--module --no_python",
-        "--enable_cpu_affinity", "--mixed_precision bf16", "--mixed_precision fp16", "--quiet",
-        "--downcast_bf16 --mixed_precision bf16", "--cpu --num_cpu_threads_per_process 2", "--debug --cpu",
-        "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3",
-        "--gradient_accumulation_steps 3 --gradient_clipping 1.5", "--cpu", "--dynamo_backend inductor", "--debug",
-        *FP8,
-    ],
-    "extended": ["", "--use_parallelism_config"], "fp8": ["", *FP8], "tpu": ["", "--tpu", "--debug", FP8[0]],
+        "--num_processes 2 --main_process_port 0", "--main_process_port 1234", "--main_process_ip h", "--gpu_ids 0,1",
+        "--gpu_ids all", "--gpu_ids 1", "--gpu_ids ,", "--num_cpu_threads_per_process 3",
+        "--num_cpu_threads_per_process 0", "--module", "--no_python", "--module --no_python", "--enable_cpu_affinity",
+        "--mixed_precision bf16", "--mixed_precision fp16", "--quiet", "--downcast_bf16 --mixed_precision bf16",
+        "--cpu --num_cpu_threads_per_process 2", "--debug --cpu", "--tee 3 --log_dir d --role r",
+        "--max_restarts 2 --monitor_interval 3", "--gradient_accumulation_steps 3 --gradient_clipping 1.5", "--cpu",
+        "--dynamo_backend inductor", "--debug", *FP8,
+    ], "extended": ["", "--use_parallelism_config"], "fp8": ["", *FP8], "tpu": ["", "--tpu", "--debug", FP8[0]],
     "several": [
         "--multi_gpu", "--use_fsdp", "--use_fsdp --fsdp_version 2", "--use_megatron_lm", "--use_parallelism_config",
-        "--dynamo_backend inductor", "--debug", *FP8,
-        "--num_processes 2", "TWO", "TWO --same_network", "TWO --rdzv_backend c10d",
-        "TWO --rdzv_backend c10d --machine_rank 1", "TWO --rdzv_backend static --machine_rank 1",
-        "TWO --same_network --machine_rank 1", "TWO --num_processes 3", "TWO --num_processes 1",
-        "--main_process_port 1234", "--main_process_port 0", "--main_process_ip h", "--gpu_ids 0,1", "--gpu_ids all",
-        "--gpu_ids 1", "--num_cpu_threads_per_process 3", "--module", "--no_python", "--module --no_python",
-        "--enable_cpu_affinity", "--mixed_precision bf16", "--rdzv_conf a=1,b=2", "--tee 3 --log_dir d --role r",
-        "--max_restarts 2 --monitor_interval 3", "--gradient_accumulation_steps 3",
+        "--dynamo_backend inductor", "--debug", *FP8, "--num_processes 2", "TWO", "TWO --same_network",
+        "TWO --rdzv_backend c10d", "TWO --rdzv_backend c10d --machine_rank 1",
+        "TWO --rdzv_backend static --machine_rank 1", "TWO --same_network --machine_rank 1", "TWO --num_processes 3",
+        "TWO --num_processes 1", "--main_process_port 1234", "--main_process_port 0", "--main_process_ip h",
+        "--gpu_ids 0,1", "--gpu_ids all", "--gpu_ids 1", "--num_cpu_threads_per_process 3", "--module", "--no_python",
+        "--module --no_python", "--enable_cpu_affinity", "--mixed_precision bf16", "--rdzv_conf a=1,b=2",
+        "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3", "--gradient_accumulation_steps 3",
         "--use_fsdp --use_parallelism_config", "--use_fsdp --mixed_precision fp8 --fp8_backend ao",
         "--mixed_precision fp16 --debug",
         "--cpu --use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false",
@@ -133,7 +114,7 @@ SETUPS = {
 
 
 @probe(*COVERED, quick=24, run=[f"{function} {words}" for function, lines in SETUPS.items() for words in lines])
-def setups(run: str) -> Any:
+def setups(run):
     """Give the command, what the arguments have gained, and the variables that a plain line does not set."""
     function, _, words = run.partition(" ")
     words = words.replace("TWO", "--num_processes 4 --num_machines 2 --main_process_ip h --main_process_port 1")
@@ -156,14 +137,14 @@ VALUES = {
 }
 
 
-def switch_of(name: str) -> str:
+def switch_of(name):
     prefix = name.partition("_")[0]
     if prefix in SWITCH_OF:
         return SWITCH_OF[prefix]
     return "deepspeed" if prefix in ("zero", "zero3", "offload", "gradient", "deepspeed") else "none"
 
 
-def variables_of_options(given: str) -> dict[str, Any]:
+def variables_of_options(given):
     """Give what one more option changes in the variables."""
     name, _, value = given.partition("=")
     feature = switch_of(name)
@@ -178,23 +159,21 @@ def variables_of_options(given: str) -> dict[str, Any]:
 probe(*COVERED, given=[f"{name}={value}" for name, values in VALUES.items() for value in values])(variables_of_options)
 
 
-def work() -> None:
-    """Leave the variables of this process for the probe."""
+def work():
     names = "LOCAL_RANK RANK FORK_LAUNCHED NODE_RANK NPROC ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_DEBUG_MODE WORLD_SIZE MASTER_ADDR"
     with open("seen.json", "w") as file:
         json.dump({k: os.environ.get(k) for k in names.split()}, file)
 
 
-def seen() -> Any:
-    """Return what `work` left."""
+def seen():
     if not os.path.exists("seen.json"):
         return None
     with open("seen.json") as file:
         return json.load(file)
 
 
-@probe("utils.launch:PrepareForLaunch", kind=Words(["no", "multi_gpu", "what", "", None, 0]))
-def prepare_for_launch_words(kind: Any) -> Any:
+@probe("utils.launch:PrepareForLaunch", kind=words("no multi_gpu what", "", None, 0))
+def prepare_for_launch_words(kind):
     starter = prepare.PrepareForLaunch(work, kind)
     return [starter.distributed_type, starter(0), seen()]
 
@@ -220,7 +199,7 @@ SAGEMAKER = {
         "--dynamo_backend inductor s.py --x 1", "--aws_access_key_id k --aws_secret_access_key s d/s.py --x 1.5",
     ],
 )  # fmt: skip
-def sagemaker(more: dict[str, Any], line: str) -> Any:
+def sagemaker(more, line):
     with open("inputs.tsv", "w") as file:
         file.write("channel_name\tdata_location\ntrain\ts3://a\ntest\ts3://b\n")
     with open("metrics.tsv", "w") as file:

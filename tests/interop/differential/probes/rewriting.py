@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -12,8 +11,7 @@ from interop.differential.core import probe
 from interop.differential.probes.launching import listed
 
 
-def shards(nested: bool) -> dict[str, torch.Tensor]:
-    """Write a sharded checkpoint."""
+def shards(nested):
     import torch.distributed.checkpoint as dcp
 
     weights = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4, dtype=torch.bfloat16)}
@@ -26,7 +24,7 @@ def shards(nested: bool) -> dict[str, torch.Tensor]:
     "commands.merge:merge_command", options=["", "--unsafe_serialization", "--remove_checkpoint_dir"],
     nested=[True, False], output=["out", "out/deep", "checkpoint"],
 )  # fmt: skip
-def merged(options: str, nested: bool, output: str) -> Any:
+def merged(options, nested, output):
     shards(nested)
     merge.merge_command(merge.merge_command_parser().parse_args(["checkpoint", output, *options.split()]))
     yield "files", sorted(name for name in os.listdir(output) if "safetensors" in name or name.endswith(".bin"))
@@ -61,15 +59,14 @@ FSDP_KEYS = {
 
 
 @probe(
-    "commands.to_fsdp2:convert_config_to_fsdp2", base=[{}, {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}],
-    quick=12, given=[None, *((key, value) for key, values in FSDP_KEYS.items() for value in values)],
+    "commands.to_fsdp2:convert_config_to_fsdp2", base=[{}, {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}], quick=12,
+    given=[None, *((key, value) for key, values in FSDP_KEYS.items() for value in values)],
 )  # fmt: skip
-def converted(base: dict[str, Any], given: Any) -> Any:
+def converted(base, given):
     config = {
-        "distributed_type": "FSDP",
-        "mixed_precision": "no",
+        "distributed_type": "FSDP", "mixed_precision": "no",
         "fsdp_config": {**base, **({given[0]: given[1]} if given else {})},
-    }
+    }  # fmt: skip
     found = to_fsdp2.convert_config_to_fsdp2(config)
     return {**found, "fsdp_config": dict(sorted(found["fsdp_config"].items()))}
 
@@ -83,19 +80,15 @@ def converted(base: dict[str, Any], given: Any) -> Any:
         "--config_file two.yaml --overwrite", "--config_file f.yaml --output_file d/g.yaml",
     ],
 )  # fmt: skip
-def rewritten(line: str) -> Any:
+def rewritten(line):
     head = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP",
-        "mixed_precision": "no",
-        "use_cpu": False,
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no", "use_cpu": False,
         "debug": False,
-    }
+    }  # fmt: skip
     section = {
-        "fsdp_sharding_strategy": "FULL_SHARD",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_offload_params": False,
-    }
+    }  # fmt: skip
     contents = {"f": {**head, "fsdp_config": section}, "h": {"old": 1}, "no": {**head, "distributed_type": "NO"}, "two": {**head, "fsdp_config": {**section, "fsdp_version": 2}}}  # fmt: skip
     for name, content in contents.items():
         with open(f"{name}.yaml", "w") as file:

@@ -1,8 +1,6 @@
 """Batch samplers and streams that are divided, seeded or shortened."""
 
 import pickle
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -11,14 +9,14 @@ from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from interop.differential.core import attempt, probe
 
 SAMPLERS = {
-    "sequential": lambda: BatchSampler(SequentialSampler(range(7)), 2, False),
-    "lists": lambda: [[0, 1], [2, 3], [4]], "uneven": lambda: [[0], [1, 2, 3], [4, 5]], "empty": list,
-    "tuple": lambda: ((0, 1), (2, 3)), "strings": lambda: [["a", "b"], ["c"]],
+    "sequential": lambda: BatchSampler(SequentialSampler(range(7)), 2, False), "lists": lambda: [[0, 1], [2, 3], [4]],
+    "uneven": lambda: [[0], [1, 2, 3], [4, 5]], "empty": list, "tuple": lambda: ((0, 1), (2, 3)),
+    "strings": lambda: [["a", "b"], ["c"]],
     "random": lambda: BatchSampler(RandomSampler(range(7), generator=torch.Generator().manual_seed(1)), 3, False),
 }  # fmt: skip
 
 
-def sized(items: Any, size: Any, drop: Any) -> Any:
+def sized(items, size, drop):
     """A batch sampler of one's own, with or without the usual attributes."""
     if isinstance(items, BatchSampler):
         return items
@@ -35,17 +33,17 @@ def sized(items: Any, size: Any, drop: Any) -> Any:
 
 
 @probe(
-    "data_loader:BatchSamplerShard", sampler=list(SAMPLERS), size=["none", None, 1, 2, 3],
-    drop=["none", False, True], split=[False, True], even=[True, False],
+    "data_loader:BatchSamplerShard", sampler=list(SAMPLERS), size=["none", None, 1, 2, 3], drop=["none", False, True],
+    split=[False, True], even=[True, False],
 )  # fmt: skip
-def batch_sampler_kinds(sampler: str, size: Any, drop: Any, split: bool, even: bool) -> Any:
+def batch_sampler_kinds(sampler, size, drop, split, even):
     inner = [sized(SAMPLERS[sampler](), size, drop) for _ in range(2)]
     shards = [BatchSamplerShard(inner[rank], 2, rank, split_batches=split, even_batches=even) for rank in range(2)]
     return [attempt(list, shard) for shard in shards]
 
 
 @probe("data_loader:BatchSamplerShard", world=[0, -1, 1, 2, None, 2.0], rank=[0, 1, 2, -1, None])
-def batch_sampler_ranks(world: Any, rank: Any) -> Any:
+def batch_sampler_ranks(world, rank):
     return list(BatchSamplerShard(BatchSampler(range(7), 2, False), world, rank))
 
 
@@ -54,10 +52,9 @@ def batch_sampler_ranks(world: Any, rank: Any) -> Any:
     given=[
         {}, {"num_samples": 3}, {"replacement": True}, {"replacement": True, "num_samples": 9}, {"data_seed": 5},
         {"data_seed": 0},
-    ],
-    generator=[None, "seeded", "fresh"], epoch=[None, 0, 1, 3],
+    ], generator=[None, "seeded", "fresh"], epoch=[None, 0, 1, 3],
 )  # fmt: skip
-def seedable(given: dict[str, Any], generator: Any, epoch: Any) -> Iterator[tuple[str, Any]]:
+def seedable(given, generator, epoch):
     if generator is not None:
         given["generator"] = torch.Generator().manual_seed(3) if generator == "seeded" else torch.Generator()
     sampler = SeedableRandomSampler(range(6), **given)

@@ -1,8 +1,5 @@
 """Training loops: accumulation, schedules and local SGD."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -12,21 +9,16 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration
-from interop.differential.core import attempt, probe
-from interop.differential.probes.nested import RANK
-
-BOTH = (1, 2)
+from interop.differential.core import BOTH, RANK, attempt, probe
 
 
-def parameter(value: float = 1.0) -> nn.Parameter:
-    """Return a parameter with a gradient."""
+def parameter(value=1.0):
     made = nn.Parameter(torch.full((2,), value))
     made.grad = torch.tensor([0.5, -0.25])
     return made
 
 
-def trained(accelerator: Any, kind: Any, schedule: Any) -> Iterator[tuple[str, Any]]:
-    """Train a line for four steps; say what each of them did."""
+def trained(accelerator, kind, schedule):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     inner = kind(model.parameters(), lr=0.5)
@@ -42,17 +34,13 @@ def trained(accelerator: Any, kind: Any, schedule: Any) -> Iterator[tuple[str, A
         yield (
             f"step {step}",
             (
-                accelerator.sync_gradients,
-                optimizer.step_was_skipped,
-                weight,
-                weight.grad,
-                scheduler.get_last_lr(),
+                accelerator.sync_gradients, optimizer.step_was_skipped, weight, weight.grad, scheduler.get_last_lr(),
                 loss.detach(),
             ),
-        )
+        )  # fmt: skip
 
 
-SCHEDULES: dict[str, Any] = {
+SCHEDULES = {
     "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=6),
@@ -71,14 +59,11 @@ SCHEDULE_AXIS = {k: (lambda v=v: v) for k, v in SCHEDULES.items()}
     "scheduler:AcceleratedScheduler", "optimizer:AcceleratedOptimizer", processes=BOTH, schedule=SCHEDULE_AXIS,
     accumulation=[1, 2], step_with=[True, False], split=[False, True],
 )  # fmt: skip
-def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) -> Iterator[tuple[str, Any]]:
+def scheduled(schedule, accumulation, step_with, split):
     accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="bf16" if split else "no",
-        gradient_accumulation_steps=accumulation,
-        step_scheduler_with_optimizer=step_with,
-        dataloader_config=DataLoaderConfiguration(split_batches=split),
-    )
+        cpu=True, mixed_precision="bf16" if split else "no", gradient_accumulation_steps=accumulation,
+        step_scheduler_with_optimizer=step_with, dataloader_config=DataLoaderConfiguration(split_batches=split),
+    )  # fmt: skip
     yield from trained(accelerator, torch.optim.AdamW if step_with else torch.optim.SGD, schedule)
 
 
@@ -86,15 +71,14 @@ def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) ->
     "scheduler:AcceleratedScheduler", schedule=SCHEDULE_AXIS, several=[False, True],
     options=[(), (True,), (False,), (True, True), (True, False)],
 )  # fmt: skip
-def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterator[tuple[str, Any]]:
+def scheduler(schedule, several, options):
     Accelerator(cpu=True)
     inner = torch.optim.SGD([parameter()], lr=0.5)
     wrapped = AcceleratedOptimizer(inner)
     made = AcceleratedScheduler(
         schedule(inner),
-        [wrapped, AcceleratedOptimizer(torch.optim.SGD([parameter()], lr=1.0))] if several else wrapped,
-        *options,
-    )
+        [wrapped, AcceleratedOptimizer(torch.optim.SGD([parameter()], lr=1.0))] if several else wrapped, *options,
+    )  # fmt: skip
     yield (
         "attributes",
         (made.step_with_optimizer, made.split_batches, len(made.optimizers), type(made.scheduler).__name__),
@@ -127,11 +111,8 @@ def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterat
     )
 
 
-# Local SGD
-
-
 @probe("local_sgd:LocalSGD", processes=BOTH, steps=[1, 2, 3, 8], enabled=[True, False])
-def local_sgd(steps: int, enabled: bool) -> Iterator[tuple[str, Any]]:
+def local_sgd(steps, enabled):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -148,7 +129,7 @@ def local_sgd(steps: int, enabled: bool) -> Iterator[tuple[str, Any]]:
 
 
 @probe("local_sgd:LocalSGD", steps=[0, -1, None, 1.5, "2", True], enabled=[True, False, None])
-def local_sgd_of(steps: Any, enabled: Any) -> Iterator[tuple[str, Any]]:
+def local_sgd_of(steps, enabled):
     accelerator = Accelerator(cpu=True)
     with LocalSGD(accelerator, nn.Linear(1, 1), steps, enabled) as local:
         yield "attributes", (bool(local.enabled), local.num_steps)

@@ -1,15 +1,12 @@
 """PartialState, AcceleratorState, GradientState and their shared dictionaries."""
 
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from accelerate.state import AcceleratorState, GradientState, PartialState, ThreadLocalSharedDict
-from interop.differential.core import attempt, describe, probe
+from interop.differential.core import BOTH, attempt, describe, probe
 
-BOTH = (1, 2)
 STEPS = [
     "sync_gradients", "num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch", "initialized",
     "end_of_dataloader", "remainder",
@@ -17,25 +14,25 @@ STEPS = [
 STEPS += ["dataloader_references", "active_dataloader", "in_dataloader", "plugin_kwargs", "is_xla_gradients_synced"]
 
 
-def each(item: Any, names: Any) -> Iterator[tuple[str, Any]]:
+def each(item, names):
     for name in names:
         yield name, attempt(getattr, item, name)
 
 
 @probe("state:PartialState", text=["repr", "str"], which=["PartialState", "AcceleratorState"], processes=BOTH)
-def spelled(text: str, which: str) -> Any:
+def spelled(text, which):
     state = PartialState(cpu=True) if which == "PartialState" else AcceleratorState(cpu=True)
     return {"repr": repr, "str": str}[text](state)
 
 
 @probe("state:GradientState", processes=BOTH)
-def gradient() -> Iterator[tuple[str, Any]]:
+def gradient():
     yield from each(GradientState(), STEPS)
     yield "repr", repr(GradientState())
 
 
 @probe("state:ThreadLocalSharedDict", thread_local=[True, False, None])
-def thread_local(thread_local: Any) -> Iterator[tuple[str, Any]]:
+def thread_local(thread_local):
     class Holder:
         shared = ThreadLocalSharedDict(thread_local=thread_local)
 
@@ -45,7 +42,7 @@ def thread_local(thread_local: Any) -> Iterator[tuple[str, Any]]:
     item = Holder()
     item.shared = {"b": 2}
     yield "assigned", (Holder().shared, item.shared)
-    found: list[Any] = []
+    found = []
     worker = threading.Thread(target=lambda: (found.append(dict(Holder().shared)), Holder().shared.update(c=3)))
     worker.start()
     worker.join()
@@ -55,7 +52,7 @@ def thread_local(thread_local: Any) -> Iterator[tuple[str, Any]]:
 
 
 @probe("state:PartialState", processes=BOTH)
-def destroy() -> Iterator[tuple[str, Any]]:
+def destroy():
     """Leaving a group of its own, not the world's."""
     state = PartialState(cpu=True)
     group = torch.distributed.new_group([0, 1]) if state.num_processes > 1 else None

@@ -1,11 +1,8 @@
 """`Accelerator` in a training: backward passes, accumulation, clipping, communication."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
-from interop.differential.core import Words, probe
+from interop.differential.core import probe, words
 from interop.differential.probes.accelerator import BOTH, COVERED, made, model
 
 VALUES = {
@@ -18,30 +15,30 @@ VALUES = {
     "tuple": lambda r: (torch.tensor([r]), torch.tensor([[r]])),
     "dict": lambda r: {"a": torch.tensor([r]), "b": {"c": torch.tensor([r * 2])}},
     "transposed": lambda r: (torch.arange(6.0).reshape(2, 3) + r).t(),
-    "grad": lambda r: torch.full((2,), float(r), requires_grad=True), "number": lambda r: 3,
-    "text": lambda r: "word", "none": lambda r: None, "mixed": lambda r: [torch.tensor([r]), 3],
+    "grad": lambda r: torch.full((2,), float(r), requires_grad=True), "number": lambda r: 3, "text": lambda r: "word",
+    "none": lambda r: None, "mixed": lambda r: [torch.tensor([r]), 3],
 }  # fmt: skip
 
 
 @probe(COVERED, processes=BOTH, value=list(VALUES))
-def gather(value: str) -> Any:
+def gather(value):
     accelerator = made()
     return accelerator.gather(VALUES[value](accelerator.process_index))
 
 
-@probe(COVERED, processes=BOTH, value=list(VALUES), reduction=Words(["sum", "mean", "none"]), scale=[1.0, 0.5])
-def reduce(value: str, reduction: str, scale: float) -> Any:
+@probe(COVERED, processes=BOTH, value=list(VALUES), reduction=words("sum mean none"), scale=[1.0, 0.5])
+def reduce(value, reduction, scale):
     accelerator = made()
     return accelerator.reduce(VALUES[value](accelerator.process_index), reduction=reduction, scale=scale)
 
 
 @probe(COVERED, processes=BOTH, given=[[1, 2], "ab", {"a": 1}, 3, None, [], ["a", {"b": 2}]])
-def gather_objects(given: Any) -> Any:
+def gather_objects(given):
     return made().gather_for_metrics(given, use_gather_object=True)
 
 
 @probe(COVERED, processes=BOTH, setters=[[], [0], [1], [0, 1]], checks=[1, 2])
-def triggers(setters: list[int], checks: int) -> Any:
+def triggers(setters, checks):
     accelerator = made()
     if accelerator.process_index in setters:
         accelerator.set_trigger()
@@ -49,7 +46,7 @@ def triggers(setters: list[int], checks: int) -> Any:
 
 
 @probe(COVERED, processes=BOTH)
-def together() -> Iterator[tuple[str, Any]]:
+def together():
     accelerator = made()
     yield "wait", accelerator.wait_for_everyone()
     for name in ("main_process_first", "local_main_process_first"):
@@ -62,12 +59,11 @@ def together() -> Iterator[tuple[str, Any]]:
 
 
 @probe(
-    COVERED,
-    processes=BOTH,
+    COVERED, processes=BOTH,
     method=["on_main_process", "on_local_main_process", "on_last_process", "on_process", "on_local_process"],
     index=[None, 0, 1, 9],
-)
-def decorators(method: str, index: Any) -> Any:
+)  # fmt: skip
+def decorators(method, index):
     accelerator = made()
     given = {"on_process": {"process_index": index}, "on_local_process": {"local_process_index": index}}.get(
         method, {}
@@ -76,14 +72,14 @@ def decorators(method: str, index: Any) -> Any:
 
 
 @probe(COVERED, processes=BOTH, inputs=[[], [1], [1, 2, 3], "abc", {"a": [1, 2, 3]}, (1, 2, 3)], padding=[False, True])
-def split(inputs: Any, padding: bool) -> Any:
+def split(inputs, padding):
     accelerator = made()
     with accelerator.split_between_processes(inputs, apply_padding=padding) as part:
         return part
 
 
 @probe(COVERED, processes=BOTH, even=[None, True, False], what=["model", "none", "two"])
-def join(even: Any, what: str) -> Any:
+def join(even, what):
     """`join_uneven_inputs` around nothing but a value."""
     accelerator = made()
     nets = {

@@ -2,50 +2,39 @@
 
 import os
 import unittest
-from typing import Any
 
 from accelerate.test_utils import testing
-from interop.differential.core import probe
-from interop.differential.probes.launching import listed
+from interop.differential.core import probe, recorded
 
-REQUIRES = listed(
-    "aim bnb clearml comet_ml cpu cuda cuda_or_hpu cuda_or_xpu datasets deepspeed dvclive fp16 fp8 fsdp2 huggingface_suite import_timer matplotlib "
-    "mlflow mlu mps multi_device multi_gpu multi_gpu_or_xpu multi_xpu musa neuron non_cpu non_hpu non_torch_xla non_xpu npu pandas peft pippy "
-    "schedulefree sdaa single_device single_gpu single_xpu swanlab tensorboard timm torchao torchdata_stateful_dataloader torchvision tp tpu "
-    "trackers trackio transformer_engine transformer_engine_mxfp8 transformers triton wandb xpu"
-)
-DECORATORS = [*(f"require_{name}" for name in REQUIRES), "run_first", "skip", "slow"]
+DECORATORS = recorded("test_utils.testing", r"require_(?!torch_min_version)\w+|run_first|skip|slow")
 
 
-def outcome(case: type[unittest.TestCase]) -> list[Any]:
-    """Run a test case; return how many tests ran, were skipped and failed."""
+def outcome(case):
     result = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
     return [result.testsRun, len(result.skipped), len(result.failures), len(result.errors)]
 
 
-def decorated(decorator: Any) -> Any:
-    """Put a decorator on a method, a class and a function."""
-
+def decorated(decorator):
     class Case(unittest.TestCase):
-        def test_it(self) -> None:
+        def test_it(self):
             pass
 
         test_it = decorator(test_it)
 
-        def test_plain(self) -> None:
+        def test_plain(self):
             pass
 
     yield "method", outcome(Case)
 
     @decorator
     class Whole(unittest.TestCase):
-        def test_it(self) -> None:
+        def test_it(self):
             pass
 
     yield "class", outcome(Whole)
 
-    def function(value: int = 1) -> int:
+    def function(value=1):
         """Say it."""
         return value
 
@@ -56,6 +45,6 @@ def decorated(decorator: Any) -> Any:
 
 
 @probe(*(f"test_utils.testing:{name}" for name in DECORATORS), name=DECORATORS, variables=[{}, {"RUN_SLOW": "1"}])  # fmt: skip
-def requirements(name: str, variables: dict[str, str]) -> Any:
+def requirements(name, variables):
     os.environ.update(variables)
     yield from decorated(getattr(testing, name))

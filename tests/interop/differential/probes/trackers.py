@@ -6,7 +6,6 @@ import importlib.machinery
 import pathlib
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,35 +27,34 @@ COVERED = tuple(f"tracking:{name}" for name in TRACKERS)
 class Recorder:
     """Takes every attribute, call and assignment, and writes calls and assignments down in one list."""
 
-    def __init__(self, name: str, calls: list[Any]) -> None:
+    def __init__(self, name, calls):
         self.__dict__.update(_name=name, _calls=calls)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         child = self.__dict__[name] = Recorder(f"{self._name}.{name}", self._calls)
         return child
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name, value):
         self._calls.append((f"{self._name}.{name} =", told(value)))
         self.__dict__[name] = value
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key, value):
         self._calls.append((f"{self._name}[{key!r}] =", told(value)))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         self._calls.append((self._name, told(args), told(kwargs)))
         return Recorder(f"{self._name}()", self._calls)
 
-    def __enter__(self) -> Any:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         pass
 
 
-def told(value: Any) -> Any:
-    """Spell an argument: a recorder by its name."""
+def told(value):
     if isinstance(value, Recorder):
         return f"<{value._name}>"
     if isinstance(value, (list, tuple)):
@@ -71,36 +69,33 @@ class Task:
     calls: list[Any] = []
 
     @classmethod
-    def current_task(cls) -> Any:
+    def current_task(cls):
         return Recorder("Task.current", cls.calls) if cls.running else None
 
     @classmethod
-    def init(cls, *args: Any, **kwargs: Any) -> Any:
+    def init(cls, *args, **kwargs):
         return Recorder("Task.init", cls.calls)(*args, **kwargs)
 
 
 class Metric:
-    """DVCLive's judgement of what is a metric."""
-
     @staticmethod
-    def could_log(value: Any) -> bool:
+    def could_log(value):
         return isinstance(value, (int, float, str))
 
 
 @contextlib.contextmanager
-def installed(*names: str, known: bool = False) -> Iterator[list[Any]]:
+def installed(*names, known=False):
     """Put fakes in the place of packages; yields the list of calls."""
     PartialState(cpu=True)  # what upstream logs with needs it
-    calls: list[Any] = []
+    calls = []
     Task.calls, Task.running = calls, known
     limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=8, MAX_PARAMS_TAGS_PER_BATCH=2)
     found = [types.SimpleNamespace(experiment_id="7")] if known else []
     more = {
-        "clearml": {"Task": Task},
-        "comet_ml": {"__version__": "3.50.0"},
+        "clearml": {"Task": Task}, "comet_ml": {"__version__": "3.50.0"},
         "mlflow": {"utils": types.SimpleNamespace(validation=limits), "search_experiments": lambda *a, **k: found},
         "dvclive.plots": {"Metric": Metric},
-    }
+    }  # fmt: skip
     names = tuple(names) + (("dvclive.plots",) if "dvclive" in names else ())
     before = {name: sys.modules.get(name) for name in names}
     for name in names:
@@ -122,8 +117,7 @@ def installed(*names: str, known: bool = False) -> Iterator[list[Any]]:
             torch.utils.tensorboard = board
 
 
-def started(name: str, **kwargs: Any) -> Any:
-    """Build a tracker and start it."""
+def started(name, **kwargs):
     first = {"TensorBoardTracker": ("run", "logs"), "AimTracker": ("run", "logs")}.get(name, ("run",))
     tracker = getattr(tracking, name)(*first, **kwargs)
     tracker.start()
@@ -141,7 +135,7 @@ VALUES = {
 
 
 @probe(*COVERED, tracker=list(TRACKERS), value=VALUES, step=[None, 0, 5])
-def log(tracker: str, value: Any, step: Any) -> Any:
+def log(tracker, value, step):
     with installed(TRACKERS[tracker]) as calls:
         made = started(tracker)
         calls.clear()
@@ -150,7 +144,7 @@ def log(tracker: str, value: Any, step: Any) -> Any:
 
 
 @probe(*COVERED, tracker=list(TRACKERS), value=VALUES, nested=[False, True])
-def configuration(tracker: str, value: Any, nested: bool) -> Iterator[tuple[str, Any]]:
+def configuration(tracker, value, nested):
     with installed(TRACKERS[tracker]) as calls:
         made = started(tracker)
         calls.clear()
@@ -165,7 +159,7 @@ def configuration(tracker: str, value: Any, nested: bool) -> Iterator[tuple[str,
     "tracking:WandBTracker", "tracking:ClearMLTracker", tracker=["WandBTracker", "ClearMLTracker", "AimTracker"],
     columns=[None, ["a", "b"], []], data=[None, [[1, 2], [3, 4]], []], dataframe=[False, True], step=[None, 3],
 )  # fmt: skip
-def tables(tracker: str, columns: Any, data: Any, dataframe: bool, step: Any) -> Any:
+def tables(tracker, columns, data, dataframe, step):
     with installed(TRACKERS[tracker]) as calls:
         made = started(tracker)
         calls.clear()

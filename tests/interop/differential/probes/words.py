@@ -1,19 +1,15 @@
 """The words that string parameters of `Accelerator` and its states take, and settings beside them."""
 
-from typing import Any
-
 import torch
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
 from accelerate.utils import dataclasses
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, probe, words
 from interop.differential.probes.plugins import EDGES, SWITCHES, fields_of
 
 ACCELERATOR = ("accelerator:Accelerator", "state:AcceleratorState", "state:PartialState", "state:GradientState")
-PRECISIONS = Words(
-    [None, "no", "NO", "fp16", "FP16", "bf16", "BF16", "fp8", "FP8", "fp32", "float16", "", "nonsense", 16, True]
-)
+PRECISIONS = words("no NO fp16 FP16 bf16 BF16 fp8 FP8 fp32 float16 nonsense", None, "", 16, True)
 PRECISIONS += [dataclasses.PrecisionType.BF16, dataclasses.PrecisionType.NO, torch.float16]
 TRACKERS = "all aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab Tensorboard TENSORBOARD COMETML nonsense".split()  # noqa: SIM905
 RNGS = [
@@ -28,47 +24,33 @@ BACKENDS += [
 ]  # fmt: skip
 
 
-def seen(accelerator: Accelerator) -> dict[str, Any]:
-    """Return what a script reads from it."""
+HANDLERS = ("autocast", "ddp", "scaler", "init", "fp8_recipe", "te_recipe", "msamp_recipe", "ao_recipe", "profile")
+SEEN = (
+    "native_amp log_with step_scheduler_with_optimizer device_placement split_batches dispatch_batches even_batches "
+    "use_seedable_sampler gradient_accumulation_steps device project_dir logging_dir save_iteration distributed_type "
+    "is_main_process is_last_process use_distributed multi_device fp8_backend"
+)
+MAY_LACK = ("non_blocking", "use_stateful_dataloader", "has_compiled_regions")
+
+
+def seen(accelerator):
     state = accelerator.state
     return {
-        "mixed_precision": [accelerator.mixed_precision, state.mixed_precision, accelerator.native_amp],
+        **{name: getattr(accelerator, name) for name in SEEN.split()},
+        **{name: getattr(accelerator, name, "<absent>") for name in MAY_LACK},
+        "mixed_precision": [accelerator.mixed_precision, state.mixed_precision],
         "scaler": type(accelerator.scaler).__name__,
         "rng_types": list(accelerator.rng_types),
-        "log_with": accelerator.log_with,
-        "step_scheduler": accelerator.step_scheduler_with_optimizer,
-        "device_placement": accelerator.device_placement,
-        "loaders": [
-            getattr(accelerator, name)
-            for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
-        ],
-        "more loaders": [
-            getattr(accelerator, name, "<absent>") for name in ("non_blocking", "use_stateful_dataloader")
-        ],
-        "accumulation": accelerator.gradient_accumulation_steps,
         "dynamo": fields_of(state.dynamo_plugin),
-        "device": accelerator.device,
-        "project": [accelerator.project_dir, accelerator.logging_dir, accelerator.save_iteration],
-        "distributed_type": accelerator.distributed_type,
-        "flags": [
-            accelerator.is_main_process,
-            accelerator.is_last_process,
-            accelerator.use_distributed,
-            accelerator.multi_device,
-        ],
-        "compilation": getattr(accelerator, "has_compiled_regions", "<absent>"),
-        "fp8_backend": accelerator.fp8_backend,
         "handlers": [type(getattr(accelerator, f"{name}_handler", None)).__name__ for name in HANDLERS],
     }
 
 
-HANDLERS = ("autocast", "ddp", "scaler", "init", "fp8_recipe", "te_recipe", "msamp_recipe", "ao_recipe", "profile")
-GIVEN: dict[str, list[Any]] = {
+GIVEN = {
     "mixed_precision": PRECISIONS, "rng_types": RNGS, "dynamo_backend": BACKENDS,
     "log_with": Words(
         [None, *TRACKERS, [], ["tensorboard"], ["nonsense"], ["tensorboard", "tensorboard"], ["all"], 1, ""],
-    ),
-    "device_placement": SWITCHES, "split_batches": SWITCHES, "step_scheduler_with_optimizer": SWITCHES,
+    ), "device_placement": SWITCHES, "split_batches": SWITCHES, "step_scheduler_with_optimizer": SWITCHES,
     "cpu": SWITCHES, "gradient_accumulation_steps": EDGES, "project_dir": Words([None, "", "a", "ä/b", 1]),
     "dispatch_batches": SWITCHES, "even_batches": SWITCHES, "use_seedable_sampler": SWITCHES,
     "fsdp_plugin": [None, "nonsense", 1], "deepspeed_plugin": ["nonsense", 1, None],
@@ -77,17 +59,15 @@ GIVEN: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def register(name: str, values: Any) -> None:
-    """Probe one argument of `Accelerator`."""
-
-    def run(value: object) -> dict[str, Any]:
+def register(name, values):
+    def run(value):
         return seen(Accelerator(**{name: value}))
 
     run.__name__ = f"accelerator_{name}"
     probe(*ACCELERATOR, value=values)(run)
 
 
-HANDLED: dict[str, Any] = {
+HANDLED = {
     "none": lambda: None, "empty": list, "autocast": lambda: [dataclasses.AutocastKwargs(enabled=False)],
     "scaler": lambda: [dataclasses.GradScalerKwargs(init_scale=2.0)],
     "ddp": lambda: [dataclasses.DistributedDataParallelKwargs(find_unused_parameters=True)],
@@ -104,11 +84,11 @@ HANDLED: dict[str, Any] = {
 
 
 @probe(*ACCELERATOR, handlers=HANDLED, precision=["no", "bf16", "fp8"])
-def handlers(handlers: Any, precision: str) -> Any:
+def handlers(handlers, precision):
     return seen(Accelerator(kwargs_handlers=handlers, mixed_precision=precision))
 
 
-OBJECTS: dict[str, dict[str, Any]] = {
+OBJECTS = {
     "project_config": {
         "folder": lambda: dataclasses.ProjectConfiguration("a"),
         "logs": lambda: dataclasses.ProjectConfiguration(logging_dir="b"),
@@ -121,16 +101,15 @@ OBJECTS: dict[str, dict[str, Any]] = {
     "gradient_accumulation_plugin": {
         "three": lambda: dataclasses.GradientAccumulationPlugin(num_steps=3),
         "bare": dataclasses.GradientAccumulationPlugin,
-    },
-    "dynamo_plugin": {"eager": lambda: dataclasses.TorchDynamoPlugin(backend="eager", mode="default")},
-}
+    }, "dynamo_plugin": {"eager": lambda: dataclasses.TorchDynamoPlugin(backend="eager", mode="default")},
+}  # fmt: skip
 for name_, made_ in OBJECTS.items():
     register(name_, {**made_, "none": lambda: None, "text": lambda: "nonsense", "number": lambda: 1})
 for name_, values_ in GIVEN.items():
     register(name_, values_)
 
 
-@probe("state:PartialState", cpu=SWITCHES, backend=Words([None, "gloo", "nccl", "GLOO", "", "nonsense", 1]))
-def partial_backend(cpu: Any, backend: Any) -> Any:
+@probe("state:PartialState", cpu=SWITCHES, backend=words("gloo nccl GLOO nonsense", None, "", 1))
+def partial_backend(cpu, backend):
     state = PartialState(cpu=cpu, backend=backend)
     return [state.backend, state.device, state.distributed_type, state.num_processes]

@@ -1,17 +1,15 @@
 """What operations wrap: a model's forward, collectives, DeepSpeed's parameters."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from accelerate import Accelerator
 from accelerate.utils import operations
-from interop.differential.core import probe
+from interop.differential.core import probe, short
 from interop.differential.probes.nested import VALUES, rising
 
-OUTPUTS: dict[str, Callable[[], Any]] = {
+OUTPUTS = {
     **{
         f"{dtype}": lambda dtype=dtype: rising(2, dtype=dtype)
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -26,21 +24,21 @@ OUTPUTS: dict[str, Callable[[], Any]] = {
 class Model(torch.nn.Module):
     """A module whose forward returns what it is given."""
 
-    def forward(self, value: Any, times: int = 1) -> Any:
+    def forward(self, value, times=1):
         """Return the argument."""
         return [value] * times if times > 1 else value
 
 
-@probe(
+short(
+    "converted_outputs", lambda wrapper, value,
+    keywords: getattr(operations, wrapper)(Model().forward)(value, **keywords),
     "utils.operations:convert_outputs_to_fp32", "utils.operations:ConvertOutputsToFp32",
     wrapper=["convert_outputs_to_fp32", "ConvertOutputsToFp32"], value=OUTPUTS, keywords=[{}, {"times": 2}],
 )  # fmt: skip
-def converted_outputs(wrapper: str, value: Any, keywords: dict[str, Any]) -> Any:
-    return getattr(operations, wrapper)(Model().forward)(value, **keywords)
 
 
 @probe("utils.operations:CannotPadNestedTensorWarning", dim=[0, 1])
-def warned(dim: int) -> Any:
+def warned(dim):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = operations.pad_across_processes(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), dim=dim)
@@ -53,10 +51,9 @@ def warned(dim: int) -> Any:
         "parameter": lambda: torch.nn.Parameter(torch.ones(2)), "list": lambda: [torch.nn.Parameter(torch.ones(2))],
         "empty": list, "generator": lambda: Model().parameters(), "None": lambda: None,
         "tensor": lambda: torch.ones(2),
-    },
-    modifier_rank=[None, 0], enabled=[True, False], fwd_module={"None": lambda: None, "module": Model},
+    }, modifier_rank=[None, 0], enabled=[True, False], fwd_module={"None": lambda: None, "module": Model},
 )  # fmt: skip
-def gathered_parameters(params: Any, modifier_rank: Any, enabled: bool, fwd_module: Any) -> Iterator[tuple[str, Any]]:
+def gathered_parameters(params, modifier_rank, enabled, fwd_module):
     Accelerator(cpu=True)
     with operations.GatheredParameters(params, modifier_rank, fwd_module, enabled) as inside:
         yield "entered", inside
