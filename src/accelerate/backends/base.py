@@ -49,11 +49,7 @@ class Backend:
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse what this strategy cannot prepare, before anything is changed. All ranks.
-
-        Raises:
-            ValueError: The objects, or the settings, do not fit the strategy.
-        """
+        """Refuse (ValueError) what this strategy cannot prepare, before anything is changed. All ranks."""
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Whether ``wrap_model`` would put a module around this one for training."""
@@ -104,23 +100,13 @@ class Backend:
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the full state dict of a prepared model. All ranks.
-
-        Args:
-            model: The prepared model.
-            unwrap: Whether keys are those of the user's model rather than of its wrapper.
-        """
+        """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""
         return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
-        """Write a model's state into a checkpoint folder. All ranks.
+        """Write a state from `model_state` (empty with `saves_shards`) into a `SavePlan`. All ranks.
 
-        Args:
-            accelerator: The Accelerator.
-            state: What ``model_state`` returned; empty with ``saves_shards``.
-            folder: The folder, a `checkpoint.save.SavePlan`.
-            index: Which of the prepared models it is.
-            **options: ``safe_serialization``, ``save_on_each_node``, and what the user gave to ``save_state``.
+        `options` are `safe_serialization`, `save_on_each_node`, and those in `save_options` that the user gave.
         """
         save.write_model(state, folder, index, **options)
 

@@ -15,11 +15,7 @@ from accelerate.runtime.run import Run
 
 
 class DataParallel(Backend):
-    """torch's DistributedDataParallel, with gloo, NCCL or a vendor's backend.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-    """
+    """torch's DistributedDataParallel, with gloo, NCCL or a vendor's backend."""
 
     name = "ddp"
     synchronises = True
@@ -58,11 +54,7 @@ class DataParallel(Backend):
 
 
 def _let_batched_power_sgd_run() -> None:
-    """Make torch's helper accept the single matrix that its batched PowerSGD hook passes.
-
-    The helper takes a batch of matrices and asserts it, so in torch 2.13 the hook fails at its first compressed step,
-    which by default is the thousandth of a run.
-    """
+    """Let torch's helper take the single matrix that its batched PowerSGD hook passes (2.13)."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     batched = powerSGD_hook._orthogonalize

@@ -30,11 +30,7 @@ _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
 
 
 class FSDP1(Sharded):
-    """Torch's wrapper, with every option of the plugin.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/fsdp.html
-    """
+    """Torch's wrapper FullyShardedDataParallel, with every option of the plugin."""
 
     name = "fsdp1"
 
@@ -97,11 +93,7 @@ class FSDP1(Sharded):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks.
-
-        Raises:
-            ValueError: The parameters are a part of a model's, whose norm flat parameters do not tell.
-        """
+        """Clip to the norm of the whole tensors; ValueError for a part of a model's. All ranks."""
         given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         roots = []
         for model in accelerator.prepared.models:
@@ -232,10 +224,9 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
-    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
+    """Put new parameters with the same memory in a model's place, and empty the old; undo it after an error.
 
-    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before, and the names that they
-    are followed by, hold the old parameters.
+    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before hold the old.
     """
     kept = {id(parameter) for parameter in ignored}
     made: dict[nn.Parameter, nn.Parameter] = {}

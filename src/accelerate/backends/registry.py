@@ -106,14 +106,7 @@ def _third_parties() -> None:
 
 
 def resolve(state: Any) -> Backend:
-    """Return the backend that serves a state now; state may have been assigned to since the last call.
-
-    Args:
-        state: An AcceleratorState.
-
-    Raises:
-        NotImplementedError: The state asks for a strategy that this version does not have.
-    """
+    """Return the backend that serves a state now; the state may have changed since the last call."""
     _third_parties()
     for spec in SPECS:
         if spec.matches(state):

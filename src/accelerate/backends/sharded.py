@@ -23,15 +23,7 @@ _WITHOUT_COLLECTIVES = ("mps",)
 
 
 class ShardedModel:
-    """A model whose state is that of its shards, as a restore takes it.
-
-    Args:
-        model: The prepared model.
-        own: Its state.
-        layout: Of the state that it will get.
-        adapter_only: Whether that is the active adapter's alone.
-        finish: Reads the state over the model's own, if it has not been read yet.
-    """
+    """A model whose state is that of its shards, as a restore takes it; `finish` reads it over the model's."""
 
     def __init__(
         self,
@@ -61,13 +53,7 @@ class ShardedModel:
         return self._model.buffers()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, adapter_only: bool = False) -> Any:
-        """Load shards. All ranks.
-
-        Args:
-            state: By the names of the user.
-            strict: Whether all names must be there.
-            adapter_only: As it was said when the state was read.
-        """
+        """Load shards, by the names of the user's model. All ranks."""
         if self._finish is not None:
             return self._finish()
         options: dict[str, Any] = {}
@@ -87,11 +73,7 @@ class Sharded(Backend):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Give a process that is alone a group of its own: torch shards over groups only.
-
-        Raises:
-            ValueError: Torch cannot shard on this device.
-        """
+        """Give a process that is alone a group of its own; ValueError where torch cannot shard. All ranks."""
         if accelerator.device.type in _WITHOUT_COLLECTIVES:
             raise ValueError(
                 f"FSDP was asked for on {accelerator.device}, where torch has no collectives to shard with. Train there without an FSDP "
@@ -132,13 +114,7 @@ class Sharded(Backend):
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def layout(self, accelerator: Run, kind: layouts.Kind, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps the shards.
-
-        Args:
-            accelerator: The Accelerator.
-            kind: ``"model"`` or ``"optimizer"``.
-            use_dcp: False for a file per rank instead of a folder that any number of ranks can load.
-        """
+        """Return how a checkpoint keeps the shards; without `use_dcp`, in a file per rank."""
         return layouts.layout_of(accelerator.state.fsdp_plugin, kind, use_dcp)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
@@ -186,12 +162,7 @@ def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
 
 
 def note_memory(accelerator: Run, model: nn.Module) -> None:
-    """Say once what it costs that each rank holds whole gradients while it does not synchronise.
-
-    Args:
-        accelerator: The Accelerator.
-        model: The model, sharded.
-    """
+    """Say once what it costs that each rank holds whole gradients while it does not synchronise."""
     # The note counts all parameters, which is too slow for every micro-batch.
     if "no_sync" not in accelerator.prepared.logged:
         accelerator.prepared.logged.add("no_sync")
@@ -206,15 +177,7 @@ def _say_once(accelerator: Run, message: str) -> None:
 
 
 def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model that an optimizer updates.
-
-    Args:
-        optimizer: Wrapped or not.
-        models: Those of the run.
-
-    Raises:
-        ValueError: No single one has all its parameters.
-    """
+    """Return the model that has all parameters of an optimizer; ValueError if none has."""
     model, _ = states.owner(optimizer, models)
     if model is not None:
         return model

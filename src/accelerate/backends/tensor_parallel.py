@@ -13,11 +13,7 @@ from accelerate.runtime.run import Run
 
 
 class TensorParallel(Sharded):
-    """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
-    """
+    """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average."""
 
     name = "tensor_parallel"
     synchronises = False

@@ -11,17 +11,7 @@ _live: dict[str, base.Communicator] = {}
 
 
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
-    """Return the communicator that serves a way of cooperating.
-
-    It depends on the type alone, so an `Accelerator` keeps communicating after a reset of the state.
-
-    Args:
-        distributed_type: a member of `DistributedType`, or its name.
-
-    Example:
-        >>> for_type("NO").world_size
-        1
-    """
+    """Return the communicator of a way of cooperating; by the type alone, so that it outlives a reset state."""
     return _MAKERS.get(distributed_type, _torch)()
 
 

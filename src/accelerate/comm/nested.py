@@ -116,18 +116,7 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], Any]:
-    """Take a nested structure of tensors apart.
-
-    Args:
-        data: the structure; every leaf must be a tensor.
-        operation: whose argument it is, for the message.
-
-    Returns:
-        The tensors from left to right, and a hashable description of the structure (None for a bare tensor).
-
-    Raises:
-        TypeError: a leaf is no tensor.
-    """
+    """Return the tensors of a structure from left to right, and a hashable description; TypeError for others."""
     if isinstance(data, torch.Tensor):
         return [data], None
     tensors: list[torch.Tensor] = []
@@ -149,12 +138,7 @@ def _take_apart(data: Any, operation: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def rebuild(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Put a structure together again, with other tensors in the places of its own.
-
-    Args:
-        data: the structure that `flatten` took apart.
-        tensors: the new leaves, from left to right.
-    """
+    """Put a structure that `flatten` took apart together again, with other tensors from left to right."""
     supply = iter(tensors)
     return recursively_apply(lambda _: next(supply), data)
 
@@ -364,12 +348,7 @@ def padded(tensor: torch.Tensor, dim: int, length: int, value: Any, first: bool)
 
 
 def bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the piece of a rank starts and ends; the first ranks take one more where it does not divide.
-
-    Example:
-        >>> [bounds(5, rank, 3) for rank in range(3)]
-        [(0, 2), (2, 4), (4, 5)]
-    """
+    """Return where the piece of a rank starts and ends; the first ranks take one more where it does not divide."""
     share, extra = divmod(length, world_size)
     start = rank * share + min(rank, extra)
     return start, start + share + (rank < extra)
@@ -392,18 +371,10 @@ def _piece(value: Any, length: int, rank: int, world_size: int, padded: bool) ->
 
 
 def piece(inputs: Any, rank: int, world_size: int, padded: bool) -> Any:
-    """Return the piece of the inputs that belongs to a rank.
+    """Return the piece of the inputs that belongs to a rank; ValueError if values of a dictionary differ in length.
 
-    Args:
-        inputs: a list, tuple, tensor (cut along its first dimension), `datasets.Dataset`, or a dictionary of such values
-            of one length. Everything else goes to every rank whole.
-        rank: whose piece.
-        world_size: how many pieces.
-        padded: repeat the last element of `inputs` until all pieces are as long as the first.
-
-    Raises:
-        TypeError: `inputs`, or a value of the dictionary, has no length.
-        ValueError: the values of a dictionary differ in length.
+    Lists, tuples, tensors and `datasets.Dataset` are cut, also in a dictionary; everything else goes to every
+    rank whole. `padded` repeats the last element until all pieces are as long as the first.
     """
     if world_size == 1:
         return inputs

@@ -22,13 +22,7 @@ _gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 
 
 class TorchCommunicator(Communicator):
-    """The communicator of the default process group.
-
-    Operations of this class check, on every call, that the ranks do the same; see `comm.check`.
-
-    Args:
-        group: the default process group.
-    """
+    """The communicator of the default process group; each call checks that ranks do the same."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -78,11 +72,7 @@ class TorchCommunicator(Communicator):
     def gather_many(
         self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
     ) -> list[torch.Tensor]:
-        """Return every rank's tensors, each concatenated along its first dimension, in one collective where they are small.
-
-        Raises:
-            DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
-        """
+        """Return every rank's tensors, in one collective if small; ranks must pass alike."""
         ready, device = self._prepared(tensors)
         letter = self._post.letter(operation, structure, ready, GATHER_INLINE)
         outcome = self._post.exchange(letter, ready, device)
@@ -101,11 +91,7 @@ class TorchCommunicator(Communicator):
         return LARGEST if surplus <= 0 else min(LARGEST, _ROUND_TRIP / surplus)
 
     def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
-        """Return the reductions of several tensors, in one collective where they are small.
-
-        Raises:
-            DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
-        """
+        """Return the reductions, in one collective if small; ranks must pass alike."""
         check_reduction(op)
         ready, device = self._prepared(tensors)
         letter = self._post.letter("reduce", (op, structure), ready, self._reduce_inline())
@@ -121,12 +107,7 @@ class TorchCommunicator(Communicator):
         return _returned([total.view(tensor.shape) for total, tensor in zip(results, tensors, strict=True)], tensors)
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
-        """Return rank `src`'s tensors, in one collective where they are small.
-
-        Raises:
-            DistributedOperationException: structure, shapes, dtypes or `src` differ between ranks; raised on all of them.
-            ValueError: there is no rank `src`.
-        """
+        """Return rank `src`'s tensors, in one collective if small; ranks must pass alike."""
         if not 0 <= src < self.world_size:
             raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self.world_size - 1}.")
         ready, device = self._prepared(tensors)

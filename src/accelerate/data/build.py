@@ -160,14 +160,7 @@ def prepare_data_loader(
 
 
 def plan_of(loader: DataLoader) -> DataPlan:
-    """The plan that was made when a loader was prepared.
-
-    Args:
-        loader: a loader from `prepare_data_loader`, or a view of one.
-
-    Raises:
-        TypeError: the loader was not prepared.
-    """
+    """Return the plan of a prepared loader, or of a view of one; TypeError if it was not prepared."""
     # By the real type, because prepared loaders pass as the loader they wrap.
     if not (issubclass(type(loader), PreparedLoader) and isinstance(loader.plan, DataPlan)):
         raise TypeError(
@@ -227,10 +220,10 @@ def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int
 
 
 def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
-    """The generator that shuffles, if the processes have to share its state; made here if the sampler has none.
+    """Return the generator that shuffles, if the processes have to share its state, or make it.
 
-    A sampler without a generator draws from torch's default one, which differs between processes as soon as one of them
-    has used it more than another; then their shards overlap, and processes that share one shard read different batches.
+    A sampler without one draws from torch's default generator, which differs between processes as soon as one of them
+    has used it more than another; then shards overlap.
     """
     owner = dataloader.dataset if is_stream(dataloader) else get_sampler(dataloader)
     if isinstance(owner, SeedableRandomSampler):

@@ -37,13 +37,7 @@ _NOTHING = object()
 
 @dataclass
 class Reading:
-    """One iteration of a wrapped loader.
-
-    Args:
-        batches: iterator over the batches.
-        start: number of steps left out before the first.
-        ahead: knows the last batch when it is given; None if that has to be found out by reading on.
-    """
+    """One iteration of a wrapped loader, from step `start` on; `ahead` knows the last batch when it is given."""
 
     batches: Iterator[Any]
     start: int = 0
@@ -51,15 +45,7 @@ class Reading:
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Everything that the loaders of this package share apart from how they get their batches.
-
-    Args:
-        dataset: the dataset to load from.
-        skip_batches: number of batches of a stream to read and drop at the beginning of each iteration.
-        use_stateful_dataloader: wrap torchdata's `StatefulDataLoader`.
-        iteration: the epoch that the first iteration is.
-        **kwargs: arguments of the wrapped loader.
-    """
+    """Everything that the loaders of this package share apart from how they get their batches."""
 
     # Who reads what, worked out when the loader was prepared.
     plan: DataPlan | None = None
@@ -132,13 +118,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # What is known about it ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch: shuffling samplers and streams that know `set_epoch` draw its order next.
-
-        An iteration does this by itself, with `iteration`, which counts completed epochs.
-
-        Args:
-            epoch: the epoch that the next iteration draws.
-        """
+        """Choose the epoch that the next iteration draws, for all samplers and streams that know it."""
         self._progress.epoch = epoch
         part = adapter.batching_sampler(self.base_dataloader)
         while part is not None:
@@ -157,23 +137,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def batch_counts(self) -> tuple[int, ...] | None:
-        """Number of real samples in each shard's batch of the round yielded last; None if all samples are real.
-
-        Only the round that was completed with duplicates has counts. The real samples come first in each batch.
-        """
+        """Real samples in each shard's batch of the round yielded last; None if all are real."""
         shard = adapter.sharding(self.base_dataloader)
         if not isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
             return None
         return shard.round_log.get(self._progress.batches - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as of the batch yielded last: epoch, batches, and how to draw the order again.
+        """Return epoch, position and order as of the batch yielded last, of this process.
 
-        For a stateful loader (torchdata) the state of the wrapped loader, with that as an additional entry.
-
-        Returns:
-            A dict of numbers, strings, lists and dicts, which JSON can hold; and what a dataset or its sampler says of itself.
-            Each process has its own.
+        JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
         """
         noted = (self._progress.noted or {}).get(self._progress.batches + 1)
         if noted is not None and noted.loader is not None:
@@ -183,11 +156,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return {**state, resume.KEY: resume.plain(resume.capture(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken: the next iteration yields the batches that were still to come.
-
-        Args:
-            state_dict: from `state_dict` of this or an equal loader, or of a torchdata `StatefulDataLoader`.
-        """
+        """Let the next iteration yield the batches that were still to come in `state_dict`."""
         state = dict(state_dict)
         position = state.pop(resume.KEY, None)
         if position is None and not is_stateful(self.base_dataloader):
@@ -225,11 +194,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # Opening the wrapped loader --------------------------------------------------------------------------------------
 
     def _open(self, pending: Pending | None) -> Reading:
-        """Start reading the wrapped loader.
-
-        Args:
-            pending: the position to continue at.
-        """
+        """Start reading the wrapped loader, at a loaded position if there is one."""
         base, progress, reads = self.base_dataloader, self._progress, self._reads_per_step()
         start, to_drop = self._left_out(), self.skip_batches * reads
         dataset_state, known, order = None, [], None
@@ -297,12 +262,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # Handing out -----------------------------------------------------------------------------------------------------
 
     def _run(self, reading: Reading, place: Callable[[Any], Any] | None) -> Iterator[Any]:
-        """Yield the batches of an epoch, each as soon as it is known whether it is the last one.
-
-        Args:
-            reading: what reads them.
-            place: function that brings a batch to the device, or None.
-        """
+        """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
         progress = self._progress
         progress.batches, progress.at_end = reading.start, False
         if reading.ahead is None:
@@ -325,10 +285,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._finish_epoch()
 
     def _hand_out(self, is_last: bool) -> None:
-        """Note, before a batch is yielded, whether it is the last one, and that it is this loader's turn.
-
-        Loops may take turns, and one loader may be iterated by two of them.
-        """
+        """Note, before a batch is yielded, whether it is the last, and that it is this loader's turn."""
         self.gradient_state._activate(self)
         self.end_of_dataloader = is_last
         if is_last:
@@ -359,18 +316,10 @@ def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
 def _noting(
     batches: Iterator[Any], progress: Progress, loader: DataLoader, reads: int, start: int, known: list[dict[str, Any]]
 ) -> Iterator[Any]:
-    """Note the random states, the stream's own state and that of a stateful loader from before the reads of each step.
+    """Note, before the reads of each step, the states of the generators, of the stream and of a stateful loader.
 
     The step yielded last is one or two behind the step read last. A checkpoint belongs to the former, so it needs what
     the reads that went ahead have used up.
-
-    Args:
-        batches: reads the wrapped loader.
-        progress: gets the notes.
-        loader: the wrapped loader.
-        reads: batches that make one step.
-        start: number of steps before the first.
-        known: random states for the first steps, when they were noted before an interruption.
     """
     restored, stateful = restores(loader), is_stateful(loader)
     progress.noted = noted = {}
@@ -397,15 +346,7 @@ def _noting(
 def _continued(
     batches: Iterator[Any], drawn: dict[str, Any] | None, drop: int, before_read: list[dict[str, Any]], reads: int
 ) -> Iterator[Any]:
-    """Leave out the beginning of an epoch, and read again what the interrupted run had read ahead.
-
-    Args:
-        batches: reads the wrapped loader.
-        drawn: of an epoch that was interrupted the random states after its order was drawn; the present ones are kept.
-        drop: number of batches to read and drop.
-        before_read: states for each step that the interrupted run had read ahead.
-        reads: batches that make one step.
-    """
+    """Leave out the beginning of an epoch, and read again what the interrupted run had read ahead."""
     first: list[Any] = []
     with nullcontext() if drawn is None else generators_kept():
         if drawn is not None:

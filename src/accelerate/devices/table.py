@@ -18,17 +18,13 @@ from accelerate.utils import imports
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device.
+    """One kind of device; the methods serve one whose torch module follows the shape of `torch.cuda`.
 
-    The methods of this class serve a device whose torch module follows the shape of `torch.cuda`; rows that differ
-    subclass it.
-
-    Args:
-        type: torch's name of the device.
+    Attributes:
         distributed_type: how several processes on such devices cooperate by default.
         backends: names of `torch.distributed` backends, the preferred one first.
         rng_type: which random generator synchronisation concerns it; None if it has none of its own.
-        usable: says whether a device of this kind is present; may import a vendor's package, but only an installed one.
+        usable: says whether a device of this kind is present; imports an installed package at most.
         visible_env: the environment variable that hides devices, if there is one.
         shareable: several processes may use one device through the preferred backend.
     """

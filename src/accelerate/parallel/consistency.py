@@ -23,19 +23,10 @@ _SAMPLES = 64
 def require_same_model(
     accelerator: Run, model: nn.Module, ignored: Collection[nn.Parameter] = (), from_main: bool = False
 ) -> None:
-    """Require the same model of all ranks, and give them the weights of rank 0 where only values differ. All ranks.
+    """Require the same model of all ranks (else ValueError), and rank 0's weights if values differ.
 
-    Each rank's shard would otherwise be of another model: replicas of shards would never be equal, and weights that only rank 0
-    loaded would be lost in part. It costs one exchange of a few bytes for each tensor; weights travel only if they differ.
-
-    Args:
-        accelerator: the Accelerator.
-        model: about to be sharded.
-        ignored: parameters that stay as they are on each rank.
-        from_main: weights are going to be those of rank 0 anyway, so that only names and shapes count.
-
-    Raises:
-        ValueError: the ranks have different parameters, or some have weights where others have none; raised on all ranks.
+    All ranks. It costs one exchange of a few bytes for each tensor; weights travel only if they differ, and with
+    `from_main` only names and shapes count.
     """
     kept = {id(parameter) for parameter in ignored}
     if ignored:

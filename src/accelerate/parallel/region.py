@@ -29,23 +29,17 @@ NO_MASK = (
 
 @dataclass(frozen=True)
 class Active:
-    """What holds between entry and exit.
-
-    Args:
-        length: tokens of the whole sequence; None when no buffers were given.
-        positions: [1, length / size], the places of this rank's tokens in the whole sequence; None likewise.
-    """
+    """Between entry and exit: tokens of the whole sequence, and this rank's places in it; None without buffers."""
 
     length: int | None
     positions: Tensor | None
 
 
 class Attention(TorchFunctionMode):
-    """Sends every `scaled_dot_product_attention` of this thread through a function, under whatever name it was imported.
+    """Sends each `scaled_dot_product_attention` of this thread through `attend`, whatever name it is called by.
 
-    The name in `torch.nn.functional` is replaced beside it, since each is blind where the other sees: a replaced name misses names
-    that were imported before and graphs that were compiled before; a mode is off while it handles a function, and `backward` is
-    one, in which checkpointed activations are computed again.
+    The name in `torch.nn.functional` is replaced beside it: a replaced name misses earlier imports and compiled graphs,
+    and a mode is off while it handles a function, as `backward` is, in which checkpointed activations are recomputed.
     """
 
     def __init__(self, attend: Callable[..., Tensor], what: str) -> None:
@@ -66,13 +60,9 @@ class Attention(TorchFunctionMode):
 
 
 class Region:
-    """A factory of contexts: call it for each batch, with the tensors to cut. All ranks of the sequence's group enter together.
+    """A factory of contexts, called for each batch with the tensors to cut. All ranks of the group enter together.
 
-    Args:
-        axis: "cp" or "sp".
-        mesh: the one-dimensional mesh of the ranks that share a sequence.
-        attend: `(query, key, value, *, dropout, causal, scale, gqa, region)`, exact attention over the whole sequence.
-        cuts: how many equal parts each rank gets; the length must be divisible by `cuts` times the number of ranks.
+    `attend` is exact attention over the whole sequence; each rank gets `cuts` equal parts of it.
     """
 
     def __init__(
@@ -108,13 +98,7 @@ class Region:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return the context for one batch.
-
-        Args:
-            buffers: tensors of any type to cut in place, all of one length along their sequence.
-            buffer_seq_dims: the dimension of the sequence in each.
-            no_restore_buffers: those of `buffers` that stay cut afterwards, which frees the whole ones at once.
-        """
+        """Return the context for one batch; `no_restore_buffers` stay cut, which frees the whole ones at once."""
         return self._entered(list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ()))
 
     @contextmanager
@@ -191,11 +175,7 @@ class Region:
     # -- checks, before anything is changed ----------------------------------------------------------------------
 
     def _check(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> None:
-        """Refuse on all ranks of the group what one of them cannot cut, or what differs between them.
-
-        On CPU all ranks exchange descriptions each time. Elsewhere reading a message would make the host wait for the device, so they do
-        it at the first entry alone.
-        """
+        """Refuse on all ranks what one cannot cut, or what differs; off the CPU at the first entry alone."""
         problem = self._problem(buffers, dims, lasting)
         on_cpu = all(not isinstance(buffer, Tensor) or buffer.device.type == "cpu" for buffer in buffers)
         seen: list[Any] = [(problem, None)] * self.size
@@ -256,10 +236,7 @@ class Region:
 
 
 def _leave_handler_uncompiled() -> None:
-    """Keep the compiler, if it is there, from compiling the handler of every operation that runs between two graphs.
-
-    Inside a graph the handler is still taken in.
-    """
+    """Keep the compiler from compiling the handler of operations that run between two graphs."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and hasattr(compiler, "skip_code"):
         compiler.skip_code(Attention.__torch_function__.__code__)

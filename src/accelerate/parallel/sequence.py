@@ -27,23 +27,10 @@ _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
 def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Get models and the Accelerator ready for sequences that are cut. All ranks call it, from `Accelerator.prepare`.
+    """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp". All ranks.
 
-    Models of transformers get hooks that act inside the context alone: they refuse what would be wrong on a part of a sequence,
-    supply positions, and leave masks out. `accelerator.maybe_context_parallel` works from here on.
-
-    Args:
-        accelerator: its device mesh is built, and has the dimension.
-        axis: "cp" for context parallelism, "sp" for Ulysses.
-        objects: what `prepare` was given.
-
-    Returns:
-        The same objects.
-
-    Raises:
-        ValueError: a model whose attention cannot be exact on parts, such as attn_implementation="eager"; heads that cannot be
-            dealt out; settings that only DeepSpeed has a use for.
-        ImportError: this torch has no context parallelism for the device.
+    Raises ValueError for a model that cannot be exact on parts, for heads that cannot be dealt out, and for settings
+    that only DeepSpeed has a use for; ImportError if this torch has no context parallelism for the device.
 
     Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
@@ -81,12 +68,7 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
 
 
 class TorchRegion(Region):
-    """Context parallelism by torch itself, for accelerators: it deals the sequence out, and its kernels do the attention.
-
-    Args:
-        part: the mesh dimension.
-        strategy: how keys and values travel, "allgather" or "alltoall".
-    """
+    """Context parallelism by torch itself, for accelerators: it deals the sequence out and does the attention."""
 
     def __init__(self, part: Any, strategy: str) -> None:
         super().__init__("cp", part, cuts=2)
@@ -147,11 +129,7 @@ def by_gathering(
     gqa: bool,
     region: Region,
 ) -> Tensor:
-    """Attend from this rank's queries to the keys and values of all ranks: the reference path, for CPUs. All ranks of the group.
-
-    torch's own context parallelism needs the flash or memory-efficient kernels of an accelerator. Tensors are [batch, heads,
-    length / size, width], of the same shapes on all ranks.
-    """
+    """Attend to the keys and values of all ranks of the group: the reference path, for CPUs. All ranks."""
     if dropout > 0:
         raise ValueError(
             f"dropout_p={dropout} in scaled_dot_product_attention: context parallelism on CPU computes exact attention, and "
@@ -178,15 +156,7 @@ def _all_to_all(parts: Tensor, group: Any) -> Tensor:
 
 
 def check_heads(heads: int, key_heads: int, size: int, of: str = "attention") -> None:
-    """Refuse heads that cannot be dealt out to `size` ranks; of few key heads, each goes to several ranks.
-
-    Raises:
-        ValueError: `heads` is not divisible by `size`, or neither of `key_heads` and `size` by the other.
-
-    Example:
-        >>> check_heads(32, 8, 4)
-        >>> check_heads(32, 2, 4)  # each key head goes to two ranks
-    """
+    """Refuse (ValueError) heads that cannot be dealt out to `size` ranks; of few key heads, some are copied."""
     fitting = [
         ranks
         for ranks in range(1, heads + 1)
@@ -226,12 +196,7 @@ def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | No
 
 
 class SequenceRegion(Region):
-    """Attention in which every rank has the whole sequence for some of the heads; on any device.
-
-    Args:
-        part: the mesh dimension.
-        length: tokens that every sequence must have; None means any number.
-    """
+    """Attention in which each rank has the whole sequence (`length` tokens, if set) for some of the heads."""
 
     def __init__(self, part: Any, length: int | None = None) -> None:
         super().__init__("sp", part, ulysses)
@@ -256,10 +221,7 @@ def ulysses(
     gqa: bool,
     region: Region,
 ) -> Tensor:
-    """Attend over the whole sequence with a part of the heads, and return the result in parts of the sequence. All ranks of the group.
-
-    Tensors are as in `by_gathering`. Dropout is drawn on each rank for its heads.
-    """
+    """Attend over whole sequences with a part of the heads; return parts of the sequence. All ranks of the group."""
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             "Sequence parallelism needs query, key and value of [batch, heads, length, width], but they are "
