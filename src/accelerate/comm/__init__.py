@@ -40,9 +40,7 @@ def _torch() -> base.Communicator:
         # An engine may be in force in a lone process; several processes without a group are an error at use.
         if storage.process.current.get("num_processes", 1) == 1:
             return _SINGLE
-        raise RuntimeError(
-            "The process group was destroyed, so the processes cannot communicate. Build a new `Accelerator()` first."
-        )
+        raise RuntimeError("The process group was destroyed: nothing can be sent. Build a new `Accelerator()` first.")
     group = dist.group.WORLD
     live = _live.get("torch")
     if live is None or live.group is not group:  # also forgets what was remembered of a group that is gone

@@ -65,8 +65,7 @@ def disagreement(operation: str, passed: Sequence[str]) -> DistributedOperationE
     lines = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(passed))
     return DistributedOperationException(
         f"The processes disagree about a distributed operation: process(es) {', '.join(different)} differ from the others. "
-        "Every process must call it with values of the same structure, shapes and dtypes; "
-        "`accelerator.pad_across_processes` makes shapes equal.\n\n"
+        "All must pass the same structure, shapes and dtypes; `accelerator.pad_across_processes` makes shapes equal.\n\n"
         f"Operation: `{operation}`\nInput shapes:\n{lines}"
     )
 

@@ -84,10 +84,10 @@ def recursively_apply(
         {'a': tensor([2.]), 'b': 'text'}
     """
 
+    options = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+
     def applied(item: Any) -> Any:
-        return recursively_apply(
-            func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
-        )
+        return recursively_apply(func, item, *args, **options)
 
     if isinstance(data, (tuple, list)):
         return honor_type(data, map(applied, data))
@@ -117,8 +117,6 @@ def leaves(data: Any) -> Iterator[Any]:
 
 def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], Any]:
     """Return the tensors of a structure from left to right, and a hashable description; TypeError for others."""
-    if isinstance(data, torch.Tensor):
-        return [data], None
     tensors: list[torch.Tensor] = []
     return tensors, _take_apart(data, operation, tensors)
 
@@ -188,7 +186,10 @@ def send_to_device(
     def sent(item: Any) -> Any:
         # Before the containers: a batch class may know best how to move itself.
         if hasattr(item, "to"):
-            return _moved(item, device, non_blocking)
+            try:
+                return item.to(device, non_blocking=non_blocking)
+            except TypeError:  # a class whose `to` knows no such argument
+                return item.to(device)
         if isinstance(item, (tuple, list)):
             return honor_type(item, map(sent, item))
         if isinstance(item, Mapping):
@@ -197,15 +198,6 @@ def send_to_device(
         return item
 
     return sent(tensor)
-
-
-def _moved(item: Any, device: Any, non_blocking: bool) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.to(device, non_blocking=non_blocking)
-    try:
-        return item.to(device, non_blocking=non_blocking)
-    except TypeError:  # a class whose `to` knows no such argument
-        return item.to(device)
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -225,9 +217,11 @@ def get_shape(data: Any) -> Any:
 
 def initialize_tensors(data_structure: Any) -> Any:
     """Replace each `TensorInformation` of a nested structure by a tensor with unspecified content."""
-    return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
-    )
+
+    def made(info: TensorInformation) -> torch.Tensor:
+        return torch.empty(*info.shape, dtype=info.dtype)
+
+    return recursively_apply(made, data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int:

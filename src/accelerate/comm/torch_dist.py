@@ -60,9 +60,7 @@ class TorchCommunicator(Communicator):
         ready = []
         for tensor in tensors:
             if tensor.layout is not torch.strided:
-                raise TypeError(
-                    f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()` first."
-                )
+                raise TypeError(f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()`.")
             tensor = tensor.detach()
             ready.append(tensor if tensor.ndim else tensor.reshape(1))
         return ready, self._transport(tensors[0].device) if tensors else self._default_device()
@@ -77,7 +75,8 @@ class TorchCommunicator(Communicator):
         letter = self._post.letter(operation, structure, ready, GATHER_INLINE)
         outcome = self._post.exchange(letter, ready, device)
         if outcome.views is not None:
-            results = [_own(view).flatten(0, 1) for view in outcome.views]
+            # Copies: the views are of a buffer that the next exchange overwrites.
+            results = [view.clone(memory_format=torch.contiguous_format).flatten(0, 1) for view in outcome.views]
         elif outcome.gathered is not None:
             results = outcome.gathered
         else:
@@ -169,11 +168,6 @@ class TorchCommunicator(Communicator):
             dist.barrier(group=self.group)
         else:  # without the index, NCCL guesses the device from the rank
             dist.barrier(group=self.group, device_ids=[device.index])
-
-
-def _own(view: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy: the view is of a buffer that the next exchange overwrites."""
-    return view.clone(memory_format=torch.contiguous_format)
 
 
 def _returned(results: list[torch.Tensor], originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:

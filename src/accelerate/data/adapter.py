@@ -165,9 +165,7 @@ def holds_dataset_state(state: Any) -> bool:
 def stateful_loader_class() -> type[DataLoader]:
     """Return torchdata's `StatefulDataLoader`; ImportError without torchdata 0.8 or later."""
     if not is_torchdata_stateful_dataloader_available():
-        raise ImportError(
-            "use_stateful_dataloader=True needs torchdata 0.8.0 or later: pip install 'torchdata>=0.8.0'"
-        )
+        raise ImportError("use_stateful_dataloader=True needs torchdata 0.8 or later: pip install 'torchdata>=0.8.0'")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader

@@ -51,9 +51,8 @@ def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
         return honor_type(batch, [over_leaves(function, *leaves) for leaves in zip(batch, *others, strict=True)])
     if any(other.keys() != batch.keys() for other in others):
         raise ValueError(f"the keys of the first are {list(batch)}")
-    return like_mapping(
-        batch, {key: over_leaves(function, *(each[key] for each in (batch, *others))) for key in batch}
-    )
+    all_of = (batch, *others)
+    return like_mapping(batch, {key: over_leaves(function, *(each[key] for each in all_of)) for key in batch})
 
 
 def samples_of(leaf: Any) -> int | None:
@@ -191,9 +190,8 @@ class BatchBroadcast:
         sequence, described, size = HEADER.unpack_from(buffer[: HEADER.size].cpu().numpy())
         if sequence != self.sequence:
             raise RuntimeError(
-                f"This process waits for message {self.sequence} of the dispatching process, but message {sequence} "
-                "arrived: the processes are not in step. Leave the loop over a dispatched loader at the same batch "
-                "on all processes."
+                f"This process waits for message {self.sequence} of the dispatching process, but {sequence} arrived: the "
+                "processes are not in step. Leave the loop over a dispatched loader at the same batch on all of them."
             )
         body = buffer[HEADER.size :]
         if size > self.shared:

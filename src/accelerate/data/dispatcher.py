@@ -87,8 +87,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.state.num_processes > 1 or self.slice_fn is not None
 
     def _run_alone(self, pending: Pending | None) -> Iterator[Any]:
-        reading = self._open(pending)
-        for batch in self._run(reading, placer(self.state.device, self._non_blocking)):
+        for batch in self._run(pending, placer(self.state.device, self._non_blocking)):
             if self.end_of_dataloader:
                 self.remainder = broadcast.batch_length(batch) or -1
             yield batch
@@ -129,24 +128,22 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _rounds(self, pending: Pending | None, start: int) -> Iterator[Message]:
         """The rounds from `start` on: read, and sent before they are yielded, on the main process; received on the others."""
-        connection = self._connection if self.state.num_processes > 1 else None
         if self.state.process_index > 0:
             self._progress.replaying = False
             yield from iter(self._connection.receive, None)
             return
+        send = self._connection.send if self.state.num_processes > 1 else lambda message: None
         try:
             shards = self._layout().num_shards
             head = self._head() if start and shards > 1 and not self._drop_last else []
-            for message in self._form_rounds(self._open(pending).batches, shards, head):
-                if connection is not None:
-                    connection.send(message)
+            batches, _, _ = self._open(pending)
+            for message in self._form_rounds(batches, shards, head):
+                send(message)
                 yield message
         except Exception as error:
-            if connection is not None:
-                connection.send(f"{type(error).__name__}: {error}")
+            send(f"{type(error).__name__}: {error}")
             raise
-        if connection is not None:
-            connection.send(None)
+        send(None)
 
     def _head(self) -> list[Any]:
         """Read the first round of the epoch, of which the beginning is left out, without a trace in any generator."""

@@ -187,9 +187,8 @@ def _stages(dataset: Any) -> list[Any]:
     """The stages that a stream of the library `datasets` goes through."""
     stages = [getattr(dataset, "_ex_iterable", None)]
     for stage in stages:
-        stages += [
-            inner for inner in (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())) if inner
-        ]
+        below = (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ()))
+        stages += [inner for inner in below if inner]
     return stages
 
 
@@ -295,8 +294,7 @@ def _statuses(votes: list[list[int]], loop: int, step: int, rank: int) -> list[i
         if vote[:2] != [loop, step]:
             raise RuntimeError(
                 f"Processes are at different places: rank {rank} reads batch {step} of its loop number {loop}, rank {other} "
-                f"batch {vote[1]} of its loop number {vote[0]}. All ranks have to leave a loop at the same "
-                "batch; decide that from values that are equal everywhere."
+                f"batch {vote[1]} of its loop number {vote[0]}. All ranks have to leave a loop at the same batch."
             )
     return [status for _, _, status in votes]
 
@@ -313,13 +311,10 @@ def _raise(communicator: Communicator, item: Any, statuses: list[int], step: int
 
 def _report_left_over(communicator: Communicator, statuses: list[int], step: int) -> None:
     """One line on the main process about what was not used, if anything."""
-    left = [rank for rank, status in enumerate(statuses) if status == _READY]
+    left = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _READY)
     if left and communicator.rank == 0:
-        ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
+        ended = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _ENDED)
         logger.warning(
-            "The data of rank %s ended after %d batches, and all processes stop there: rank %s had at least one batch "
-            "more each, which this epoch leaves out.",
-            ", ".join(map(str, ended)),
-            step,
-            ", ".join(map(str, left)),
+            f"The data of rank {ended} ended after {step} batches, and all processes stop there: rank {left} had at least "
+            "one batch more each, which this epoch leaves out."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,7 @@ from accelerate.data import adapter, iterable, resume
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
 from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
-from accelerate.data.samplers import (
-    BatchSamplerShard,
-    EndAhead,
-    ReplayableRandomSampler,
-    SkipBatchSampler,
-    look_ahead,
-)
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, SkipBatchSampler, look_ahead
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
@@ -33,15 +26,6 @@ if TYPE_CHECKING:
 # A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
 _AHEAD = 4
 _NOTHING = object()
-
-
-@dataclass
-class Reading:
-    """One iteration of a wrapped loader, from step `start` on; `ahead` knows the last batch when it is given."""
-
-    batches: Iterator[Any]
-    start: int = 0
-    ahead: EndAhead | None = None
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -153,7 +137,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             state = noted.loader
         else:
             state = super().state_dict() if is_stateful(self.base_dataloader) else {}
-        return {**state, resume.KEY: resume.plain(resume.capture(self))}
+        # What a dataset says of itself stays as it is.
+        position = resume.capture(self)
+        own = {name: position.pop(name) for name in ("dataset_state",) if name in position}
+        return {**state, resume.KEY: resume.plain_states(position) | own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration yield the batches that were still to come in `state_dict`."""
@@ -193,8 +180,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Opening the wrapped loader --------------------------------------------------------------------------------------
 
-    def _open(self, pending: Pending | None) -> Reading:
-        """Start reading the wrapped loader, at a loaded position if there is one."""
+    def _open(self, pending: Pending | None) -> tuple[Iterator[Any], int, EndAhead | None]:
+        """Return the batches of the wrapped loader, the steps before them, and what knows the last one, if anything."""
         base, progress, reads = self.base_dataloader, self._progress, self._reads_per_step()
         start, to_drop = self._left_out(), self.skip_batches * reads
         dataset_state, known, order = None, [], None
@@ -239,7 +226,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = _noting(batches, progress, base, reads, start, known)
         if isinstance(base.collate_fn, CountingCollate):
             batches = uncounted(batches, start, base.dataset.round_log)
-        return Reading(batches, start, ahead)
+        return batches, start, ahead
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
@@ -261,22 +248,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Handing out -----------------------------------------------------------------------------------------------------
 
-    def _run(self, reading: Reading, place: Callable[[Any], Any] | None) -> Iterator[Any]:
+    def _run(
+        self, pending: Pending | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
+    ) -> Iterator[Any]:
         """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
         progress = self._progress
-        progress.batches, progress.at_end = reading.start, False
-        if reading.ahead is None:
-            for number, (batch, is_last) in enumerate(look_ahead(reading.batches), reading.start + 1):
+        batches, start, ahead = self._open(pending)
+        if through is not None:
+            batches = through(batches)
+        progress.batches, progress.at_end = start, False
+        if ahead is None:
+            for number, (batch, is_last) in enumerate(look_ahead(batches), start + 1):
                 progress.batches = number
                 self._hand_out(is_last)
                 yield batch if place is None else place(batch)
         else:
             # The indices tell the end, so no batch is read before its turn: what the dataset draws at random comes in the
             # order of a plain loop. Written out in one loop, because it runs for every batch of most programs.
-            ahead, number, hand_out = reading.ahead, reading.start, self._hand_out
-            active = self.gradient_state._active
+            number, hand_out, active = start, self._hand_out, self.gradient_state._active
             own = active[-1] if active else None
-            for batch in reading.batches:
+            for batch in batches:
                 number += 1
                 progress.batches = number
                 if ahead.ended or self.end_of_dataloader or not active or active[-1] is not own:
@@ -434,10 +425,8 @@ class DataLoaderShard(PreparedLoader):
         self.set_epoch(self.iteration)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        reading = self._open(pending)
-        if self._ends_unevenly():
-            reading.batches = iterable.in_step(reading.batches)
-        return self._run(reading, placer(self.device, self._non_blocking))
+        place = placer(self.device, self._non_blocking)
+        return self._run(pending, place, iterable.in_step if self._ends_unevenly() else None)
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:
@@ -468,10 +457,5 @@ class SkipDataLoader(PreparedLoader):
 
     __module__ = "accelerate.data_loader"
 
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(dataset, skip_batches, use_stateful_dataloader, **kwargs)
-
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        return self._run(self._open(pending), None)
+        return self._run(pending, None)

@@ -184,11 +184,6 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
     return position
 
 
-def plain(position: dict[str, Any]) -> dict[str, Any]:
-    """Return a position as numbers, strings, lists and dicts alone, but for what a dataset says of itself."""
-    return {name: value if name == "dataset_state" else plain_states(value) for name, value in position.items()}
-
-
 def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
     sampler, generator = loader.get_sampler(), shuffling_generator(loader)
     if isinstance(sampler, SeedableRandomSampler):
@@ -226,8 +221,7 @@ def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loa
         if saved[part] != own[part] and None not in (saved[part], own[part]):
             raise ValueError(
                 f"{name} reads {label.format(own[part])}, but its checkpoint was saved within an epoch of "
-                f"{label.format(saved[part])}: the interrupted epoch cannot go on. Prepare the data as it was, or begin "
-                "epochs anew with DataLoaderConfiguration(continue_after_load=False)."
+                f"{label.format(saved[part])}. Prepare the data as it was, or set continue_after_load=False."
             )
 
 
@@ -284,13 +278,8 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
         behind = position["batches"] * position.get("shards", size)
     steps, rest = divmod(behind, size)
     if unit == "samples" and (steps, rest) != (position["batches"], 0):
-        _report(
-            "The interrupted epoch has %d samples behind it; with %d samples a step it goes on after %d steps%s.",
-            behind,
-            size,
-            steps,
-            f" and {rest} samples" if rest else "",
-        )
+        place = f"{steps} steps" + (f" and {rest} samples" if rest else "")
+        _report(f"The interrupted epoch has {behind} samples behind it; with {size} a step it goes on after {place}.")
     base = loader.base_dataloader
     if rest and unit == "samples" and not isinstance(base.dataset, IterableDataset):
         if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
@@ -304,10 +293,10 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
     return steps, 0
 
 
-def _report(message: str, *values: Any) -> None:
+def _report(message: str) -> None:
     # Visible by default, on one process of a machine: a program that leaves out batches by itself would do so twice.
     first = storage.process.current.get("local_process_index", 0) == 0
-    logger.log(logging.WARNING if first else logging.INFO, message, *values)
+    logger.log(logging.WARNING if first else logging.INFO, message)
 
 
 def instead_of(view: PreparedLoader) -> Iterable[Any] | None:
@@ -341,10 +330,8 @@ def settle(loader: PreparedLoader) -> Pending | None:
     if goes_on:
         if loader._origin is None:
             _report(
-                "The loader goes on in epoch %d after %d of its batches, where the checkpoint was saved. "
-                "DataLoaderConfiguration(continue_after_load=False) begins epochs anew.",
-                progress.epoch,
-                pending.batches,
+                f"The loader goes on in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
+                "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs anew."
             )
         return pending
     if not left_out:
@@ -441,9 +428,9 @@ def restore_generators(states: dict[str, Any], device: torch.device, origin: str
                 raise state
             set_state(state)
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
             logger.warning(
-                f"The random state of {name} in {origin} could not be restored, so a resumed run draws "
-                f"other numbers from it: {type(error).__name__}: {error}"
+                f"The random state of {name} in {origin} could not be restored: {reason}. It draws others now."
             )
 
 

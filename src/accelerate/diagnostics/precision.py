@@ -96,7 +96,7 @@ def precision_report(
     alarms = _contradictions(mixed_precision, _autocast_dtype(inner), parts)
     if engine is not None and not layers:
         alarms.append(
-            f"mixed_precision='fp8', but {engine.title} computes no layer of this model, which runs in bfloat16."
+            f"mixed_precision='fp8', but {engine.title} computes no layer of this model: it runs in bfloat16."
         )
     missed = len(own - {id(parameter) for parameter, _ in held})
     if optimizers and missed:
@@ -202,9 +202,8 @@ def _contradictions(mixed_precision: str, autocast: torch.dtype | None, parts: S
     low = [piece.dtype for piece in parts if piece.trainable and piece.dtype in _LOW]
     if low and precision(mixed_precision).autocast_dtype is not None:
         found.append(
-            f"mixed_precision={mixed_precision!r} asked for, but {len(low)} trainable parameters are {_names(low)}, and "
-            f"optimizers update these: pure {_names(low)} training, without float32 master weights, loses updates smaller than what "
-            "the dtype resolves (1/256 of a weight in bfloat16). Load the model in float32."
+            f"mixed_precision={mixed_precision!r} asked for, but {len(low)} trainable parameters are {_names(low)}: pure "
+            f"{_names(low)} training, without float32 master weights, loses small updates. Load the model in float32."
         )
     policies = {piece.compute for piece in parts if piece.strategy and piece.compute != piece.dtype}
     if autocast is not None and policies - {autocast}:

@@ -28,12 +28,6 @@ def submesh(mesh: "DeviceMesh | None", name: str) -> "DeviceMesh | None":
         return None
 
 
-def size(mesh: "DeviceMesh | None", name: str) -> int:
-    """Return how many ranks a dimension has; 1 when it is not active."""
-    part = submesh(mesh, name)
-    return 1 if part is None else part.size()
-
-
 def rank(mesh: "DeviceMesh | None", name: str) -> int:
     """Return this rank's place in a dimension; 0 when it is not active."""
     part = submesh(mesh, name)

@@ -44,19 +44,16 @@ def check(model: nn.Module, axis: str) -> None:
                     "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
                 )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        reasons = {
-            f"is an encoder-decoder, whose two sequences {what} cannot cut": getattr(
-                config, "is_encoder_decoder", False
-            ),
-            "pools or compares tokens over the whole sequence after attention, and a rank has a part": kind.endswith(
-                _WHOLE
-            ),
-            "takes no position_ids in its forward, so positions would restart on every rank": (
-                "position_ids" not in _parameters(found)
-            ),
-            f"has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence": kinds,
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        reason = None
+        if getattr(config, "is_encoder_decoder", False):
+            reason = f"is an encoder-decoder, whose two sequences {what} cannot cut"
+        elif kind.endswith(_WHOLE):
+            reason = "pools or compares tokens over the whole sequence after attention, and a rank has a part"
+        elif "position_ids" not in _parameters(found):
+            reason = "takes no position_ids in its forward, so positions would restart on every rank"
+        elif kinds:
+            reason = f"has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence"
+        if reason is not None:
             raise ValueError(f"{kind} {reason}. Use another model, or set {axis}_size=1.")
 
 
@@ -128,8 +125,7 @@ class OutsideHook:
         if self.region.active is None:
             warnings.warn(
                 f"{type(module).__name__} is trained outside `with accelerator.maybe_context_parallel(...)`, although "
-                f"{self.region.axis}_size={self.region.size}: every rank works on the whole sequence, and nothing is saved. Call "
-                "it, and backward, inside the context; see docs/guides/long-sequences.md.",
+                f"{self.region.axis}_size={self.region.size}: each rank does all work, and nothing is saved. Call it inside.",
                 stacklevel=2,
             )
 
@@ -199,8 +195,7 @@ class ModelHook:
             if length != share:
                 raise ValueError(
                     f"{name} of shape {tuple(given.shape)} has {length} tokens, but under {self.region.what} this rank has "
-                    f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel, with "
-                    "the dimension of its sequence."
+                    f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel."
                 )
         if self.window is not None and active.length > self.window:
             raise ValueError(
@@ -261,7 +256,6 @@ class ModelHook:
             )
         if renumbered:
             raise ValueError(
-                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part "
-                "of it, make them for the whole and name them in the buffers, or leave them out. Documents packed into one sequence "
-                f"cannot be kept apart under {self.region.what}, which has no mask."
+                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part, "
+                f"name whole ones in the buffers, or none. {self.region.what} cannot keep packed documents apart."
             )

@@ -45,9 +45,8 @@ class _Leaf:
     value: Any = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}={self.value!r}" if self.shape is None else f"{self.name} of shape {self.shape}, {self.dtype}"
-        )
+        kind = f"={self.value!r}" if self.shape is None else f" of shape {self.shape}, {self.dtype}"
+        return f"{self.name}{kind}"
 
 
 def _leaf(name: str, value: Any) -> _Leaf:
@@ -127,8 +126,7 @@ class Inputs:
         if structure != self._structure:
             raise ValueError(
                 f"The pipeline was traced with {', '.join(leaf.name for leaf in self.leaves)}, and is called with "
-                f"{', '.join(name for name, _ in values)}. Give the same arguments in every call, or call `prepare_pippy` with "
-                "these as `example_args` and `example_kwargs`."
+                f"{', '.join(name for name, _ in values)}. Give the arguments of the example, or call `prepare_pippy` again."
             )
         return rows, [
             self._compared(leaf, _leaf(*value), value[1], rows)
@@ -178,9 +176,8 @@ class Outputs:
         for leaf in self._leaves:
             if leaf.shape is not None and (not leaf.shape or leaf.shape[0] % self._rows):
                 raise ValueError(
-                    f"The model returns {leaf.name} of shape {leaf.shape} for a micro-batch of {self._rows}: without a batch "
-                    "dimension, micro-batches cannot be joined. Leave out what it is computed from (such as `labels`), or "
-                    "return one value for each sample."
+                    f"The model returns {leaf.name} of shape {leaf.shape} for a micro-batch of {self._rows}: there is no batch "
+                    "dimension. Leave out what it is computed from (such as `labels`), or return a value for each sample."
                 )
         return tuple(value for _, value in paths if isinstance(value, torch.Tensor))
 
@@ -257,8 +254,7 @@ def trace(
     if pipe.num_stages != stages:
         raise ValueError(
             f"split_points={list(split_points)} cut {type(model).__name__} into {pipe.num_stages} stages, but there are {stages} "
-            "processes: its forward calls one of these modules not once, or two of them begin at the same place. Choose modules "
-            "that run one after the other."
+            "processes: choose modules that forward calls once each, one after the other."
         )
     kind = PartialState().device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -302,8 +298,7 @@ def _untraceable(model: nn.Module, error: BaseException) -> ValueError:
     first = next((line for line in str(cause).splitlines() if line.strip()), "no message")
     return ValueError(
         f"torch.export cannot trace {type(model).__name__} ({type(cause).__name__}: {first.strip()[:300]}). A pipeline needs a "
-        "forward that is one graph: without branches on the values of tensors, and for models of transformers without a cache "
-        "(use_cache=False in `example_kwargs`)."
+        "forward that is one graph: no branches on values, in transformers no cache (use_cache=False in `example_kwargs`)."
     )
 
 
@@ -351,8 +346,8 @@ class PipelineSchedule(ScheduleGPipe):
         _sends_well(self._own)
         super().__init__(self._own, num_chunks)
         self.num_chunks = num_chunks
-        # A batch may fill fewer micro-batches than a whole run has.
-        self._shorter: dict[int, ScheduleGPipe] = {}
+        # By micro-batches: a batch may fill fewer than a whole run has.
+        self._steps = {num_chunks: super().step}
         self._samples = 0
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -374,12 +369,9 @@ class PipelineSchedule(ScheduleGPipe):
         return self._traced.outputs.joined(pieces, self._samples) if self._own.is_last else None
 
     def _run(self, given: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
-        if count == self.num_chunks:
-            output = super().step(*given)
-        else:
-            if count not in self._shorter:
-                self._shorter[count] = ScheduleGPipe(self._own, count)
-            output = self._shorter[count].step(*given)
+        if count not in self._steps:
+            self._steps[count] = ScheduleGPipe(self._own, count).step
+        output = self._steps[count](*given)
         return (output,) if isinstance(output, torch.Tensor) else output
 
     def _admitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:

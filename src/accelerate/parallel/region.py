@@ -6,7 +6,7 @@ A region belongs to one Accelerator and is entered once for every batch.
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,19 +62,16 @@ class Attention(TorchFunctionMode):
 class Region:
     """A factory of contexts, called for each batch with the tensors to cut. All ranks of the group enter together.
 
-    `attend` is exact attention over the whole sequence; each rank gets `cuts` equal parts of it.
+    A subclass computes exact attention over the whole sequence, of which each rank gets `cuts` equal parts.
     """
 
-    def __init__(
-        self, axis: str, mesh: "DeviceMesh", attend: Callable[..., Tensor] | None = None, cuts: int = 1
-    ) -> None:
+    def __init__(self, axis: str, mesh: "DeviceMesh", cuts: int = 1) -> None:
         self.axis = axis
         self.what = WHAT[axis]
         self.mesh = mesh
         self.group = mesh.get_group()
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
-        self.attend = attend
         self.cuts = cuts
         self.active: Active | None = None
         self._compared = False
@@ -92,26 +89,19 @@ class Region:
     def __deepcopy__(self, memo: dict) -> "Region":
         return self  # a copied model shares its sequences with the same ranks
 
+    @contextmanager
     def __call__(
         self,
         buffers: Sequence[Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Return the context for one batch; `no_restore_buffers` stay cut, which frees the whole ones at once."""
-        return self._entered(list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ()))
-
-    @contextmanager
-    def _entered(self, buffers: list[Tensor], dims: list[int], lasting: list[Tensor]) -> Iterator[None]:
+        buffers, dims, lasting = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
         if self.group is None:
-            raise RuntimeError(
-                f"This {self.what} came from a pickle, without its process group. Call `prepare` again."
-            )
+            raise RuntimeError(f"This {self.what} came from a pickle, without its group. Call `prepare` again.")
         if self.active is not None:
-            raise RuntimeError(
-                "maybe_context_parallel was entered inside itself, which would cut the sequence twice. Name all tensors at the "
-                "outer one."
-            )
+            raise RuntimeError("maybe_context_parallel was entered inside itself. Name all tensors at the outer one.")
         self._check(buffers, dims, lasting)
         if not buffers:
             with self._attending(None, None):
@@ -170,7 +160,13 @@ class Region:
             raise ValueError(NO_MASK.format(what=self.what))
         # Called by its name, the mode is still on, and would catch the plain attention within.
         with torch._C.DisableTorchFunction():
-            return self.attend(query, key, value, dropout_p, is_causal, scale, enable_gqa, self)
+            return self._attend(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
+    ) -> Tensor:
+        """Attend over the whole sequence. Tensors are [batch, heads, length / size, width], alike on all ranks."""
+        raise NotImplementedError
 
     # -- checks, before anything is changed ----------------------------------------------------------------------
 
@@ -212,9 +208,7 @@ class Region:
                 return f"buffer_seq_dims[{place}] is {dim!r}, but buffers[{place}] has the shape {shape}."
             lengths.append(shape[dim])
         if len(set(lengths)) > 1:
-            return (
-                f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must have that of the sequence."
-            )
+            return f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must be the sequence's."
         if any(not _among(buffer, buffers) for buffer in lasting):
             return "no_restore_buffers has a tensor that is not in buffers; it must be one of them, the same object."
         return self._odd_length(lengths[0]) if lengths else self._no_buffers()

@@ -39,9 +39,8 @@ def mesh_of(accelerator: Run) -> "DeviceMesh":
         return shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(
-        accelerator.device.type, (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",)
-    )
+    shape = (torch.distributed.get_world_size(),)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard",))
 
 
 def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list[nn.Module]:
@@ -117,9 +116,8 @@ def shard(
     parts = units(model, is_unit)
     if is_unit is not None and not parts:
         logger.warning(
-            "The auto_wrap_policy chooses no module of %s, so the whole model is one unit: all its parameters are gathered at "
-            "once. Name the class of its repeated layer in transformer_cls_names_to_wrap.",
-            type(model).__name__,
+            f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the whole model is one unit, gathered at "
+            "once. Name the class of its repeated layer in transformer_cls_names_to_wrap."
         )
     for part in [*parts, model]:
         held = list(_held(part))
@@ -144,8 +142,7 @@ def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None)
     if left:
         raise ValueError(
             f"{len(left)} parameters are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "
-            "the weights on rank 0 and set cpu_ram_efficient_loading=True, or give FullyShardedDataParallelPlugin a "
-            "param_init_fn that moves a module off the meta device and initialises it."
+            "weights on rank 0 and set cpu_ram_efficient_loading=True, or give the plugin a param_init_fn that makes them."
         )
 
 
@@ -218,10 +215,8 @@ def distribute(
     absent = _from_main([name for name in optional if name not in weights] if main else [])
     targets = {name: tensor for name, tensor in _tensors(model).items() if name not in absent}
     if problems := _from_main(_misfits(targets, weights) if main else []):
-        raise RuntimeError(
-            f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {'; '.join(problems[:5])}. Pass the full "
-            "state dict of the model."
-        )
+        found = "; ".join(problems[:5])
+        raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {found}.")
     for name, target in targets.items():
         sent = torch.empty(target.shape, dtype=target.dtype, device=accelerator.device)
         if main:

@@ -128,7 +128,7 @@ def test_cpu_gets_the_reference_path_once():
     sequence.prepare(accelerator, "cp", ())
     kept = accelerator.prepared.sequence_context
     sequence.prepare(accelerator, "cp", ())
-    assert type(kept) is Region and accelerator.prepared.sequence_context is kept
+    assert type(kept) is sequence.GatheringRegion and accelerator.prepared.sequence_context is kept
     copied = pickle.loads(pickle.dumps(kept))  # without its group
     assert copied.group is None and copied.size == 2
     with pytest.raises(RuntimeError, match="Call `prepare` again"), copied():
@@ -138,8 +138,13 @@ def test_cpu_gets_the_reference_path_once():
 # -- the region ------------------------------------------------------------------------------------------------------
 
 
-def make_region(attend=None, cuts=2):
-    return Region("cp", Mesh(), attend or (lambda q, k, v, dropout, causal, scale, gqa, region: q + 1), cuts=cuts)
+class AddingOne(Region):
+    def _attend(self, query, *others):
+        return query + 1
+
+
+def make_region():
+    return AddingOne("cp", Mesh(), cuts=2)
 
 
 def test_attention_is_ours_inside_alone_and_after_an_error():
@@ -404,4 +409,4 @@ def test_settings_without_use_here():
 def test_tensors_without_heads_are_refused():
     flat = torch.ones(2, 4, 8)
     with pytest.raises(ValueError, match=r"\(2, 4, 8\)"):
-        sequence.ulysses(flat, flat, flat, 0.0, False, None, False, SimpleNamespace(group=None, size=2))
+        sequence.SequenceRegion(Mesh("sp", 2))._attend(flat, flat, flat, 0.0, False, None, False)
