@@ -1,13 +1,9 @@
 """The contract of a backend: what a strategy does at prepare, in a step, and for a checkpoint.
 
-A backend is stateless and resolved at each use; what it needs to remember lives on the Accelerator, which is the first
-argument of every method. The bodies here are the behaviour of a single process, so a new backend writes only what
-differs.
+A backend is stateless and resolved at each use; what it needs to remember lives on the Accelerator. The bodies here are
+the behaviour of a single process, so a new backend writes only what differs. Call order, in one run:
 
-Call order, in one run:
-
-1. ``check``, on every rank, for what ``Accelerator.prepare`` was given, and then for each model by itself, followed by
-   ``wrap_model``.
+1. ``check`` on every rank for what ``Accelerator.prepare`` was given, then for each model, followed by ``wrap_model``.
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
    ranks call them equally often.
 3. For a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and ``checkpointed_schedulers``; for a restore
@@ -113,9 +109,8 @@ class Backend:
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Read a model's state from a checkpoint folder. All ranks.
 
-        Returns:
-            A state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
-            ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
+        Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
+        ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
         lies_whole = load.weights_file(folder, index) is not None
         read = load.read_model if lies_whole else layouts.read_whole_model

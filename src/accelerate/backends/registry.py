@@ -74,12 +74,7 @@ def register(spec: BackendSpec, before: str | None = None) -> None:
 
 @cache
 def load(name: str) -> Backend:
-    """Return the backend of a name, imported on first use.
-
-    Raises:
-        ValueError: No backend has this name; the message lists the known ones.
-        NotImplementedError: The strategy is known, but not part of this version.
-    """
+    """Return the backend of a name, imported on first use; ValueError if unknown, NotImplementedError if not here."""
     _third_parties()
     spec = next((spec for spec in SPECS if spec.name == name), None)
     if spec is None:

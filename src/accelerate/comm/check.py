@@ -1,25 +1,15 @@
-"""Do all ranks call the same operation, on values of the same structure, shapes and dtypes? The header of every message says so.
+"""Do all ranks call the same operation, on the same structure, shapes and dtypes? The header of every message says so.
 
-torch's collectives take equal sizes on trust. With gloo, unequal ones abort one rank and reset the other's connection
-(`all_gather`), make one rank wait for half an hour (`all_reduce`) or pass unnoticed (`broadcast`); with NCCL they hang or
-return garbage. A check before each call would cost a second round trip, as much again for small tensors. Checking only what
-a rank has not seen yet does not work either: a rank with new shapes would wait for an answer from one that has seen its own
-and sends data already.
+torch's collectives take equal sizes on trust: unequal ones hang, abort, return garbage or pass unnoticed. A check before
+each call would cost a second round trip, so the check travels with the data. A message is a header plus `room` bytes of
+payload, gathered by a single `all_gather` of bytes. Every rank computes the same `room` from what all ranks exchanged
+alike before, so sizes are equal even where shapes are not; every rank sees every header, and all ranks raise together.
+What does not fit follows in collectives of its own, after the headers were compared; so a loop arrives at one collective
+per call, also for several tensors.
 
-So the check travels with the data. A message is a header (operation, structure, shapes, dtypes) plus `room` bytes of
-payload, gathered by a single `all_gather` of bytes. Every rank computes the same `room`, because it depends only on what all
-ranks exchanged alike before: which exchange followed the last one when that happened before. Sizes are therefore equal even where
-the shapes are not, every rank sees every header, and all ranks raise together. What does not fit follows in collectives of
-its own, after the headers were compared; so a loop arrives at one collective per call, also for several tensors.
-
-Copying into a message costs more than it saves for large tensors. Where a large gather is expected, its data is gathered
-beside the headers, straight from the tensors; a rank that is doing something else contributes bytes without meaning, so that
-sizes are equal here, too.
-
-On devices other than the processor, reading headers would make the host wait for the device. Where an exchange repeats, its
-headers are copied in the background and compared before the next operation instead.
-
-Debug mode compares more, before each operation: `verify`.
+Where a large gather is expected, its data is gathered beside the headers, straight from the tensors; a rank that is doing
+something else contributes bytes without meaning. On devices other than the processor the headers of a repeated exchange
+are copied in the background and compared before the next operation. Debug mode compares more, before each: `verify`.
 """
 
 import math

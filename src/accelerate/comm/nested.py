@@ -309,9 +309,6 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         num_processes: into how many pieces.
         dim: along which dimension.
 
-    Returns:
-        The structure with every tensor as long as the next multiple of `num_processes`.
-
     Raises:
         TypeError: a leaf is no tensor.
 

@@ -21,6 +21,8 @@ from accelerate.utils.operations import send_to_device
 CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().
 _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
+# Attributes of prepared loaders that are not pickled.
+_OF_THE_PROCESS = ("gradient_state", "_connection")
 
 # Questions -------------------------------------------------------------------------------------------------------------
 
@@ -230,10 +232,7 @@ def keep_on_cpu(batch: Any) -> Any:
 
 
 class DataLoaderAdapter:
-    """Wraps a torch loader, looks like it, and lets subclasses decide how it is iterated.
-
-    `isinstance` sees the class of the wrapped loader (`torch.utils.data.DataLoader`, or torchdata's
-    `StatefulDataLoader`), and attributes that the wrapper does not have are those of the wrapped loader.
+    """Wraps a torch loader and passes as it; subclasses decide how it is iterated.
 
     Args:
         dataset: the dataset to load from.
@@ -281,10 +280,8 @@ class DataLoaderAdapter:
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # The default would name the class above and rebuild something else than what was saved.
-        return object.__new__, (type(self),), self._state_to_pickle()
-
-    def _state_to_pickle(self) -> dict[str, Any]:
-        return vars(self).copy()
+        state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
+        return object.__new__, (type(self),), state
 
     def __len__(self) -> int:
         try:

@@ -1,12 +1,8 @@
 """Batch broadcast: the process that reads sends each batch to the others, in one broadcast as long as batches look alike.
 
-A message is a header of integers, which both sides know the length of, and a body: the pickled batch, whose tensors are
-taken out, and then the bytes of the tensors:
-
-    sequence number, bytes of the pickle, bytes of the body
-
-Both sides remember the size of the last body and make the buffer that large; a body that does not fit follows in a second
-broadcast. So batches of equal shape cost one broadcast, others two.
+A message is a header of integers (sequence number, bytes of the pickle, bytes of the body) and a body: the pickled batch
+without its tensors, then their bytes. Both sides make the buffer as large as the last body; one that does not fit follows
+in a second broadcast. So batches of equal shape cost one broadcast, others two.
 """
 
 from __future__ import annotations

@@ -23,11 +23,8 @@ from accelerate.process import PartialState
 class DataLoaderDispatcher(PreparedLoader):
     """A loader that reads on the main process only and sends each process its part of every round.
 
-    For data that cannot be read by several processes alike: a stream that is not reproducible, or that is expensive to
-    read. All processes iterate together; leaving the loop early has to happen at the same batch everywhere.
-
-    A last round that the processes cannot share equally is completed with the first samples of the epoch, or dropped
-    with `_drop_last`.
+    For data that cannot be read by several processes alike, or is expensive to read. All processes iterate together, and
+    leave the loop at the same batch. A last round that cannot be shared equally is completed with the first samples.
 
     Args:
         dataset: the dataset to load from.
@@ -42,8 +39,7 @@ class DataLoaderDispatcher(PreparedLoader):
         **kwargs: arguments of the wrapped loader.
 
     Example:
-        >>> loader = DataLoaderDispatcher(range(6), batch_size=4)  # on every process; here there is one
-        >>> [batch.tolist() for batch in loader]
+        >>> [batch.tolist() for batch in DataLoaderDispatcher(range(6), batch_size=4)]  # on every process; here one
         [[0, 1, 2, 3], [4, 5]]
     """
 
@@ -70,9 +66,6 @@ class DataLoaderDispatcher(PreparedLoader):
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._counts: tuple[int, ...] | None = None
-
-    def _state_to_pickle(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._state_to_pickle().items() if name != "_connection"}
 
     def _begin_epoch(self) -> None:
         self.set_epoch(self.iteration)

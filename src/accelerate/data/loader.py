@@ -55,10 +55,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._origin: PreparedLoader | None = None  # of a view that `skip_first_batches` made
         ReplayableRandomSampler.adopt(self.get_sampler())
 
-    def _state_to_pickle(self) -> dict[str, Any]:
-        # The gradient state belongs to the process, not to the loader.
-        return {**super()._state_to_pickle(), "gradient_state": None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradient_state=GradientState())
 

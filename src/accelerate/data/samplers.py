@@ -14,15 +14,11 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random order that depends on nothing but a seed and the epoch.
-
-    The order of epoch `e` is the one a generator seeded with `initial_seed + e` gives, so every process that knows the
-    two numbers produces the same order, today and after a restart.
+    """Random order that depends on nothing but a seed and the epoch, `initial_seed + epoch`.
 
     Args:
         *args: passed to `torch.utils.data.RandomSampler`.
-        **kwargs: passed to `torch.utils.data.RandomSampler`, except `data_seed` (int): the seed of epoch 0. Without it
-            the seed of torch's default generator is taken.
+        **kwargs: likewise, except `data_seed` (int): the seed of epoch 0, by default that of torch's default generator.
 
     Attributes:
         initial_seed: the seed of epoch 0.
@@ -153,22 +149,16 @@ def check_split(batch_size: int | None, num_shards: int) -> None:
 class BatchSamplerShard(BatchSampler):
     """Gives one process its part of the batches of another batch sampler.
 
-    Two ways of sharing: by default the processes take whole batches in turn (the batch size is that of a process);
-    with `split_batches` every batch is cut into equal parts (the batch size is that of all processes together).
-
-    When the batches do not fill the last round, `even_batches` decides: fill it with samples from the beginning, so
-    that all processes take the same number of equally large steps, or let some processes end earlier or with a smaller
-    batch. A sampler with `drop_last` drops an incomplete round.
-
-    All attributes may be assigned at any time; the next iteration uses the new values.
+    By default the processes take whole batches in turn (the batch size is that of a process); with `split_batches` every
+    batch is cut into equal parts (the batch size is that of all). Attributes may be assigned between iterations.
 
     Args:
-        batch_sampler: iterable of lists of indices. Its `batch_size` and `drop_last` are used where it has them; batches
-            of any size are accepted without.
+        batch_sampler: iterable of lists of indices; `batch_size` and `drop_last` are used where it has them.
         num_processes: number of parts.
         process_index: which part to yield, from 0.
         split_batches: cut each batch instead of taking batches in turn.
-        even_batches: complete the last round with samples from the beginning.
+        even_batches: complete the last round with samples from the beginning, so that all processes take the same number
+            of equally large steps; otherwise some end earlier or with a smaller batch. With `drop_last` it is dropped.
 
     Raises:
         ValueError: `split_batches` with a batch size that the processes cannot share equally.
@@ -227,15 +217,7 @@ class BatchSamplerShard(BatchSampler):
         return self.iter_from(0)
 
     def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
-        """Iterate over this process's batches from its batch number `start`.
-
-        The result equals a full iteration without its first `start` batches, completed last round included.
-
-        Args:
-            start: number of batches of this process to leave out.
-            extra: number of samples of all processes together to leave out beyond them: a run of another size has
-                consumed them. Needs a torch `BatchSampler`.
-        """
+        """Iterate from batch number `start`, and `extra` samples of all processes beyond it, on."""
         self.round_log.clear()
         split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
         per_round = 1 if split else shards

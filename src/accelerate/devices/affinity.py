@@ -193,11 +193,7 @@ def _address(gpu: Any) -> str:
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the processors of the memory node of its GPU, even if it was bound before.
 
-    Does nothing without a CUDA GPU. Where this process may not be bound, it warns and leaves the binding as it is.
-
-    Args:
-        local_process_index: the index of this process on its machine, and of its GPU.
-        verbose: not used: the outcome is logged at the level INFO.
+    Does nothing without a CUDA GPU, and only warns where binding is refused. `verbose` is not used: the log says it all.
     """
     import torch
 

@@ -1,11 +1,10 @@
 """Tensor parallelism: the layers of a model are cut over the ranks of the mesh's dimension `tp`.
 
-A model is cut by a plan: patterns of module names, and for each what becomes of the module. Where the plan comes from, first
-match wins: the user (`TorchTensorParallelConfig(plan=...)`), the model itself (transformers' `tp_plan`), or transformers, which cut the model when it loaded it. Everything is checked before anything is changed.
+A plan says of patterns of module names what becomes of the module. It comes from the user, or from the model itself
+(`tp_plan`), unless transformers cut the model when it loaded it. Everything is checked before anything is changed.
 
-Parameters that no entry of the plan names are the same on all ranks. Without FSDP they become replicated DTensors, since
-optimizers with `foreach` or `fused` (the default on GPUs) refuse to have plain tensors beside DTensors. With FSDP2 they stay
-plain, and `fully_shard` makes DTensors of them.
+Parameters that no entry names become replicated DTensors, since optimizers with `foreach` or `fused` (the default on GPUs)
+refuse plain tensors beside DTensors; with FSDP2 they stay plain, and `fully_shard` makes DTensors of them.
 """
 
 import difflib

@@ -273,18 +273,6 @@ def test_groups_within_a_layer(alone, original):
     assert [len(group["params"]) for group in optimizer.param_groups] == [5, 4]
 
 
-def test_bf16_keeps_float32_weights_also_beside_frozen_ones(alone):
-    accelerator = sharding(1, {"mixed_precision": "bf16"}, use_orig_params=True)
-    model = net().bfloat16()
-    model.blocks[0].a.requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with pytest.warns(UserWarning, match="are kept in float32"):
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
-    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
-    accelerator.backward(loss(model, batch()))
-    optimizer.step()
-
-
 def test_a_wrap_that_fails_leaves_model_and_optimizer_as_they_were(alone, monkeypatch):
     def refuse(self, *args, **options):
         raise RuntimeError("no memory")

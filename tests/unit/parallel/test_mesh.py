@@ -15,14 +15,10 @@ def rank(request):
     dist.destroy_process_group()
 
 
-def test_without_a_mesh():
-    assert layout.submesh(None, "tp") is None
-    assert layout.rank(None, "tp") == 0
-
-
 def test_places(rank):
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2, tp_size=2)
     mesh = config.get_device_mesh("cpu")
+    assert layout.submesh(None, "tp") is None and layout.rank(None, "tp") == 0
     assert layout.rank(mesh, "tp") == rank % 2
     assert layout.rank(mesh, "cp") == rank // 2 % 2
     assert layout.rank(mesh, "dp_replicate") == rank // 8
