@@ -1,18 +1,16 @@
 import warnings
 
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.parallel import mesh as layout
 from accelerate.parallelism_config import ParallelismConfig
+from sharded_samples import fake_group
 
 
 @pytest.fixture(params=[0, 5, 15])
 def rank(request):
-    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=16)
-    yield request.param
-    dist.destroy_process_group()
+    with fake_group(request.param, 16):
+        yield request.param
 
 
 def test_places(rank):
