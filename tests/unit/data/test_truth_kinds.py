@@ -49,7 +49,7 @@ def expected(world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_settings_survive(world, stream, workers, stateful):
     collate = Collating(100)
-    more = {"prefetch_factor": 3, "timeout": 7} if workers and not stateful else {}
+    more = {"prefetch_factor": 3, "timeout": 60} if workers and not stateful else {}
     whole = DataLoader(dataset(stream), 4, collate_fn=collate, num_workers=workers, **more)
     loader = prepare_data_loader(
         whole, num_processes=world, process_index=world - 1, use_stateful_dataloader=stateful, dispatch_batches=False
