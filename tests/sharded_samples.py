@@ -1,11 +1,13 @@
 """A small model with a tied weight and a buffer, and a sharded run of one process, for the tests of the sharding strategies."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 
@@ -20,17 +22,11 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the same shape."""
         return x + self.drop(self.b(torch.relu(self.a(x))))
 
 
 class Net(nn.Module):
-    """An embedding, two blocks, and a head that shares the embedding's weight.
-
-    Args:
-        dropout: Of the blocks.
-        tied: Whether the head shares it.
-    """
+    """An embedding, two blocks, and a head that shares the embedding's weight if they are tied."""
 
     def __init__(self, dropout: float = 0.0, tied: bool = True) -> None:
         super().__init__()
@@ -42,7 +38,6 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.full((1,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits (batch, length, 11) of tokens (batch, length)."""
         hidden = self.emb(x)
         for block in self.blocks:
             hidden = block(hidden)
@@ -66,12 +61,25 @@ def net(seed: int = 0, **options: Any) -> Net:
 
 
 def sharding(version: int, /, accelerator: dict[str, Any] | None = None, **options: Any) -> Accelerator:
-    """Return an Accelerator on the CPU that shards blocks.
-
-    Args:
-        version: Of FSDP.
-        accelerator: Further arguments of the Accelerator.
-        **options: Of the plugin.
-    """
+    """Return an Accelerator on the CPU that shards blocks; `options` are the plugin's."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **{**BLOCKS, **options})
     return Accelerator(cpu=True, fsdp_plugin=plugin, **(accelerator or {}))
+
+
+@contextlib.contextmanager
+def fake_group(rank: int, size: int) -> Iterator[None]:
+    """Make a group of which only this process is there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Machine:
+    """Stands for an Accelerator on the CPU, with a mesh of the sizes that are given."""
+
+    def __init__(self, **sizes: Any) -> None:
+        self.device = torch.device("cpu")
+        self.parallelism_config = ParallelismConfig(**sizes) if sizes else None
+        self.torch_device_mesh = self.parallelism_config.get_device_mesh("cpu") if sizes else None

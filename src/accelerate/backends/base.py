@@ -1,13 +1,9 @@
 """The contract of a backend: what a strategy does at prepare, in a step, and for a checkpoint.
 
-A backend is stateless and resolved at each use; what it needs to remember lives on the Accelerator, which is the first
-argument of every method. The bodies here are the behaviour of a single process, so a new backend writes only what
-differs.
+A backend is stateless and resolved at each use; what it needs to remember lives on the Accelerator. The bodies here are
+the behaviour of a single process, so a new backend writes only what differs. Call order, in one run:
 
-Call order, in one run:
-
-1. ``check``, on every rank, for what ``Accelerator.prepare`` was given, and then for each model by itself, followed by
-   ``wrap_model``.
+1. ``check`` on every rank for what ``Accelerator.prepare`` was given, then for each model, followed by ``wrap_model``.
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
    ranks call them equally often.
 3. For a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and ``checkpointed_schedulers``; for a restore
@@ -49,11 +45,7 @@ class Backend:
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse what this strategy cannot prepare, before anything is changed. All ranks.
-
-        Raises:
-            ValueError: The objects, or the settings, do not fit the strategy.
-        """
+        """Refuse (ValueError) what this strategy cannot prepare, before anything is changed. All ranks."""
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Whether ``wrap_model`` would put a module around this one for training."""
@@ -104,32 +96,21 @@ class Backend:
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the full state dict of a prepared model. All ranks.
-
-        Args:
-            model: The prepared model.
-            unwrap: Whether keys are those of the user's model rather than of its wrapper.
-        """
+        """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""
         return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
-        """Write a model's state into a checkpoint folder. All ranks.
+        """Write a state from `model_state` (empty with `saves_shards`) into a `SavePlan`. All ranks.
 
-        Args:
-            accelerator: The Accelerator.
-            state: What ``model_state`` returned; empty with ``saves_shards``.
-            folder: The folder, a `checkpoint.save.SavePlan`.
-            index: Which of the prepared models it is.
-            **options: ``safe_serialization``, ``save_on_each_node``, and what the user gave to ``save_state``.
+        `options` are `safe_serialization`, `save_on_each_node`, and those in `save_options` that the user gave.
         """
         save.write_model(state, folder, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Read a model's state from a checkpoint folder. All ranks.
 
-        Returns:
-            A state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
-            ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
+        Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
+        ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
         lies_whole = load.weights_file(folder, index) is not None
         read = load.read_model if lies_whole else layouts.read_whole_model

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds a replica, and gradients are averaged while backward runs."""
+"""Data parallelism: every rank holds a replica, whose gradients torch averages in backward, or torch_xla before a step."""
 
 import contextlib
 from collections.abc import Sequence
@@ -15,11 +15,7 @@ from accelerate.runtime.run import Run
 
 
 class DataParallel(Backend):
-    """torch's DistributedDataParallel, with gloo, NCCL or a vendor's backend.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-    """
+    """torch's DistributedDataParallel, with gloo, NCCL or a vendor's backend."""
 
     name = "ddp"
     synchronises = True
@@ -58,11 +54,7 @@ class DataParallel(Backend):
 
 
 def _let_batched_power_sgd_run() -> None:
-    """Make torch's helper accept the single matrix that its batched PowerSGD hook passes.
-
-    The helper takes a batch of matrices and asserts it, so in torch 2.13 the hook fails at its first compressed step,
-    which by default is the thousandth of a run.
-    """
+    """Let torch's helper take the single matrix that its batched PowerSGD hook passes (2.13)."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     batched = powerSGD_hook._orthogonalize
@@ -74,3 +66,23 @@ def _let_batched_power_sgd_run() -> None:
             batched(matrices if matrices.ndim == 3 else matrices.unsqueeze(0), epsilon)
 
         powerSGD_hook._orthogonalize = orthogonalize
+
+
+class XLA(Backend):
+    """torch_xla's data parallelism: replicas without a wrapper, one all-reduce before each step."""
+
+    name = "xla"
+
+    def clip_grad_norm(self, accelerator: Run, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Reduce the gradients first, so that the norm is that of the global batch."""
+        for optimizer in accelerator.prepared.optimizers:
+            optimizer._reduce_gradients()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def make_scaler(self, accelerator: Run, handler: Any) -> Any | None:
+        """Return torch_xla's scaler, which knows that steps are traced."""
+        if accelerator.mixed_precision != "fp16":
+            return None
+        from torch_xla.amp import GradScaler
+
+        return GradScaler(**(handler.to_kwargs() if handler is not None else {}))

@@ -27,26 +27,22 @@ if TYPE_CHECKING:
 
 
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
+# Options of the plugin that torch's wrapper takes under the same name.
+_PREFETCHES = ("backward_prefetch", "forward_prefetch")
+_HANDED_ON = ("auto_wrap_policy", "sync_module_states", *_PREFETCHES, "use_orig_params", "limit_all_gathers")
 
 
 class FSDP1(Sharded):
-    """Torch's wrapper, with every option of the plugin.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/fsdp.html
-    """
+    """Torch's wrapper FullyShardedDataParallel, with every option of the plugin."""
 
     name = "fsdp1"
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse dimensions of the mesh that flat parameters cannot have."""
         layout = accelerator.parallelism_config
-        if layout is not None and layout.tp_enabled:
-            raise ValueError(
-                f"tp_size={layout.tp_size} with fsdp_version=1: flat parameters cannot be split by layers as well. Set "
-                "fsdp_version=2."
-            )
         if layout is not None:
+            if layout.tp_enabled:
+                raise ValueError(f"tp_size={layout.tp_size} with fsdp_version=1 splits no layers. Set fsdp_version=2.")
             _check_replicas(layout, accelerator.state.fsdp_plugin)
         super().check(accelerator, objects)
 
@@ -97,11 +93,7 @@ class FSDP1(Sharded):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks.
-
-        Raises:
-            ValueError: The parameters are a part of a model's, whose norm flat parameters do not tell.
-        """
+        """Clip to the norm of the whole tensors; ValueError for a part of a model's. All ranks."""
         given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         roots = []
         for model in accelerator.prepared.models:
@@ -112,9 +104,8 @@ class FSDP1(Sharded):
             trained = {id(p) for p in root.parameters() if p.requires_grad}
             if not trained <= given.keys():
                 raise ValueError(
-                    f"clip_grad_norm_ got {len(own & given.keys())} of the {len(own)} parameters of {type(model).__name__}. FSDP "
-                    "version 1 knows the norm of all of a model's gradients only. Pass model.parameters(), or set "
-                    "fsdp_version=2."
+                    f"clip_grad_norm_ got {len(own & given.keys())} of the {len(own)} parameters of {type(model).__name__}. "
+                    "FSDP1 knows the norm of all gradients only. Pass model.parameters(), or set fsdp_version=2."
                 )
             roots.append(root)
             given = {key: parameter for key, parameter in given.items() if key not in own}
@@ -133,15 +124,10 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
             f"dp_shard_size={replicas}, or both above 1 for replicas of shards, or leave the FSDP plugin away."
         )
     if replicas > 1 and name == "NO_SHARD":
-        raise ValueError(
-            f"sharding_strategy=NO_SHARD keeps whole parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use "
-            "FULL_SHARD, or leave the ParallelismConfig away."
-        )
+        shards = f"dp_shard_size={layout.dp_shard_size}"
+        raise ValueError(f"sharding_strategy=NO_SHARD keeps whole parameters, not {shards}. Use FULL_SHARD.")
     if replicas == 1 and shards and "HYBRID" in name:
-        raise ValueError(
-            f"sharding_strategy={name} keeps replicas of shards, but dp_replicate_size is 1. Set it to the number of replicas, "
-            "or use FULL_SHARD."
-        )
+        raise ValueError(f"sharding_strategy={name} keeps replicas of shards, but dp_replicate_size is 1. Raise it.")
 
 
 def _clip_together(roots: list[Any], others: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -170,17 +156,12 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     if initialise is not None:
         initialise = fsdp_utils.ensure_weights_retied(initialise, model, accelerator.device)
     return {
+        **{name: getattr(plugin, name) for name in _HANDED_ON},
         "sharding_strategy": strategy,
         "cpu_offload": plugin.cpu_offload if accelerator.device.type != "cpu" else None,
-        "auto_wrap_policy": plugin.auto_wrap_policy,
         "mixed_precision": plugin.mixed_precision_policy,
-        "sync_module_states": plugin.sync_module_states,
-        "backward_prefetch": plugin.backward_prefetch,
-        "forward_prefetch": plugin.forward_prefetch,
-        "use_orig_params": plugin.use_orig_params,
         "param_init_fn": initialise,
         "ignored_modules": _ignored(plugin.ignored_modules, model, accelerator.device),
-        "limit_all_gathers": plugin.limit_all_gathers,
         "device_id": accelerator.device,
         "device_mesh": mesh,
     }
@@ -215,9 +196,8 @@ def _mesh(accelerator: Run, strategy: Any) -> "DeviceMesh | None":
             f"sharding_strategy={strategy.name} keeps a copy on each machine, but the {world} processes are not a multiple of "
             f"the {local} on this one. Start equally many on each, or give a ParallelismConfig(dp_replicate_size, dp_shard_size)."
         )
-    return init_device_mesh(
-        accelerator.device.type, (world // local, local), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+    shape, names = (world // local, local), ("dp_replicate", "dp_shard")
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
 
 def _send_states(model: nn.Module, initialise: Any) -> None:
@@ -232,10 +212,9 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
-    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
+    """Put new parameters with the same memory in a model's place, and empty the old; undo it after an error.
 
-    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before, and the names that they
-    are followed by, hold the old parameters.
+    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before hold the old.
     """
     kept = {id(parameter) for parameter in ignored}
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -279,9 +258,7 @@ def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
 
     units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel) and part is not model]
     if not units:
-        fsdp_utils.logger.warning(
-            "activation_checkpointing has no effect without an auto_wrap_policy that chooses layers."
-        )
+        fsdp_utils.logger.warning("activation_checkpointing has no effect without an auto_wrap_policy of layers.")
         return
 
     def wrap(module: nn.Module) -> nn.Module:

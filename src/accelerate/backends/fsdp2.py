@@ -12,11 +12,7 @@ from accelerate.runtime.run import Run
 
 
 class FSDP2(Sharded):
-    """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
-    """
+    """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh."""
 
     name = "fsdp2"
 

@@ -31,34 +31,28 @@ class BackendSpec:
 _REPLICAS = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
 
 
+def _serves(*kinds: DistributedType) -> Callable[[Any], bool]:
+    return lambda state: state.distributed_type in kinds
+
+
 def _splits_layers(state: Any) -> bool:
     layout = getattr(state, "parallelism_config", None)
-    return layout is not None and layout.tp_enabled
+    return state.distributed_type in _REPLICAS and layout is not None and layout.tp_enabled
+
+
+def _shards_by_parameter(state: Any) -> bool:
+    return state.distributed_type == DistributedType.FSDP and state.is_fsdp2
 
 
 SPECS: list[BackendSpec] = [
-    BackendSpec(
-        "single",
-        lambda state: state.distributed_type == DistributedType.NO,
-        "accelerate.backends.base:SingleProcess",
-    ),
-    BackendSpec(
-        "tensor_parallel",
-        lambda state: state.distributed_type in _REPLICAS and _splits_layers(state),
-        "accelerate.backends.tensor_parallel:TensorParallel",
-    ),
-    BackendSpec("ddp", lambda state: state.distributed_type in _REPLICAS, "accelerate.backends.ddp:DataParallel"),
-    BackendSpec("xla", lambda state: state.distributed_type == DistributedType.XLA, "accelerate.backends.xla:XLA"),
-    BackendSpec(
-        "fsdp2",
-        lambda state: state.distributed_type == DistributedType.FSDP and state.is_fsdp2,
-        "accelerate.backends.fsdp2:FSDP2",
-    ),
-    BackendSpec(
-        "fsdp1", lambda state: state.distributed_type == DistributedType.FSDP, "accelerate.backends.fsdp1:FSDP1"
-    ),
-    BackendSpec("deepspeed", lambda state: state.distributed_type == DistributedType.DEEPSPEED, None),
-    BackendSpec("megatron", lambda state: state.distributed_type == DistributedType.MEGATRON_LM, None),
+    BackendSpec("single", _serves(DistributedType.NO), "accelerate.backends.base:SingleProcess"),
+    BackendSpec("tensor_parallel", _splits_layers, "accelerate.backends.sharded:TensorParallel"),
+    BackendSpec("ddp", _serves(*_REPLICAS), "accelerate.backends.ddp:DataParallel"),
+    BackendSpec("xla", _serves(DistributedType.XLA), "accelerate.backends.ddp:XLA"),
+    BackendSpec("fsdp2", _shards_by_parameter, "accelerate.backends.fsdp2:FSDP2"),
+    BackendSpec("fsdp1", _serves(DistributedType.FSDP), "accelerate.backends.fsdp1:FSDP1"),
+    BackendSpec("deepspeed", _serves(DistributedType.DEEPSPEED), None),
+    BackendSpec("megatron", _serves(DistributedType.MEGATRON_LM), None),
 ]
 
 
@@ -80,20 +74,14 @@ def register(spec: BackendSpec, before: str | None = None) -> None:
 
 @cache
 def load(name: str) -> Backend:
-    """Return the backend of a name, imported on first use.
-
-    Raises:
-        ValueError: No backend has this name; the message lists the known ones.
-        NotImplementedError: The strategy is known, but not part of this version.
-    """
+    """Return the backend of a name, imported on first use; ValueError if unknown, NotImplementedError if not here."""
     _third_parties()
     spec = next((spec for spec in SPECS if spec.name == name), None)
     if spec is None:
         raise ValueError(f"There is no backend {name!r}. Known: {[spec.name for spec in SPECS]}.")
     if spec.target is None:
         raise NotImplementedError(
-            f"The strategy {name!r} is not part of this version of the fork. Train with data parallelism for now (leave the "
-            "plugin and its environment variables away)."
+            f"The strategy {name!r} is not part of this version: use data parallelism, without its plugin and variables."
         )
     module, _, attribute = spec.target.partition(":")
     return getattr(importlib.import_module(module), attribute)()
@@ -106,18 +94,10 @@ def _third_parties() -> None:
 
 
 def resolve(state: Any) -> Backend:
-    """Return the backend that serves a state now; state may have been assigned to since the last call.
-
-    Args:
-        state: An AcceleratorState.
-
-    Raises:
-        NotImplementedError: The state asks for a strategy that this version does not have.
-    """
+    """Return the backend that serves a state now; the state may have changed since the last call."""
     _third_parties()
     for spec in SPECS:
         if spec.matches(state):
             return load(spec.name)
-    raise ValueError(
-        f"No backend serves distributed_type={state.distributed_type!r}. Known: {[spec.name for spec in SPECS]}."
-    )
+    names = [spec.name for spec in SPECS]
+    raise ValueError(f"No backend serves distributed_type={state.distributed_type!r}. Known: {names}.")

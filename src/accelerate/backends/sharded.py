@@ -1,14 +1,15 @@
-"""What the strategies share whose ranks hold parts of the parameters: order of preparing, states, checkpoints."""
+"""What strategies share whose ranks hold parts of the parameters; and tensor parallelism, which needs little more."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.backends.base import Backend
-from accelerate.checkpoint import layouts, optimizers
+from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.load import keeps_values, loads_by_name
 from accelerate.checkpoint.state import Layout
@@ -22,58 +23,37 @@ from accelerate.utils import fsdp_utils
 _WITHOUT_COLLECTIVES = ("mps",)
 
 
+@dataclass(eq=False)
 class ShardedModel:
-    """A model whose state is that of its shards, as a restore takes it.
+    """A model whose state is that of its shards, as a restore takes it; `finish` reads it over the model's."""
 
-    Args:
-        model: The prepared model.
-        own: Its state.
-        layout: Of the state that it will get.
-        adapter_only: Whether that is the active adapter's alone.
-        finish: Reads the state over the model's own, if it has not been read yet.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        own: states.ModelState,
-        layout: Layout,
-        adapter_only: bool = False,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._finish = finish
-        self._model = model
-        self._own = own
-        self._layout = layout
-        self._adapter_only = adapter_only
+    model: nn.Module
+    own: states.ModelState
+    layout: Layout
+    adapter_only: bool = False
+    finish: Callable[[], None] | None = None
 
     @property
     def checked_model(self) -> nn.Module | None:
         """The model, if names and shapes of the state have been compared with all of it."""
-        return None if self._adapter_only else self._model
+        return None if self.adapter_only else self.model
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return what this rank has of the parameters."""
-        return self._model.parameters()
+        return self.model.parameters()
 
     def buffers(self) -> Iterable[torch.Tensor]:
         """Return the buffers."""
-        return self._model.buffers()
+        return self.model.buffers()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, adapter_only: bool = False) -> Any:
-        """Load shards. All ranks.
-
-        Args:
-            state: By the names of the user.
-            strict: Whether all names must be there.
-            adapter_only: As it was said when the state was read.
-        """
-        if self._finish is not None:
-            return self._finish()
+        """Load shards, by the names of the user's model. All ranks."""
+        if self.finish is not None:
+            return self.finish()
         options: dict[str, Any] = {}
-        if self._adapter_only:
+        if self.adapter_only:
             options["setter"] = functools.partial(fsdp_utils._set_model_state_dict, adapter_only=True)
-        return states.apply_model(self._model, state, self._own, layout=self._layout, strict=strict, **options)
+        return states.apply_model(self.model, state, self.own, layout=self.layout, strict=strict, **options)
 
 
 class Sharded(Backend):
@@ -87,34 +67,26 @@ class Sharded(Backend):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Give a process that is alone a group of its own: torch shards over groups only.
-
-        Raises:
-            ValueError: Torch cannot shard on this device.
-        """
+        """Give a process that is alone a group of its own; ValueError where torch cannot shard. All ranks."""
         if accelerator.device.type in _WITHOUT_COLLECTIVES:
             raise ValueError(
-                f"FSDP was asked for on {accelerator.device}, where torch has no collectives to shard with. Train there without an FSDP "
+                f"FSDP was asked for on {accelerator.device}, where torch has no collectives. Train there without an FSDP "
                 "plugin (one process holds the model), or pass cpu=True."
             )
         if not torch.distributed.is_initialized():
             kind = accelerator.device.type
             rendezvous.init_process_group(rendezvous.ALONE, "gloo" if kind == "cpu" else row(kind).backends[0])
         plugin = accelerator.state.fsdp_plugin
-        offload = getattr(
-            plugin.cpu_offload, "offload_params", type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
-        )
+        policy = plugin.cpu_offload
+        offload = getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy")
         if offload and accelerator.device.type == "cpu":
-            _say_once(
-                accelerator, "cpu_offload=True has no effect on the CPU, where parameters are in host memory anyway."
-            )
+            _say_once(accelerator, "cpu_offload=True has no effect on the CPU: parameters are in host memory anyway.")
         for name in ("state_dict_config", "optim_state_dict_config"):
             config = getattr(plugin, name)
             if config is not None and not (config.offload_to_cpu and getattr(config, "rank0_only", True)):
                 _say_once(
                     accelerator,
-                    f"{name}={config} has no effect: states are gathered into the host memory of rank 0 alone, or written as shards, "
-                    "as state_dict_type says.",
+                    f"{name}={config} has no effect: rank 0 gathers states, or all write shards, as state_dict_type says.",
                 )
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
@@ -132,13 +104,7 @@ class Sharded(Backend):
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def layout(self, accelerator: Run, kind: layouts.Kind, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps the shards.
-
-        Args:
-            accelerator: The Accelerator.
-            kind: ``"model"`` or ``"optimizer"``.
-            use_dcp: False for a file per rank instead of a folder that any number of ranks can load.
-        """
+        """Return how a checkpoint keeps the shards; without `use_dcp`, in a file per rank."""
         return layouts.layout_of(accelerator.state.fsdp_plugin, kind, use_dcp)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
@@ -180,18 +146,42 @@ class Sharded(Backend):
         return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False, over=over)
 
 
+class TensorParallel(Sharded):
+    """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average."""
+
+    name = "tensor_parallel"
+    synchronises = False
+    # The weights are gathered one after the other into a file that anybody reads.
+    saves_shards = False
+    save_options = ()
+
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
+        """Refuse nothing: the mesh was checked when it was described."""
+
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
+        """Never: the layers themselves are split."""
+        return False
+
+    def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        """Clip each element of the parts that this rank has. All ranks."""
+        norms.clip_grad_value(parameters, clip_value)
+
+    def layout(self, accelerator: Run, kind: str, use_dcp: bool = True) -> Layout:
+        """Return how a checkpoint keeps what is split: gathered, as from any other run."""
+        return "full"
+
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
+        """Write the gathered weights, from rank 0. All ranks."""
+        save.write_model(state, folder, index, **options)
+
+
 def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
     """Return what takes the state of an active adapter alone; None for the whole model."""
     return functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True) if adapter_only else None
 
 
 def note_memory(accelerator: Run, model: nn.Module) -> None:
-    """Say once what it costs that each rank holds whole gradients while it does not synchronise.
-
-    Args:
-        accelerator: The Accelerator.
-        model: The model, sharded.
-    """
+    """Say once what it costs that each rank holds whole gradients while it does not synchronise."""
     # The note counts all parameters, which is too slow for every micro-batch.
     if "no_sync" not in accelerator.prepared.logged:
         accelerator.prepared.logged.add("no_sync")
@@ -206,20 +196,11 @@ def _say_once(accelerator: Run, message: str) -> None:
 
 
 def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model that an optimizer updates.
-
-    Args:
-        optimizer: Wrapped or not.
-        models: Those of the run.
-
-    Raises:
-        ValueError: No single one has all its parameters.
-    """
+    """Return the model that has all parameters of an optimizer; ValueError if none has."""
     model, _ = states.owner(optimizer, models)
     if model is not None:
         return model
     raise ValueError(
-        f"No prepared model has all parameters of the optimizer ({type(states.inner_optimizer(optimizer)).__name__}), so its "
-        "state has no names and cannot be in a checkpoint of shards. Give each model an optimizer of its own, made from its "
-        "parameters."
+        f"No prepared model has all parameters of the optimizer ({type(states.inner_optimizer(optimizer)).__name__}), so "
+        "its state cannot be saved as shards. Give each model an optimizer of its own, made from its parameters."
     )

@@ -11,17 +11,7 @@ _live: dict[str, base.Communicator] = {}
 
 
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
-    """Return the communicator that serves a way of cooperating.
-
-    It depends on the type alone, so an `Accelerator` keeps communicating after a reset of the state.
-
-    Args:
-        distributed_type: a member of `DistributedType`, or its name.
-
-    Example:
-        >>> for_type("NO").world_size
-        1
-    """
+    """Return the communicator of a way of cooperating; by the type alone, so that it outlives a reset state."""
     return _MAKERS.get(distributed_type, _torch)()
 
 
@@ -50,9 +40,7 @@ def _torch() -> base.Communicator:
         # An engine may be in force in a lone process; several processes without a group are an error at use.
         if storage.process.current.get("num_processes", 1) == 1:
             return _SINGLE
-        raise RuntimeError(
-            "The process group was destroyed, so the processes cannot communicate. Build a new `Accelerator()` first."
-        )
+        raise RuntimeError("The process group was destroyed: nothing can be sent. Build a new `Accelerator()` first.")
     group = dist.group.WORLD
     live = _live.get("torch")
     if live is None or live.group is not group:  # also forgets what was remembered of a group that is gone

@@ -9,15 +9,10 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class Communicator:
-    """Exchanges tensors and objects between all processes of a run. What is here serves a process that is alone.
+    """Exchanges tensors and objects between all processes; what is here serves a process that is alone.
 
-    Every method must be called by every rank, in the same order. Tensors stay on their device; none of the arguments is
-    changed unless said otherwise. Results do not require gradients.
-
-    Attributes:
-        rank: the number of this process.
-        world_size: how many processes there are.
-        group: the process group, where there is one.
+    Every rank must call every method, in the same order. Tensors stay on their device, arguments are not changed unless
+    said otherwise, and results do not require gradients.
     """
 
     rank: int = 0
@@ -27,23 +22,11 @@ class Communicator:
     def gather_many(
         self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
     ) -> list[torch.Tensor]:
-        """Return every rank's tensors, each concatenated along its first dimension; scalars become a vector.
-
-        Args:
-            tensors: each of the same shape and dtype on every rank.
-            structure: what they belong to; ranks that pass different ones are an error where the communicator checks.
-            operation: what the gathering is part of, for messages.
-        """
+        """Return every rank's tensors, each concatenated along dim 0; scalars become a vector."""
         return [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
 
     def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
-        """Return the element-wise reductions of several tensors over all ranks.
-
-        Args:
-            tensors: as in `gather_many`.
-            op: "sum", "mean", "max" or "min". The mean of integers is a float tensor.
-            structure: as in `gather_many`.
-        """
+        """Return element-wise reductions ("sum", "mean", "max", "min"); integers' mean is float."""
         check_reduction(op)
         return list(tensors)
 

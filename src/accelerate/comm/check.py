@@ -1,25 +1,15 @@
-"""Do all ranks call the same operation, on values of the same structure, shapes and dtypes? The header of every message says so.
+"""Do all ranks call the same operation, on the same structure, shapes and dtypes? The header of every message says so.
 
-torch's collectives take equal sizes on trust. With gloo, unequal ones abort one rank and reset the other's connection
-(`all_gather`), make one rank wait for half an hour (`all_reduce`) or pass unnoticed (`broadcast`); with NCCL they hang or
-return garbage. A check before each call would cost a second round trip, as much again for small tensors. Checking only what
-a rank has not seen yet does not work either: a rank with new shapes would wait for an answer from one that has seen its own
-and sends data already.
+torch's collectives take equal sizes on trust: unequal ones hang, abort, return garbage or pass unnoticed. A check before
+each call would cost a second round trip, so the check travels with the data. A message is a header plus `room` bytes of
+payload, gathered by a single `all_gather` of bytes. Every rank computes the same `room` from what all ranks exchanged
+alike before, so sizes are equal even where shapes are not; every rank sees every header, and all ranks raise together.
+What does not fit follows in collectives of its own, after the headers were compared; so a loop arrives at one collective
+per call, also for several tensors.
 
-So the check travels with the data. A message is a header (operation, structure, shapes, dtypes) plus `room` bytes of
-payload, gathered by a single `all_gather` of bytes. Every rank computes the same `room`, because it depends only on what all
-ranks exchanged alike before: which exchange followed the last one when that happened before. Sizes are therefore equal even where
-the shapes are not, every rank sees every header, and all ranks raise together. What does not fit follows in collectives of
-its own, after the headers were compared; so a loop arrives at one collective per call, also for several tensors.
-
-Copying into a message costs more than it saves for large tensors. Where a large gather is expected, its data is gathered
-beside the headers, straight from the tensors; a rank that is doing something else contributes bytes without meaning, so that
-sizes are equal here, too.
-
-On devices other than the processor, reading headers would make the host wait for the device. Where an exchange repeats, its
-headers are copied in the background and compared before the next operation instead.
-
-Debug mode compares more, before each operation: `verify`.
+Where a large gather is expected, its data is gathered beside the headers, straight from the tensors; a rank that is doing
+something else contributes bytes without meaning. On devices other than the processor the headers of a repeated exchange
+are copied in the background and compared before the next operation. Debug mode compares more, before each: `verify`.
 """
 
 import math
@@ -59,34 +49,19 @@ DistributedOperationException.__module__ = "accelerate.utils.operations"
 
 
 def disagreement(operation: str, passed: Sequence[str]) -> DistributedOperationException:
-    """Return the error for ranks that disagree.
-
-    Args:
-        operation: what this rank called.
-        passed: what each rank passed, in words.
-    """
+    """Return the error for ranks that disagree; `passed` has what each rank passed, in words."""
     common = max(set(passed), key=lambda text: (passed.count(text), -passed.index(text)))
     different = [str(rank) for rank, text in enumerate(passed) if text != common]
     lines = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(passed))
     return DistributedOperationException(
         f"The processes disagree about a distributed operation: process(es) {', '.join(different)} differ from the others. "
-        "Every process must call it with values of the same structure, shapes and dtypes; "
-        "`accelerator.pad_across_processes` makes shapes equal.\n\n"
+        "All must pass the same structure, shapes and dtypes; `accelerator.pad_across_processes` makes shapes equal.\n\n"
         f"Operation: `{operation}`\nInput shapes:\n{lines}"
     )
 
 
 def describe(data: Any, sizes: bool = True) -> str:
-    """Return structure, shapes, dtypes and devices of nested tensors in words; other leaves by their type.
-
-    Args:
-        data: nested tensors.
-        sizes: False leaves out what padding makes equal, sizes and devices.
-
-    Example:
-        >>> describe({"a": torch.ones(2, 3)})
-        "{'a': float32[2, 3] on cpu}"
-    """
+    """Return structure, shapes, dtypes and devices in words; without `sizes`, not what padding makes equal."""
     if isinstance(data, torch.Tensor):
         dtype = str(data.dtype).removeprefix("torch.")
         return f"{dtype}{list(data.shape)} on {data.device.type}" if sizes else f"{dtype} of {data.ndim} dimensions"
@@ -99,17 +74,7 @@ def describe(data: Any, sizes: bool = True) -> str:
 
 
 def verify(communicator: Communicator, operation: str, data: Any, device: torch.device | None = None) -> None:
-    """Compare what all ranks are about to pass to an operation. Every rank must call it; costs an exchange of objects.
-
-    Args:
-        communicator: who exchanges.
-        operation: name of the operation, for the message.
-        data: nested tensors.
-        device: where tensors must be; None allows any.
-
-    Raises:
-        DistributedOperationException: the ranks disagree; raised on all of them.
-    """
+    """Compare what all ranks are about to pass to an operation: DistributedOperationException on all, or nothing."""
     pads = operation.rpartition(".")[2] == "pad_across_processes"
     kinds = {leaf.device.type for leaf in leaves(data) if isinstance(leaf, torch.Tensor)}
     stray = sorted(kinds - {device.type}) if device is not None else []
@@ -132,15 +97,7 @@ def verify(communicator: Communicator, operation: str, data: Any, device: torch.
 
 
 class Plan(NamedTuple):
-    """Buffers of an exchange, and views of the tensors in them.
-
-    Args:
-        message: what this rank sends.
-        received: what all ranks send, of shape (world size, message size).
-        expected: the headers that `received` must begin with.
-        sent: where the tensors lie in `message`; empty if they do not fit.
-        views: where all ranks' tensors lie in `received`, each of shape (world size, *shape).
-    """
+    """Buffers of an exchange, and views of this (`sent`) and all ranks' tensors in them; empty if they do not fit."""
 
     message: torch.Tensor
     received: torch.Tensor
@@ -152,15 +109,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Letter:
-    """What a rank is about to exchange.
-
-    Args:
-        key: operation, structure, and dtype and shape of each tensor; equal keys mean agreement.
-        header: the same as bytes, as far as it fits.
-        size: bytes of payload.
-        inline: the most bytes that may travel with the header.
-        plans: buffers of earlier exchanges.
-    """
+    """What a rank is about to exchange: equal keys mean agreement; at most `inline` bytes go with the header."""
 
     key: tuple[Any, ...]
     header: torch.Tensor
@@ -170,12 +119,7 @@ class Letter:
 
 
 class Outcome(NamedTuple):
-    """What an exchange has brought: every rank's tensors, or None where their data is still to be exchanged.
-
-    Args:
-        views: one per tensor, of shape (world size, *shape); valid until the next exchange.
-        gathered: one per tensor, concatenated along the first dimension; they belong to the caller.
-    """
+    """Every rank's tensors: as views, valid until the next exchange, or gathered; None if still to be exchanged."""
 
     views: list[torch.Tensor] | None = None
     gathered: list[torch.Tensor] | None = None
@@ -227,13 +171,7 @@ def differing(headers: torch.Tensor, operation: str) -> DistributedOperationExce
 
 
 class Post:
-    """Exchanges letters between the ranks of one process group and remembers which one follows which.
-
-    Args:
-        world_size: how many ranks there are.
-        gather_into: gathers a vector of bytes from all ranks into another vector: `gather_into(output, input)` waits for
-            the result, with a third argument True it returns a function that waits.
-    """
+    """Exchanges letters between the ranks of one process group and remembers which one follows which."""
 
     def __init__(self, world_size: int, gather_into: Callable[..., Callable[[], Any] | None]) -> None:
         self.world_size = world_size
@@ -276,16 +214,7 @@ class Post:
     def transfer(
         self, output: torch.Tensor, message: torch.Tensor, tensors: Sequence[torch.Tensor] | None
     ) -> list[torch.Tensor] | None:
-        """Gather a message from all ranks; if all expect a large gather, gather that data beside it.
-
-        Args:
-            output: takes the messages of all ranks.
-            message: a header and `room()` bytes.
-            tensors: the data of the gather that is expected, on a rank that does it.
-
-        Returns:
-            The gathered tensors, if `tensors` are given.
-        """
+        """Gather a message from all ranks; if all expect a large gather, gather that data beside it."""
         key, size = self._expected()
         ahead = key[2] if size == 0 and key is not None and key[0] == "gather" else None
         if not ahead:
@@ -310,16 +239,7 @@ class Post:
         return output
 
     def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor], device: torch.device) -> Outcome:
-        """Send the header to all ranks, and the payload if there is room; raise on all ranks if they disagree.
-
-        Args:
-            letter: the description of `tensors`.
-            tensors: without gradients, with at least one dimension; they may be on other devices.
-            device: where the bytes travel.
-
-        Raises:
-            DistributedOperationException: the ranks disagree.
-        """
+        """Send the header to all ranks, and the payload if it fits; all ranks raise if they disagree."""
         self.compare_last()
         room = self.room()
         known = self._expected()[0] == letter.key

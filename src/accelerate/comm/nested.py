@@ -84,10 +84,10 @@ def recursively_apply(
         {'a': tensor([2.]), 'b': 'text'}
     """
 
+    options = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+
     def applied(item: Any) -> Any:
-        return recursively_apply(
-            func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
-        )
+        return recursively_apply(func, item, *args, **options)
 
     if isinstance(data, (tuple, list)):
         return honor_type(data, map(applied, data))
@@ -116,20 +116,7 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], Any]:
-    """Take a nested structure of tensors apart.
-
-    Args:
-        data: the structure; every leaf must be a tensor.
-        operation: whose argument it is, for the message.
-
-    Returns:
-        The tensors from left to right, and a hashable description of the structure (None for a bare tensor).
-
-    Raises:
-        TypeError: a leaf is no tensor.
-    """
-    if isinstance(data, torch.Tensor):
-        return [data], None
+    """Return the tensors of a structure from left to right, and a hashable description; TypeError for others."""
     tensors: list[torch.Tensor] = []
     return tensors, _take_apart(data, operation, tensors)
 
@@ -149,12 +136,7 @@ def _take_apart(data: Any, operation: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def rebuild(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Put a structure together again, with other tensors in the places of its own.
-
-    Args:
-        data: the structure that `flatten` took apart.
-        tensors: the new leaves, from left to right.
-    """
+    """Put a structure that `flatten` took apart together again, with other tensors from left to right."""
     supply = iter(tensors)
     return recursively_apply(lambda _: next(supply), data)
 
@@ -204,7 +186,10 @@ def send_to_device(
     def sent(item: Any) -> Any:
         # Before the containers: a batch class may know best how to move itself.
         if hasattr(item, "to"):
-            return _moved(item, device, non_blocking)
+            try:
+                return item.to(device, non_blocking=non_blocking)
+            except TypeError:  # a class whose `to` knows no such argument
+                return item.to(device)
         if isinstance(item, (tuple, list)):
             return honor_type(item, map(sent, item))
         if isinstance(item, Mapping):
@@ -213,15 +198,6 @@ def send_to_device(
         return item
 
     return sent(tensor)
-
-
-def _moved(item: Any, device: Any, non_blocking: bool) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.to(device, non_blocking=non_blocking)
-    try:
-        return item.to(device, non_blocking=non_blocking)
-    except TypeError:  # a class whose `to` knows no such argument
-        return item.to(device)
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -241,9 +217,11 @@ def get_shape(data: Any) -> Any:
 
 def initialize_tensors(data_structure: Any) -> Any:
     """Replace each `TensorInformation` of a nested structure by a tensor with unspecified content."""
-    return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
-    )
+
+    def made(info: TensorInformation) -> torch.Tensor:
+        return torch.empty(*info.shape, dtype=info.dtype)
+
+    return recursively_apply(made, data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int:
@@ -331,9 +309,6 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         num_processes: into how many pieces.
         dim: along which dimension.
 
-    Returns:
-        The structure with every tensor as long as the next multiple of `num_processes`.
-
     Raises:
         TypeError: a leaf is no tensor.
 
@@ -364,12 +339,7 @@ def padded(tensor: torch.Tensor, dim: int, length: int, value: Any, first: bool)
 
 
 def bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the piece of a rank starts and ends; the first ranks take one more where it does not divide.
-
-    Example:
-        >>> [bounds(5, rank, 3) for rank in range(3)]
-        [(0, 2), (2, 4), (4, 5)]
-    """
+    """Return where the piece of a rank starts and ends; the first ranks take one more where it does not divide."""
     share, extra = divmod(length, world_size)
     start = rank * share + min(rank, extra)
     return start, start + share + (rank < extra)
@@ -392,18 +362,10 @@ def _piece(value: Any, length: int, rank: int, world_size: int, padded: bool) ->
 
 
 def piece(inputs: Any, rank: int, world_size: int, padded: bool) -> Any:
-    """Return the piece of the inputs that belongs to a rank.
+    """Return the piece of the inputs that belongs to a rank; ValueError if values of a dictionary differ in length.
 
-    Args:
-        inputs: a list, tuple, tensor (cut along its first dimension), `datasets.Dataset`, or a dictionary of such values
-            of one length. Everything else goes to every rank whole.
-        rank: whose piece.
-        world_size: how many pieces.
-        padded: repeat the last element of `inputs` until all pieces are as long as the first.
-
-    Raises:
-        TypeError: `inputs`, or a value of the dictionary, has no length.
-        ValueError: the values of a dictionary differ in length.
+    Lists, tuples, tensors and `datasets.Dataset` are cut, also in a dictionary; everything else goes to every
+    rank whole. `padded` repeats the last element until all pieces are as long as the first.
     """
     if world_size == 1:
         return inputs

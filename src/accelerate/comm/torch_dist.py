@@ -22,13 +22,7 @@ _gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 
 
 class TorchCommunicator(Communicator):
-    """The communicator of the default process group.
-
-    Operations of this class check, on every call, that the ranks do the same; see `comm.check`.
-
-    Args:
-        group: the default process group.
-    """
+    """The communicator of the default process group; each call checks that ranks do the same."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -66,9 +60,7 @@ class TorchCommunicator(Communicator):
         ready = []
         for tensor in tensors:
             if tensor.layout is not torch.strided:
-                raise TypeError(
-                    f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()` first."
-                )
+                raise TypeError(f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()`.")
             tensor = tensor.detach()
             ready.append(tensor if tensor.ndim else tensor.reshape(1))
         return ready, self._transport(tensors[0].device) if tensors else self._default_device()
@@ -78,16 +70,13 @@ class TorchCommunicator(Communicator):
     def gather_many(
         self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
     ) -> list[torch.Tensor]:
-        """Return every rank's tensors, each concatenated along its first dimension, in one collective where they are small.
-
-        Raises:
-            DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
-        """
+        """Return every rank's tensors, in one collective if small; ranks must pass alike."""
         ready, device = self._prepared(tensors)
         letter = self._post.letter(operation, structure, ready, GATHER_INLINE)
         outcome = self._post.exchange(letter, ready, device)
         if outcome.views is not None:
-            results = [_own(view).flatten(0, 1) for view in outcome.views]
+            # Copies: the views are of a buffer that the next exchange overwrites.
+            results = [view.clone(memory_format=torch.contiguous_format).flatten(0, 1) for view in outcome.views]
         elif outcome.gathered is not None:
             results = outcome.gathered
         else:
@@ -101,11 +90,7 @@ class TorchCommunicator(Communicator):
         return LARGEST if surplus <= 0 else min(LARGEST, _ROUND_TRIP / surplus)
 
     def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
-        """Return the reductions of several tensors, in one collective where they are small.
-
-        Raises:
-            DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
-        """
+        """Return the reductions, in one collective if small; ranks must pass alike."""
         check_reduction(op)
         ready, device = self._prepared(tensors)
         letter = self._post.letter("reduce", (op, structure), ready, self._reduce_inline())
@@ -121,12 +106,7 @@ class TorchCommunicator(Communicator):
         return _returned([total.view(tensor.shape) for total, tensor in zip(results, tensors, strict=True)], tensors)
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
-        """Return rank `src`'s tensors, in one collective where they are small.
-
-        Raises:
-            DistributedOperationException: structure, shapes, dtypes or `src` differ between ranks; raised on all of them.
-            ValueError: there is no rank `src`.
-        """
+        """Return rank `src`'s tensors, in one collective if small; ranks must pass alike."""
         if not 0 <= src < self.world_size:
             raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self.world_size - 1}.")
         ready, device = self._prepared(tensors)
@@ -188,11 +168,6 @@ class TorchCommunicator(Communicator):
             dist.barrier(group=self.group)
         else:  # without the index, NCCL guesses the device from the rank
             dist.barrier(group=self.group, device_ids=[device.index])
-
-
-def _own(view: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy: the view is of a buffer that the next exchange overwrites."""
-    return view.clone(memory_format=torch.contiguous_format)
 
 
 def _returned(results: list[torch.Tensor], originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:

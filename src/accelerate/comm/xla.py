@@ -11,10 +11,7 @@ from accelerate.comm.base import Communicator, check_reduction, mean_of
 
 
 class XlaCommunicator(Communicator):
-    """Collectives of torch_xla: tensors go through the graph, objects through its mesh service.
-
-    Source: https://pytorch.org/xla/master/learn/api-guide.html
-    """
+    """Collectives of torch_xla: tensors go through the graph, objects through its mesh service."""
 
     def __init__(self) -> None:
         self._model = importlib.import_module("torch_xla.core.xla_model")

@@ -21,6 +21,8 @@ from accelerate.utils.operations import send_to_device
 CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().
 _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
+# Attributes of prepared loaders that are not pickled.
+_OF_THE_PROCESS = ("gradient_state", "_connection")
 
 # Questions -------------------------------------------------------------------------------------------------------------
 
@@ -70,15 +72,7 @@ def get_sampler(dataloader: DataLoader) -> Any | None:
 
 
 def set_sampler(dataloader: DataLoader, sampler: Any) -> None:
-    """Replace the sampler that decides the order of the samples.
-
-    Args:
-        dataloader: a loader, prepared or not.
-        sampler: the new sampler of single indices.
-
-    Raises:
-        ValueError: the loader has a custom batch sampler without a `sampler` attribute.
-    """
+    """Replace the sampler of single indices; ValueError if a custom batch sampler has none to replace."""
     inner = innermost(batching_sampler(dataloader))
     below = hasattr(inner, "sampler")
     if below:
@@ -120,11 +114,7 @@ def global_batch_size(loader: DataLoader) -> int | None:
 
 
 def dataset_length(dataset: Any) -> int:
-    """Number of samples in a dataset, before it is divided among processes.
-
-    Raises:
-        TypeError: the dataset has no length.
-    """
+    """Return the length of a dataset before it is divided; TypeError if it has none."""
     whole = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
     try:
         return len(whole)
@@ -144,10 +134,7 @@ def known_length(measure: Callable[[Any], int], value: Any) -> int | None:
 
 
 def samples_per_epoch(loader: DataLoader) -> int | None:
-    """Number of samples that one epoch draws over all shards, or None if it cannot be known beforehand.
-
-    The sampler decides, not the dataset: it may draw only some samples, or some of them repeatedly.
-    """
+    """Return the samples that an epoch draws over all shards, by the sampler; None if not known."""
     sampler = None if is_stream(loader) else get_sampler(loader)
     return known_length(dataset_length, loader.dataset) if sampler is None else known_length(len, sampler)
 
@@ -159,10 +146,7 @@ def iterates_plainly(loader: DataLoader) -> bool:
 
 
 def knows_end(loader: DataLoader) -> bool:
-    """Whether the end of an epoch can be told from the indices: a map-style dataset that is read in this process.
-
-    Worker processes read ahead anyway. A loader with an iteration of its own may yield anything.
-    """
+    """Return whether the indices tell the end: a map-style dataset, read in this process, iterated plainly."""
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         return False
@@ -181,32 +165,16 @@ def holds_dataset_state(state: Any) -> bool:
 
 
 def stateful_loader_class() -> type[DataLoader]:
-    """Return torchdata's `StatefulDataLoader`.
-
-    Raises:
-        ImportError: torchdata 0.8 or later is not installed.
-    """
+    """Return torchdata's `StatefulDataLoader`; ImportError without torchdata 0.8 or later."""
     if not is_torchdata_stateful_dataloader_available():
-        raise ImportError(
-            "use_stateful_dataloader=True needs torchdata 0.8.0 or later: pip install 'torchdata>=0.8.0'"
-        )
+        raise ImportError("use_stateful_dataloader=True needs torchdata 0.8 or later: pip install 'torchdata>=0.8.0'")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader
 
 
 def variant(loader: DataLoader, **changes: Any) -> DataLoader:
-    """A copy of a torch loader with other parts, for instance another `batch_sampler`.
-
-    A copy keeps the class of a custom loader and settings it added, which building a new `DataLoader` would lose.
-
-    Args:
-        loader: the loader to copy; it is not changed.
-        **changes: attributes of the copy.
-
-    Returns:
-        The copy, with no workers started.
-    """
+    """Return a copy of a torch loader with other attributes, of the same class and with no workers started."""
     twin = copy.copy(loader)
     # Into the dict: DataLoader refuses assignment to these names, as a running iterator would not notice.
     vars(twin).update(changes, _iterator=None, _IterableDataset_len_called=None)
@@ -214,11 +182,7 @@ def variant(loader: DataLoader, **changes: Any) -> DataLoader:
 
 
 def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
-    """A torchdata `StatefulDataLoader` with the settings of `loader`; see `variant` for `changes`.
-
-    Raises:
-        ImportError: torchdata 0.8 or later is not installed.
-    """
+    """Return a torchdata `StatefulDataLoader` with the settings of `loader`; see `variant` for `changes`."""
     stateful = stateful_loader_class()
     if isinstance(loader, stateful):
         return variant(loader, next_iter_state=None, **changes)
@@ -238,12 +202,7 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
 
 
 def placer(device: torch.device | str | int | None, non_blocking: bool = False) -> Callable[[Any], Any] | None:
-    """Choose, once per epoch, the function that brings a batch to `device`; None if there is nothing to do.
-
-    Args:
-        device: where batches belong; None leaves them where they are.
-        non_blocking: let copies from pinned memory overlap with computation.
-    """
+    """Choose, once per epoch, the function that brings a batch to `device`; None if there is nothing to do."""
     if device is None:
         return None
     device = torch.device(device)
@@ -273,10 +232,7 @@ def keep_on_cpu(batch: Any) -> Any:
 
 
 class DataLoaderAdapter:
-    """Wraps a torch loader, looks like it, and lets subclasses decide how it is iterated.
-
-    `isinstance` sees the class of the wrapped loader (`torch.utils.data.DataLoader`, or torchdata's
-    `StatefulDataLoader`), and attributes that the wrapper does not have are those of the wrapped loader.
+    """Wraps a torch loader and passes as it; subclasses decide how it is iterated.
 
     Args:
         dataset: the dataset to load from.
@@ -324,10 +280,8 @@ class DataLoaderAdapter:
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # The default would name the class above and rebuild something else than what was saved.
-        return object.__new__, (type(self),), self._state_to_pickle()
-
-    def _state_to_pickle(self) -> dict[str, Any]:
-        return vars(self).copy()
+        state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
+        return object.__new__, (type(self),), state
 
     def __len__(self) -> int:
         try:

@@ -1,12 +1,8 @@
 """Batch broadcast: the process that reads sends each batch to the others, in one broadcast as long as batches look alike.
 
-A message is a header of integers, which both sides know the length of, and a body: the pickled batch, whose tensors are
-taken out, and then the bytes of the tensors:
-
-    sequence number, bytes of the pickle, bytes of the body
-
-Both sides remember the size of the last body and make the buffer that large; a body that does not fit follows in a second
-broadcast. So batches of equal shape cost one broadcast, others two.
+A message is a header of integers (sequence number, bytes of the pickle, bytes of the body) and a body: the pickled batch
+without its tensors, then their bytes. Both sides make the buffer as large as the last body; one that does not fit follows
+in a second broadcast. So batches of equal shape cost one broadcast, others two.
 """
 
 from __future__ import annotations
@@ -51,9 +47,8 @@ def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
         return honor_type(batch, [over_leaves(function, *leaves) for leaves in zip(batch, *others, strict=True)])
     if any(other.keys() != batch.keys() for other in others):
         raise ValueError(f"the keys of the first are {list(batch)}")
-    return like_mapping(
-        batch, {key: over_leaves(function, *(each[key] for each in (batch, *others))) for key in batch}
-    )
+    all_of = (batch, *others)
+    return like_mapping(batch, {key: over_leaves(function, *(each[key] for each in all_of)) for key in batch})
 
 
 def samples_of(leaf: Any) -> int | None:
@@ -77,11 +72,7 @@ def take(batch: Any, start: int, stop: int) -> Any:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """Put batches one after the other; a leaf that holds no samples is taken from the first.
-
-    Raises:
-        ValueError: the batches are not built alike.
-    """
+    """Put batches one after the other; leaves without samples are the first's. ValueError if they are not alike."""
     if len(batches) == 1:
         return batches[0]
     try:
@@ -118,14 +109,7 @@ LARGEST_SHARED_BODY = 1 << 20
 
 
 class Message(NamedTuple):
-    """A batch as it is sent.
-
-    Args:
-        batch: the samples of all shards, in the order of the shards.
-        real: number of samples at the front that are not duplicates.
-        sizes: number of samples for each shard.
-        last: this is the last batch of the epoch.
-    """
+    """A batch as it is sent: samples of all shards in order, real ones first, and the size of each shard."""
 
     batch: Any
     real: int
@@ -167,14 +151,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class BatchBroadcast:
-    """One end of the connection between the process that reads and the processes that receive.
-
-    All processes build it alike and use it in step: one `send` on the sender is one `receive` on the others.
-
-    Args:
-        communicator: that of the processes; its process group carries the tensors.
-        device: where tensors have to be to be sent.
-    """
+    """One end of the connection between the process that reads and the others; all use it in step."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator = communicator
@@ -204,18 +181,13 @@ class BatchBroadcast:
         self._next(size)
 
     def receive(self) -> Message | None:
-        """Wait for the next batch; None if there is none.
-
-        Raises:
-            RuntimeError: the sender failed, or the processes are not in step.
-        """
+        """Wait for the next batch; None if there is none. RuntimeError if the sender failed or is ahead."""
         buffer = self._broadcast(torch.empty(HEADER.size + self.shared, dtype=torch.uint8, device=self.device))
         sequence, described, size = HEADER.unpack_from(buffer[: HEADER.size].cpu().numpy())
         if sequence != self.sequence:
             raise RuntimeError(
-                f"This process waits for message {self.sequence} of the dispatching process, but message {sequence} "
-                "arrived: the processes are not in step. Leave the loop over a dispatched loader at the same batch "
-                "on all processes."
+                f"This process waits for message {self.sequence} of the dispatching process, but {sequence} arrived: the "
+                "processes are not in step. Leave the loop over a dispatched loader at the same batch on all of them."
             )
         body = buffer[HEADER.size :]
         if size > self.shared:
@@ -231,11 +203,7 @@ class BatchBroadcast:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite the tensor with the main process's, which has the same size everywhere, and return it.
-
-        Not the communicator's own `broadcast`: that lets all ranks report what they send, to find disagreements. Here the
-        sizes are settled by the message before, and the sequence numbers show when processes are out of step.
-        """
+        """Overwrite the tensor with the main process's, of the same size everywhere; return it."""
         if self.communicator.group is not None:
             dist.broadcast(tensor, 0, group=self.communicator.group)
             return tensor

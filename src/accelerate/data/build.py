@@ -21,13 +21,7 @@ from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader, skipping
 from accelerate.data.plan import DataPlan, ShardLayout
 from accelerate.data.resume import Pending, is_stateful
-from accelerate.data.samplers import (
-    BatchSamplerShard,
-    SamplerShard,
-    SeedableRandomSampler,
-    check_split,
-    draw_seed,
-)
+from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.runtime import traits
@@ -104,9 +98,7 @@ def prepare_data_loader(
     if type(dataloader) is SkipDataLoader:  # of a stream that nobody has sharded yet
         dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches
     if isinstance(dataloader, PreparedLoader):
-        warnings.warn(
-            "dataloader is prepared already; it is returned as it is, not sharded a second time.", stacklevel=2
-        )
+        warnings.warn("dataloader is prepared already; it is returned as it is, not sharded again.", stacklevel=2)
         return dataloader
     state = PartialState()
     num_processes = state.num_processes if num_processes is None else num_processes
@@ -121,10 +113,8 @@ def prepare_data_loader(
             stacklevel=2,
         )
     if split_batches:
-        size = dataloader.batch_size
-        check_split(
-            getattr(batching_sampler(dataloader), "batch_size", None) if size is None else size, layout.num_shards
-        )
+        size, batching = dataloader.batch_size, batching_sampler(dataloader)
+        check_split(getattr(batching, "batch_size", None) if size is None else size, layout.num_shards)
     if use_seedable_sampler:
         dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
@@ -146,9 +136,8 @@ def prepare_data_loader(
         "_base": base,
     }
     if dispatch:
-        loader: PreparedLoader = DataLoaderDispatcher(
-            base.dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **common
-        )
+        common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch}
+        loader: PreparedLoader = DataLoaderDispatcher(base.dataset, **common)
     else:
         kind = xla_shard() if put_on_device and traits.of(state.distributed_type).xla else DataLoaderShard
         own_device = (state.device if device is None else device) if put_on_device else None
@@ -160,14 +149,7 @@ def prepare_data_loader(
 
 
 def plan_of(loader: DataLoader) -> DataPlan:
-    """The plan that was made when a loader was prepared.
-
-    Args:
-        loader: a loader from `prepare_data_loader`, or a view of one.
-
-    Raises:
-        TypeError: the loader was not prepared.
-    """
+    """Return the plan of a prepared loader, or of a view of one; TypeError if it was not prepared."""
     # By the real type, because prepared loaders pass as the loader they wrap.
     if not (issubclass(type(loader), PreparedLoader) and isinstance(loader.plan, DataPlan)):
         raise TypeError(
@@ -184,9 +166,7 @@ def _reading(
     dataset, stream = dataloader.dataset, is_stream(dataloader)
     divided = stream and (not shard_stream or iterable.is_split_by_node(dataset, shards))
     if dispatch and not put_on_device:
-        raise ValueError(
-            "dispatch_batches=True needs put_on_device=True: the batches arrive on the device of each process."
-        )
+        raise ValueError("dispatch_batches=True needs put_on_device=True: batches arrive on a process's device.")
     if dispatch or (dispatch is None and stream and put_on_device and not divided):
         if divided:
             warnings.warn(
@@ -227,10 +207,10 @@ def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int
 
 
 def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
-    """The generator that shuffles, if the processes have to share its state; made here if the sampler has none.
+    """Return the generator that shuffles, if the processes have to share its state, or make it.
 
-    A sampler without a generator draws from torch's default one, which differs between processes as soon as one of them
-    has used it more than another; then their shards overlap, and processes that share one shard read different batches.
+    A sampler without one draws from torch's default generator, which differs between processes as soon as one of them
+    has used it more than another; then shards overlap.
     """
     owner = dataloader.dataset if is_stream(dataloader) else get_sampler(dataloader)
     if isinstance(owner, SeedableRandomSampler):
@@ -328,12 +308,9 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
         )
     if isinstance(dataloader, PreparedLoader):
         return dataloader._skipping(num_batches)
-    if is_stream(dataloader):
-        base = variant(dataloader)
-        return SkipDataLoader(
-            dataloader.dataset, num_batches, use_stateful_dataloader=is_stateful(dataloader), _base=base
-        )
-    return skipping(dataloader, num_batches)
+    if not is_stream(dataloader):
+        return skipping(dataloader, num_batches)
+    return SkipDataLoader(dataloader.dataset, num_batches, is_stateful(dataloader), _base=variant(dataloader))
 
 
 # XLA devices, where torch_xla reads ahead and moves the batches in the background -------------------------------------------
@@ -355,8 +332,9 @@ def xla_shard() -> type[DataLoaderShard]:
             self._parallel_loader_kwargs: dict[str, Any] = {}  # libraries fill it, as that of torch_xla's loader
 
         def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-            reading = self._open(pending)
-            reading.batches = iter(MpDeviceLoader(reading.batches, self.device, **self._parallel_loader_kwargs))
-            return self._run(reading, None)
+            def in_background(batches: Iterator[Any]) -> Iterator[Any]:
+                return iter(MpDeviceLoader(batches, self.device, **self._parallel_loader_kwargs))
+
+            return self._run(pending, None, in_background)
 
     return MpDeviceLoaderWrapper

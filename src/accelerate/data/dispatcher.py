@@ -23,11 +23,8 @@ from accelerate.process import PartialState
 class DataLoaderDispatcher(PreparedLoader):
     """A loader that reads on the main process only and sends each process its part of every round.
 
-    For data that cannot be read by several processes alike: a stream that is not reproducible, or that is expensive to
-    read. All processes iterate together; leaving the loop early has to happen at the same batch everywhere.
-
-    A last round that the processes cannot share equally is completed with the first samples of the epoch, or dropped
-    with `_drop_last`.
+    For data that cannot be read by several processes alike, or is expensive to read. All processes iterate together, and
+    leave the loop at the same batch. A last round that cannot be shared equally is completed with the first samples.
 
     Args:
         dataset: the dataset to load from.
@@ -42,8 +39,7 @@ class DataLoaderDispatcher(PreparedLoader):
         **kwargs: arguments of the wrapped loader.
 
     Example:
-        >>> loader = DataLoaderDispatcher(range(6), batch_size=4)  # on every process; here there is one
-        >>> [batch.tolist() for batch in loader]
+        >>> [batch.tolist() for batch in DataLoaderDispatcher(range(6), batch_size=4)]  # on every process; here one
         [[0, 1, 2, 3], [4, 5]]
     """
 
@@ -71,9 +67,6 @@ class DataLoaderDispatcher(PreparedLoader):
         self._non_blocking = _non_blocking
         self._counts: tuple[int, ...] | None = None
 
-    def _state_to_pickle(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._state_to_pickle().items() if name != "_connection"}
-
     def _begin_epoch(self) -> None:
         self.set_epoch(self.iteration)
         self._counts = None
@@ -87,8 +80,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.state.num_processes > 1 or self.slice_fn is not None
 
     def _run_alone(self, pending: Pending | None) -> Iterator[Any]:
-        reading = self._open(pending)
-        for batch in self._run(reading, placer(self.state.device, self._non_blocking)):
+        for batch in self._run(pending, placer(self.state.device, self._non_blocking)):
             if self.end_of_dataloader:
                 self.remainder = broadcast.batch_length(batch) or -1
             yield batch
@@ -129,24 +121,22 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _rounds(self, pending: Pending | None, start: int) -> Iterator[Message]:
         """The rounds from `start` on: read, and sent before they are yielded, on the main process; received on the others."""
-        connection = self._connection if self.state.num_processes > 1 else None
         if self.state.process_index > 0:
             self._progress.replaying = False
             yield from iter(self._connection.receive, None)
             return
+        send = self._connection.send if self.state.num_processes > 1 else lambda message: None
         try:
             shards = self._layout().num_shards
             head = self._head() if start and shards > 1 and not self._drop_last else []
-            for message in self._form_rounds(self._open(pending).batches, shards, head):
-                if connection is not None:
-                    connection.send(message)
+            batches, _, _ = self._open(pending)
+            for message in self._form_rounds(batches, shards, head):
+                send(message)
                 yield message
         except Exception as error:
-            if connection is not None:
-                connection.send(f"{type(error).__name__}: {error}")
+            send(f"{type(error).__name__}: {error}")
             raise
-        if connection is not None:
-            connection.send(None)
+        send(None)
 
     def _head(self) -> list[Any]:
         """Read the first round of the epoch, of which the beginning is left out, without a trace in any generator."""

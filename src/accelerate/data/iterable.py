@@ -108,14 +108,7 @@ class IterableDatasetShard(IterableDataset):
 
 
 class CountingCollate:
-    """Sends the count of real samples along with each batch, from a worker process that shards a stream.
-
-    It returns pairs: the batch, and the number of real samples in each shard's batch of its round, None if all are real.
-
-    Args:
-        collate_fn: the loader's own.
-        shard: the dataset of the loader.
-    """
+    """Pairs each batch with the real samples in each shard's batch of its round; None if all are real."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], shard: IterableDatasetShard) -> None:
         self.collate_fn = collate_fn
@@ -128,13 +121,7 @@ class CountingCollate:
 
 
 def uncounted(batches: Iterator[Any], start: int, log: dict[int, tuple[int, ...]]) -> Iterator[Any]:
-    """Take the counts off the batches that worker processes have sent, and note them in this process.
-
-    Args:
-        batches: the pairs as they arrive.
-        start: number of the first.
-        log: where to note the counts.
-    """
+    """Take the counts of real samples off the batches that workers have sent, and note them in this process."""
     log.clear()
     for number, (batch, real) in enumerate(batches, start):
         if real is not None:
@@ -151,14 +138,7 @@ def is_datapipe(dataset: Any) -> bool:
 
 
 def is_split_by_node(dataset: Any, num_shards: int) -> bool:
-    """Whether a stream was already divided among this many processes; dividing it again would lose most of it.
-
-    Recognised are streams of Hugging Face `datasets` after `datasets.distributed.split_dataset_by_node`, WebDataset
-    pipelines with its `split_by_node`, and torch datapipes with a `sharding_filter`, which torch's own loader applies.
-
-    Raises:
-        ValueError: a `datasets` stream was divided among another number of processes.
-    """
+    """Return whether a stream was divided among so many processes already; ValueError if among others."""
     config = getattr(dataset, "_distributed", None)
     world = getattr(config, "world_size", 1)
     if num_shards == 1:
@@ -207,9 +187,8 @@ def _stages(dataset: Any) -> list[Any]:
     """The stages that a stream of the library `datasets` goes through."""
     stages = [getattr(dataset, "_ex_iterable", None)]
     for stage in stages:
-        stages += [
-            inner for inner in (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())) if inner
-        ]
+        below = (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ()))
+        stages += [inner for inner in below if inner]
     return stages
 
 
@@ -235,10 +214,7 @@ _loops = 0
 
 @contextmanager
 def uneven_ends() -> Iterator[None]:
-    """Let loops that begin inside a `with` block end where their own data ends. All ranks.
-
-    For code that handles uneven inputs by other means, like `torch.distributed.algorithms.Join`.
-    """
+    """Let loops that begin inside the block end where their own data ends, as under torch's `Join`. All ranks."""
     global _uneven
     _uneven += 1
     try:
@@ -253,20 +229,10 @@ def ends_are_uneven() -> bool:
 
 
 def in_step(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches as long as every process has one; then all stop together, at the shortest. All ranks.
+    """Yield batches, one read ahead, as long as every process has one, then stop on all of them. All ranks.
 
-    It reads one batch ahead of what it yields.
-
-    Args:
-        batches: reads this process's batches.
-
-    Raises:
-        RuntimeError: another process failed to read its batch (the message names it), or left the loop at another step.
-            The process that failed raises its own error.
-
-    Example:
-        >>> list(in_step(iter([1, 2])))  # a single process
-        [1, 2]
+    Raises RuntimeError if another process failed to read its batch, or left the loop at another step; the process that
+    failed raises its own error.
     """
     global _loops
     communicator = comm.current()
@@ -328,8 +294,7 @@ def _statuses(votes: list[list[int]], loop: int, step: int, rank: int) -> list[i
         if vote[:2] != [loop, step]:
             raise RuntimeError(
                 f"Processes are at different places: rank {rank} reads batch {step} of its loop number {loop}, rank {other} "
-                f"batch {vote[1]} of its loop number {vote[0]}. All ranks have to leave a loop at the same "
-                "batch; decide that from values that are equal everywhere."
+                f"batch {vote[1]} of its loop number {vote[0]}. All ranks have to leave a loop at the same batch."
             )
     return [status for _, _, status in votes]
 
@@ -346,13 +311,10 @@ def _raise(communicator: Communicator, item: Any, statuses: list[int], step: int
 
 def _report_left_over(communicator: Communicator, statuses: list[int], step: int) -> None:
     """One line on the main process about what was not used, if anything."""
-    left = [rank for rank, status in enumerate(statuses) if status == _READY]
+    left = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _READY)
     if left and communicator.rank == 0:
-        ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
+        ended = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _ENDED)
         logger.warning(
-            "The data of rank %s ended after %d batches, and all processes stop there: rank %s had at least one batch "
-            "more each, which this epoch leaves out.",
-            ", ".join(map(str, ended)),
-            step,
-            ", ".join(map(str, left)),
+            f"The data of rank {ended} ended after {step} batches, and all processes stop there: rank {left} had at least "
+            "one batch more each, which this epoch leaves out."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,7 @@ from accelerate.data import adapter, iterable, resume
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
 from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
-from accelerate.data.samplers import (
-    BatchSamplerShard,
-    EndAhead,
-    ReplayableRandomSampler,
-    SkipBatchSampler,
-    look_ahead,
-)
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, SkipBatchSampler, look_ahead
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
@@ -35,31 +28,8 @@ _AHEAD = 4
 _NOTHING = object()
 
 
-@dataclass
-class Reading:
-    """One iteration of a wrapped loader.
-
-    Args:
-        batches: iterator over the batches.
-        start: number of steps left out before the first.
-        ahead: knows the last batch when it is given; None if that has to be found out by reading on.
-    """
-
-    batches: Iterator[Any]
-    start: int = 0
-    ahead: EndAhead | None = None
-
-
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Everything that the loaders of this package share apart from how they get their batches.
-
-    Args:
-        dataset: the dataset to load from.
-        skip_batches: number of batches of a stream to read and drop at the beginning of each iteration.
-        use_stateful_dataloader: wrap torchdata's `StatefulDataLoader`.
-        iteration: the epoch that the first iteration is.
-        **kwargs: arguments of the wrapped loader.
-    """
+    """Everything that the loaders of this package share apart from how they get their batches."""
 
     # Who reads what, worked out when the loader was prepared.
     plan: DataPlan | None = None
@@ -84,10 +54,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._progress = Progress(epoch=iteration)
         self._origin: PreparedLoader | None = None  # of a view that `skip_first_batches` made
         ReplayableRandomSampler.adopt(self.get_sampler())
-
-    def _state_to_pickle(self) -> dict[str, Any]:
-        # The gradient state belongs to the process, not to the loader.
-        return {**super()._state_to_pickle(), "gradient_state": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradient_state=GradientState())
@@ -132,13 +98,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # What is known about it ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch: shuffling samplers and streams that know `set_epoch` draw its order next.
-
-        An iteration does this by itself, with `iteration`, which counts completed epochs.
-
-        Args:
-            epoch: the epoch that the next iteration draws.
-        """
+        """Choose the epoch that the next iteration draws, for all samplers and streams that know it."""
         self._progress.epoch = epoch
         part = adapter.batching_sampler(self.base_dataloader)
         while part is not None:
@@ -157,37 +117,29 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def batch_counts(self) -> tuple[int, ...] | None:
-        """Number of real samples in each shard's batch of the round yielded last; None if all samples are real.
-
-        Only the round that was completed with duplicates has counts. The real samples come first in each batch.
-        """
+        """Real samples in each shard's batch of the round yielded last; None if all are real."""
         shard = adapter.sharding(self.base_dataloader)
         if not isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
             return None
         return shard.round_log.get(self._progress.batches - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as of the batch yielded last: epoch, batches, and how to draw the order again.
+        """Return epoch, position and order as of the batch yielded last, of this process.
 
-        For a stateful loader (torchdata) the state of the wrapped loader, with that as an additional entry.
-
-        Returns:
-            A dict of numbers, strings, lists and dicts, which JSON can hold; and what a dataset or its sampler says of itself.
-            Each process has its own.
+        JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
         """
         noted = (self._progress.noted or {}).get(self._progress.batches + 1)
         if noted is not None and noted.loader is not None:
             state = noted.loader
         else:
             state = super().state_dict() if is_stateful(self.base_dataloader) else {}
-        return {**state, resume.KEY: resume.plain(resume.capture(self))}
+        # What a dataset says of itself stays as it is.
+        position = resume.capture(self)
+        own = {name: position.pop(name) for name in ("dataset_state",) if name in position}
+        return {**state, resume.KEY: resume.plain_states(position) | own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken: the next iteration yields the batches that were still to come.
-
-        Args:
-            state_dict: from `state_dict` of this or an equal loader, or of a torchdata `StatefulDataLoader`.
-        """
+        """Let the next iteration yield the batches that were still to come in `state_dict`."""
         state = dict(state_dict)
         position = state.pop(resume.KEY, None)
         if position is None and not is_stateful(self.base_dataloader):
@@ -224,12 +176,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Opening the wrapped loader --------------------------------------------------------------------------------------
 
-    def _open(self, pending: Pending | None) -> Reading:
-        """Start reading the wrapped loader.
-
-        Args:
-            pending: the position to continue at.
-        """
+    def _open(self, pending: Pending | None) -> tuple[Iterator[Any], int, EndAhead | None]:
+        """Return the batches of the wrapped loader, the steps before them, and what knows the last one, if anything."""
         base, progress, reads = self.base_dataloader, self._progress, self._reads_per_step()
         start, to_drop = self._left_out(), self.skip_batches * reads
         dataset_state, known, order = None, [], None
@@ -274,7 +222,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = _noting(batches, progress, base, reads, start, known)
         if isinstance(base.collate_fn, CountingCollate):
             batches = uncounted(batches, start, base.dataset.round_log)
-        return Reading(batches, start, ahead)
+        return batches, start, ahead
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
@@ -296,27 +244,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Handing out -----------------------------------------------------------------------------------------------------
 
-    def _run(self, reading: Reading, place: Callable[[Any], Any] | None) -> Iterator[Any]:
-        """Yield the batches of an epoch, each as soon as it is known whether it is the last one.
-
-        Args:
-            reading: what reads them.
-            place: function that brings a batch to the device, or None.
-        """
+    def _run(
+        self, pending: Pending | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
+    ) -> Iterator[Any]:
+        """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
         progress = self._progress
-        progress.batches, progress.at_end = reading.start, False
-        if reading.ahead is None:
-            for number, (batch, is_last) in enumerate(look_ahead(reading.batches), reading.start + 1):
+        batches, start, ahead = self._open(pending)
+        if through is not None:
+            batches = through(batches)
+        progress.batches, progress.at_end = start, False
+        if ahead is None:
+            for number, (batch, is_last) in enumerate(look_ahead(batches), start + 1):
                 progress.batches = number
                 self._hand_out(is_last)
                 yield batch if place is None else place(batch)
         else:
             # The indices tell the end, so no batch is read before its turn: what the dataset draws at random comes in the
             # order of a plain loop. Written out in one loop, because it runs for every batch of most programs.
-            ahead, number, hand_out = reading.ahead, reading.start, self._hand_out
-            active = self.gradient_state._active
+            number, hand_out, active = start, self._hand_out, self.gradient_state._active
             own = active[-1] if active else None
-            for batch in reading.batches:
+            for batch in batches:
                 number += 1
                 progress.batches = number
                 if ahead.ended or self.end_of_dataloader or not active or active[-1] is not own:
@@ -325,10 +272,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._finish_epoch()
 
     def _hand_out(self, is_last: bool) -> None:
-        """Note, before a batch is yielded, whether it is the last one, and that it is this loader's turn.
-
-        Loops may take turns, and one loader may be iterated by two of them.
-        """
+        """Note, before a batch is yielded, whether it is the last, and that it is this loader's turn."""
         self.gradient_state._activate(self)
         self.end_of_dataloader = is_last
         if is_last:
@@ -359,18 +303,10 @@ def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
 def _noting(
     batches: Iterator[Any], progress: Progress, loader: DataLoader, reads: int, start: int, known: list[dict[str, Any]]
 ) -> Iterator[Any]:
-    """Note the random states, the stream's own state and that of a stateful loader from before the reads of each step.
+    """Note, before the reads of each step, the states of the generators, of the stream and of a stateful loader.
 
     The step yielded last is one or two behind the step read last. A checkpoint belongs to the former, so it needs what
     the reads that went ahead have used up.
-
-    Args:
-        batches: reads the wrapped loader.
-        progress: gets the notes.
-        loader: the wrapped loader.
-        reads: batches that make one step.
-        start: number of steps before the first.
-        known: random states for the first steps, when they were noted before an interruption.
     """
     restored, stateful = restores(loader), is_stateful(loader)
     progress.noted = noted = {}
@@ -397,15 +333,7 @@ def _noting(
 def _continued(
     batches: Iterator[Any], drawn: dict[str, Any] | None, drop: int, before_read: list[dict[str, Any]], reads: int
 ) -> Iterator[Any]:
-    """Leave out the beginning of an epoch, and read again what the interrupted run had read ahead.
-
-    Args:
-        batches: reads the wrapped loader.
-        drawn: of an epoch that was interrupted the random states after its order was drawn; the present ones are kept.
-        drop: number of batches to read and drop.
-        before_read: states for each step that the interrupted run had read ahead.
-        reads: batches that make one step.
-    """
+    """Leave out the beginning of an epoch, and read again what the interrupted run had read ahead."""
     first: list[Any] = []
     with nullcontext() if drawn is None else generators_kept():
         if drawn is not None:
@@ -493,10 +421,8 @@ class DataLoaderShard(PreparedLoader):
         self.set_epoch(self.iteration)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        reading = self._open(pending)
-        if self._ends_unevenly():
-            reading.batches = iterable.in_step(reading.batches)
-        return self._run(reading, placer(self.device, self._non_blocking))
+        place = placer(self.device, self._non_blocking)
+        return self._run(pending, place, iterable.in_step if self._ends_unevenly() else None)
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:
@@ -527,10 +453,5 @@ class SkipDataLoader(PreparedLoader):
 
     __module__ = "accelerate.data_loader"
 
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(dataset, skip_batches, use_stateful_dataloader, **kwargs)
-
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        return self._run(self._open(pending), None)
+        return self._run(pending, None)

@@ -26,30 +26,14 @@ DISPATCHED = "main process reads and sends"
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Which of how many data shards this process reads.
-
-    Args:
-        num_shards: how many different parts the data is divided into; at most the number of processes.
-        shard_index: the part of this process, from 0.
-    """
+    """Which of how many data shards (`num_shards`, at most the number of processes) this process reads."""
 
     num_shards: int
     shard_index: int
 
     @classmethod
     def of(cls, num_processes: int, process_index: int, mesh: Any | None = None) -> ShardLayout:
-        """Work out the layout from the process numbers and, if there is one, the device mesh.
-
-        Ranks that differ only along `tp`, `cp` or `sp` hold pieces of one model replica and receive the same batch.
-
-        Args:
-            num_processes: number of processes.
-            process_index: rank of this process.
-            mesh: a `torch.distributed.DeviceMesh` with named dimensions, or None for plain data parallelism.
-
-        Raises:
-            ValueError: the mesh has no dimension names or does not contain this process.
-        """
+        """Return a process's shard; ranks that differ only along `tp`, `cp` or `sp` of the mesh share one."""
         if mesh is None:
             return cls(num_processes, process_index)
         names, place = mesh.mesh_dim_names, (mesh.mesh == process_index).nonzero()
@@ -69,11 +53,9 @@ class ShardLayout:
 class ShardPlan:
     """What one shard holds in an epoch. Numbers that are not known beforehand are None.
 
-    Args:
-        index: number of the shard, from 0.
+    Attributes:
         ranks: the processes that receive it; several where a device mesh spreads one model replica over them.
-        samples: different samples of the dataset in it.
-        duplicates: samples from the beginning of the data that complete its last batch.
+        samples: different samples of the dataset in it; `duplicates` complete its last batch.
         batches: batches that each of its ranks receives, so the steps of an epoch.
         read: part of the whole data that each of its ranks reads, from 0.0 to 1.0.
     """
@@ -90,21 +72,13 @@ class ShardPlan:
 class DataPlan:
     """Who reads what of a prepared loader; `str()` of it is a table. Numbers that are not known beforehand are None.
 
-    Args:
-        kind: "map-style", or "stream" for an iterable dataset.
+    Attributes:
         reading: how it is read, one of the constants of this module.
-        process_index: the process that the plan was made in.
-        shard_index: the shard of that process.
-        shards: one entry for each different part of the data.
-        dataset_length: samples in the dataset.
+        process_index: the process that the plan was made in; `shard_index` is its shard.
         samples: samples that an epoch uses, over all shards, each counted once; `duplicates` come on top.
-        duplicates: samples that all shards together see a second time in an epoch, to complete the last round.
         dropped: samples that the sampler draws in an epoch but no process receives, because of `drop_last`.
-        batch_size: samples in a batch of one process.
         total_batch_size: samples that all processes together receive in a step.
-        workers: worker processes of each process that reads.
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
-        drop_last: an incomplete last round is dropped.
         uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
     """
 
@@ -169,16 +143,7 @@ def make(
     split_batches: bool,
     even_batches: bool,
 ) -> DataPlan:
-    """Work out who reads what.
-
-    Args:
-        dataloader: the loader before it is sharded.
-        layouts: the shard of each process.
-        process_index: the process that makes the plan.
-        reading: how it will be read, one of the constants of this module.
-        split_batches: the batch size is that of all shards together.
-        even_batches: the last round is completed.
-    """
+    """Work out who reads what of a loader that is not sharded yet; `layouts` has the shard of each process."""
     count, own, stream = layouts[0].num_shards, layouts[process_index].shard_index, is_stream(dataloader)
     batching = batching_sampler(dataloader)
     drop_last = bool(dataloader.drop_last or getattr(batching, "drop_last", False))
@@ -239,22 +204,10 @@ def _batch_size(dataloader: DataLoader, batching: Any, reading: str) -> int | No
 
 
 def shards_of(samples: int, size: int, shards: int, *, drop_last: bool, fill: str) -> list[tuple[int, int, int]]:
-    """Work out what each shard holds when whole rounds of batches are dealt out in turn.
+    """Return samples, duplicates and batches of each shard when rounds of batches are dealt out in turn.
 
-    Args:
-        samples: samples that are dealt out.
-        size: batch size of a shard.
-        shards: number of shards.
-        drop_last: drop a last round that is not complete.
-        fill: what else becomes of it: "batches" completes it to full batches, "round" only until all shards hold equally
-            many, "nothing" leaves shards with a smaller batch, or none.
-
-    Returns:
-        For each shard the samples, the duplicates and the batches.
-
-    Example:
-        >>> shards_of(10, size=3, shards=2, drop_last=False, fill="batches")
-        [(6, 0, 2), (4, 2, 2)]
+    `fill` says what becomes of an incomplete last round that is not dropped: "batches" completes it to full batches,
+    "round" only until all shards hold equally many, "nothing" leaves shards with a smaller batch, or none.
     """
     rounds, rest = divmod(samples, size * shards)
     if drop_last or not rest:

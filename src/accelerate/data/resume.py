@@ -34,14 +34,7 @@ KEY = "accelerate_position"
 
 @dataclass(frozen=True)
 class Pending:
-    """A position of the running epoch that was loaded and waits for the next iteration.
-
-    Args:
-        position: what was loaded.
-        batches: steps behind it, as this loader counts.
-        extra_samples: samples of all processes behind it beyond those steps.
-        alone: continue there without being asked; otherwise only a loader that leaves out as many batches continues.
-    """
+    """A position of the running epoch that was loaded and waits for the next iteration."""
 
     position: dict[str, Any]
     batches: int
@@ -51,13 +44,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Noted:
-    """What a run that goes on at a step needs of the time before that step was read, each None where it is not needed.
-
-    Args:
-        random: states of the generators of this process.
-        dataset: what a stream's own `state_dict` returned.
-        loader: what the wrapped loader's `state_dict` returned.
-    """
+    """State from before the reads of a step, for a run that goes on there; None where it is not needed."""
 
     random: dict[str, Any] | None = None
     dataset: Any = None
@@ -66,23 +53,7 @@ class Noted:
 
 @dataclass
 class Progress:
-    """Where a loader stands. The views that `skip_first_batches` makes share it with their origin.
-
-    Args:
-        epoch: the epoch that is running, or comes next.
-        batches: batches of the running epoch yielded so far, skipped ones included; 0 between epochs.
-        extra_samples: samples of the running epoch consumed beyond those batches, by a run of another size.
-        running: the loader is being iterated.
-        pending: a position that was loaded, for the next iteration to settle.
-        replaying: the next iteration continues an interrupted epoch, whose random numbers are drawn already.
-        finished: batches of the epoch that was just over in the position that was loaded, until the next iteration.
-        at_end: the batch yielded last is the last one of the epoch.
-        generator_state: state of the shuffling generator when the running epoch began, if there is such a generator.
-        at_start: states of the random generators when the running epoch began.
-        noted: by step, counted from 1, what was noted before the reads of the last few steps.
-        workers_kept: persistent workers have been started, which no later epoch does again.
-        worker_seed: seed of the run that worker processes derive theirs from.
-    """
+    """Where a loader stands. The views that `skip_first_batches` makes share it with their origin."""
 
     epoch: int = 0
     batches: int = 0
@@ -131,12 +102,7 @@ def plain_states(saved: Any) -> Any:
 
 
 def mixed(*parts: Any) -> int:
-    """Mix numbers, strings or lists of them into a seed of 63 bits; equal parts give equal seeds on every machine.
-
-    Example:
-        >>> mixed(3, [1, 2]) == mixed(3, [1, 2]), mixed(3, [1, 2]) == mixed(3, [2, 1])
-        (True, False)
-    """
+    """Mix numbers, strings or lists of them into a seed of 63 bits, the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -183,20 +149,10 @@ def note_start(loader: PreparedLoader) -> None:
 
 
 def capture(loader: PreparedLoader) -> dict[str, Any]:
-    """Take the position of a loader, as of the batch yielded last; after the last batch, the beginning of the next epoch.
+    """Return the position of a loader, as of the batch yielded last; after the last batch, the next epoch's start.
 
-    Call it on every process, during or after an iteration; no communication.
-
-    Args:
-        loader: a prepared loader.
-
-    Returns:
-        `epoch`, `batches` (of this process, in this epoch), `samples` (of all processes, None if batches
-        have no fixed size), `shards` (batches that a step takes over all processes), `order` (what the order is drawn
-        from, see `restore`), `running` (whether the loader is being iterated), `data` (what the loader reads, to tell a
-        checkpoint of other data), `worker_seed`, `workers_kept`, `finished` (batches of the epoch that is over with the
-        batch yielded last), and within an epoch the generator's state `anew`, the random states `at_start` and
-        `before_read` and the stream's `dataset_state`.
+    `batches` counts those of this process, `samples` those of all (None if batches have no fixed size), `shards` the
+    batches of a step over all processes, and `finished` the batches of an epoch that has just ended.
     """
     progress = loader._progress
     if progress.pending is not None:
@@ -228,11 +184,6 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
     return position
 
 
-def plain(position: dict[str, Any]) -> dict[str, Any]:
-    """Return a position as numbers, strings, lists and dicts alone, but for what a dataset says of itself."""
-    return {name: value if name == "dataset_state" else plain_states(value) for name, value in position.items()}
-
-
 def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
     sampler, generator = loader.get_sampler(), shuffling_generator(loader)
     if isinstance(sampler, SeedableRandomSampler):
@@ -262,16 +213,7 @@ def kept(loader: PreparedLoader) -> Callable[[], None]:
 
 
 def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loader") -> None:
-    """Refuse a position that belongs to other data, before anything has changed. Any rank, alone.
-
-    Args:
-        loader: the loader that would continue there.
-        position: from `capture`.
-        name: which loader it is, for messages.
-
-    Raises:
-        ValueError: the position was saved with a dataset of another length, or another kind of sampler.
-    """
+    """Refuse, before anything has changed, a position within an epoch of other data (ValueError). Any rank, alone."""
     saved, own = position.get("data"), loader._data()
     if saved is None or position["batches"] == 0:
         return
@@ -279,27 +221,15 @@ def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loa
         if saved[part] != own[part] and None not in (saved[part], own[part]):
             raise ValueError(
                 f"{name} reads {label.format(own[part])}, but its checkpoint was saved within an epoch of "
-                f"{label.format(saved[part])}: the interrupted epoch cannot go on. Prepare the data as it was, or begin "
-                "epochs anew with DataLoaderConfiguration(continue_after_load=False)."
+                f"{label.format(saved[part])}. Prepare the data as it was, or set continue_after_load=False."
             )
 
 
 def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool = True) -> int:
-    """Put a loader into the epoch of a position and make it draw that epoch's order again.
+    """Put a loader into the epoch of a position, whose order it draws again; return the batches behind. All ranks.
 
-    The next iteration goes on after the batches behind the position if the loader was being iterated, or if it leaves out
-    as many (`skip_first_batches`); any other begins the epoch anew. Call it on every process.
-
-    Args:
-        loader: a loader that was prepared like the one the position was taken from; the number of processes may differ.
-        position: from `capture` or `plain`.
-        continuing: whether a loader that was being iterated goes on by itself.
-
-    Returns:
-        Number of batches, per process, that the epoch has behind it.
-
-    Raises:
-        ValueError: the position belongs to other data.
+    The next iteration goes on there if the loader was being iterated and `continuing` says so, or if it leaves out as
+    many batches (`skip_first_batches`); any other begins the epoch anew. The number of processes may differ.
     """
     if continuing:
         check(loader, position)
@@ -348,13 +278,8 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
         behind = position["batches"] * position.get("shards", size)
     steps, rest = divmod(behind, size)
     if unit == "samples" and (steps, rest) != (position["batches"], 0):
-        _report(
-            "The interrupted epoch has %d samples behind it; with %d samples a step it goes on after %d steps%s.",
-            behind,
-            size,
-            steps,
-            f" and {rest} samples" if rest else "",
-        )
+        place = f"{steps} steps" + (f" and {rest} samples" if rest else "")
+        _report(f"The interrupted epoch has {behind} samples behind it; with {size} a step it goes on after {place}.")
     base = loader.base_dataloader
     if rest and unit == "samples" and not isinstance(base.dataset, IterableDataset):
         if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
@@ -368,18 +293,17 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
     return steps, 0
 
 
-def _report(message: str, *values: Any) -> None:
+def _report(message: str) -> None:
     # Visible by default, on one process of a machine: a program that leaves out batches by itself would do so twice.
     first = storage.process.current.get("local_process_index", 0) == 0
-    logger.log(logging.WARNING if first else logging.INFO, message, *values)
+    logger.log(logging.WARNING if first else logging.INFO, message)
 
 
 def instead_of(view: PreparedLoader) -> Iterable[Any] | None:
-    """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load. Any rank, alone.
+    """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load.
 
-    Returns:
-        Nothing at all, if it leaves out all batches of the epoch that was over when the checkpoint was saved: the loader
-        stands at the next epoch already. Its origin, if that is stateful and continues there by itself. Else None.
+    That is nothing, if it leaves out all batches of an epoch that is over: the loader stands at the next one already;
+    or its origin, if that is stateful and continues there by itself.
     """
     progress = view._progress
     finished, progress.finished = progress.finished, 0
@@ -395,11 +319,7 @@ def instead_of(view: PreparedLoader) -> Iterable[Any] | None:
 
 
 def settle(loader: PreparedLoader) -> Pending | None:
-    """Decide, as an iteration begins, whether it continues at a position that was loaded. Any rank, alone.
-
-    Returns:
-        The position to continue at; None for an epoch from its beginning, or from where the loader's own skip says.
-    """
+    """Return the loaded position that an iteration continues at, or None for its own beginning. Any rank, alone."""
     progress = loader._progress
     pending, progress.pending = progress.pending, None
     if pending is None:
@@ -410,10 +330,8 @@ def settle(loader: PreparedLoader) -> Pending | None:
     if goes_on:
         if loader._origin is None:
             _report(
-                "The loader goes on in epoch %d after %d of its batches, where the checkpoint was saved. "
-                "DataLoaderConfiguration(continue_after_load=False) begins epochs anew.",
-                progress.epoch,
-                pending.batches,
+                f"The loader goes on in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
+                "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs anew."
             )
         return pending
     if not left_out:
@@ -434,10 +352,7 @@ def is_stateful(loader: Any) -> bool:
 
 
 def _sources(device: torch.device) -> dict[str, tuple[str, Callable[[], Any], Callable[[Any], None]]]:
-    """Return the name for messages, the reader and the setter of each generator, by its key in a checkpoint.
-
-    Of the devices only that of the run: to ask another one's would start it up.
-    """
+    """Return name, reader and setter of each generator by its key; asking another device's would start that up."""
     found = {
         "random_state": ("Python", random.getstate, random.setstate),
         "numpy_random_seed": ("numpy", np.random.get_state, np.random.set_state),
@@ -451,23 +366,12 @@ def _sources(device: torch.device) -> dict[str, tuple[str, Callable[[], Any], Ca
 
 
 def collect_generators(device: torch.device) -> dict[str, Any]:
-    """Return the state of every generator of this process, by the key it has in a checkpoint. Any rank, alone.
-
-    Args:
-        device: The device of this rank.
-    """
+    """Return the state of every generator of this process, by its key in a checkpoint. Any rank, alone."""
     return {key: get() for key, (_, get, _) in _sources(device).items()}
 
 
 def encode_generators(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return states of generators as tensors and texts, for a file that holds no pickle. Any rank, alone.
-
-    Args:
-        states: What `collect_generators` returned.
-
-    Returns:
-        Tensors by name, and metadata: under ``"generators"`` what else belongs to each state, as JSON.
-    """
+    """Return states as tensors, and as JSON metadata what else belongs to them. Any rank, alone."""
     tensors: dict[str, torch.Tensor] = {}
     more: dict[str, Any] = {key: {} for key in states}
     for key, state in states.items():
@@ -489,12 +393,7 @@ def encode_generators(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor
 
 
 def decode_generators(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the states that `encode_generators` was given; for one that cannot be read, the error. Any rank, alone.
-
-    Args:
-        tensors: From `encode_generators`.
-        metadata: From `encode_generators`.
-    """
+    """Return the states that `encode_generators` was given; for an unreadable one, the error."""
     try:
         described = dict(json.loads(metadata["generators"]))
     except (KeyError, ValueError, TypeError) as error:
@@ -521,15 +420,7 @@ def _decoded(key: str, more: Mapping[str, Any], tensors: Mapping[str, torch.Tens
 
 
 def restore_generators(states: dict[str, Any], device: torch.device, origin: str) -> None:
-    """Set every generator that the states have; one that cannot be set is warned about, and the others still are.
-
-    Any rank, alone.
-
-    Args:
-        states: What `collect_generators` or `decode_generators` returned.
-        device: The device of this rank.
-        origin: Where the states come from, for messages.
-    """
+    """Set every generator that the states have; warn about one that cannot be set. Any rank, alone."""
     for key, (name, _, set_state) in _sources(device).items():
         state = states.get(key, KeyError("it is not there"))
         try:
@@ -537,23 +428,14 @@ def restore_generators(states: dict[str, Any], device: torch.device, origin: str
                 raise state
             set_state(state)
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
             logger.warning(
-                f"The random state of {name} in {origin} could not be restored, so a resumed run draws "
-                f"other numbers from it: {type(error).__name__}: {error}"
+                f"The random state of {name} in {origin} could not be restored: {reason}. It draws others now."
             )
 
 
 def derive_generators(first: dict[str, Any], rank: int, device: torch.device, reason: str) -> None:
-    """Seed the generators of a rank that was not there when the checkpoint was saved; equal runs seed it alike.
-
-    Any rank, alone.
-
-    Args:
-        first: Random states of the first rank, from the checkpoint.
-        rank: This rank.
-        device: Its device.
-        reason: Why, for the log.
-    """
+    """Seed the generators of a rank that the checkpoint does not have; equal runs seed it alike."""
     seed = mixed(plain_states(first.get("torch_manual_seed")), rank)
     logger.warning(
         f"{reason}: the checkpoint was saved by fewer processes. Rank {rank} is new and seeds its random generators "

@@ -14,15 +14,11 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random order that depends on nothing but a seed and the epoch.
-
-    The order of epoch `e` is the one a generator seeded with `initial_seed + e` gives, so every process that knows the
-    two numbers produces the same order, today and after a restart.
+    """Random order that depends on nothing but a seed and the epoch, `initial_seed + epoch`.
 
     Args:
         *args: passed to `torch.utils.data.RandomSampler`.
-        **kwargs: passed to `torch.utils.data.RandomSampler`, except `data_seed` (int): the seed of epoch 0. Without it
-            the seed of torch's default generator is taken.
+        **kwargs: likewise, except `data_seed` (int): the seed of epoch 0, by default that of torch's default generator.
 
     Attributes:
         initial_seed: the seed of epoch 0.
@@ -57,11 +53,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class ReplayableRandomSampler(RandomSampler):
-    """A `RandomSampler` that knows the seed it drew, so that an interrupted epoch can be drawn again.
-
-    Without a generator, `RandomSampler` takes a new seed from torch's default generator each time it is iterated and
-    forgets it. This one takes the very same number and keeps it.
-    """
+    """A `RandomSampler` that keeps the seed it drew, so that an interrupted epoch can be drawn again."""
 
     # Class-level defaults, because `adopt` turns existing samplers into this class without calling __init__.
     seed: int | None = None
@@ -69,10 +61,7 @@ class ReplayableRandomSampler(RandomSampler):
 
     @classmethod
     def adopt(cls, sampler: Any) -> None:
-        """Make a plain `RandomSampler` replayable in place; any other sampler is left alone.
-
-        The object stays the same and draws the same numbers, so that references to it remain good.
-        """
+        """Make a plain `RandomSampler` replayable in place; it draws the same numbers as before."""
         if type(sampler) is RandomSampler:
             sampler.__class__ = cls
 
@@ -86,10 +75,7 @@ class ReplayableRandomSampler(RandomSampler):
 
 
 def draw_seed() -> int:
-    """Take a seed from torch's default generator, the way torch's samplers and loaders do.
-
-    Changes the state of that generator by one draw. Each process draws its own.
-    """
+    """Take a seed from torch's default generator, as torch's samplers do, which advances it by one draw."""
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
@@ -97,16 +83,7 @@ def draw_seed() -> int:
 
 
 def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> Iterator[Any]:
-    """Iterate over a batch sampler from its batch number `start`, without building the ones before.
-
-    Where the kind of sampler permits, skipped batches cost nothing (sequential order) or only the drawing of their
-    indices; an unknown kind is asked for its batches and they are dropped.
-
-    Args:
-        batch_sampler: any iterable of batches.
-        start: number of batches to leave out.
-        extra: number of samples, of all shards together, to leave out beyond them; where `skips_samples` says so.
-    """
+    """Iterate from batch `start` and `extra` samples on; skipped batches are not built where the kind permits."""
     if isinstance(batch_sampler, SkipBatchSampler):
         extra += batch_sampler.skip_samples
         return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start, extra)
@@ -125,17 +102,7 @@ def skips_samples(batch_sampler: Any) -> bool:
 
 
 def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int = 0) -> tuple[list[Any], Iterator[Any]]:
-    """Read the first `keep` batches and go on at batch `start`, in one pass: a second one would draw another random order.
-
-    Args:
-        batch_sampler: any iterable of batches.
-        keep: number of batches to return at once.
-        start: where the iterator goes on; 0, or at least `keep`.
-        extra: number of samples to leave out beyond that, of a torch `BatchSampler`.
-
-    Returns:
-        The first batches and the iterator.
-    """
+    """Return the first `keep` batches, and the rest from batch `start` on (0, or at least `keep`), in one pass."""
     if (start or extra) and type(batch_sampler) is BatchSampler:
         size, sampler = batch_sampler.batch_size, batch_sampler.sampler
         first_sample = start * size + extra
@@ -166,12 +133,7 @@ def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int =
 
 
 def real_per_shard(real: int, size: int, shards: int) -> tuple[int, ...]:
-    """Number of real samples in each shard's batch of a round, when the real ones come first in the order of the shards.
-
-    Example:
-        >>> real_per_shard(real=4, size=3, shards=3)
-        (3, 1, 0)
-    """
+    """Return the number of real samples in each shard's batch of a round; the real ones come first."""
     return tuple(min(max(real - shard * size, 0), size) for shard in range(shards))
 
 
@@ -187,22 +149,16 @@ def check_split(batch_size: int | None, num_shards: int) -> None:
 class BatchSamplerShard(BatchSampler):
     """Gives one process its part of the batches of another batch sampler.
 
-    Two ways of sharing: by default the processes take whole batches in turn (the batch size is that of a process);
-    with `split_batches` every batch is cut into equal parts (the batch size is that of all processes together).
-
-    When the batches do not fill the last round, `even_batches` decides: fill it with samples from the beginning, so
-    that all processes take the same number of equally large steps, or let some processes end earlier or with a smaller
-    batch. A sampler with `drop_last` drops an incomplete round.
-
-    All attributes may be assigned at any time; the next iteration uses the new values.
+    By default the processes take whole batches in turn (the batch size is that of a process); with `split_batches` every
+    batch is cut into equal parts (the batch size is that of all). Attributes may be assigned between iterations.
 
     Args:
-        batch_sampler: iterable of lists of indices. Its `batch_size` and `drop_last` are used where it has them; batches
-            of any size are accepted without.
+        batch_sampler: iterable of lists of indices; `batch_size` and `drop_last` are used where it has them.
         num_processes: number of parts.
         process_index: which part to yield, from 0.
         split_batches: cut each batch instead of taking batches in turn.
-        even_batches: complete the last round with samples from the beginning.
+        even_batches: complete the last round with samples from the beginning, so that all processes take the same number
+            of equally large steps; otherwise some end earlier or with a smaller batch. With `drop_last` it is dropped.
 
     Raises:
         ValueError: `split_batches` with a batch size that the processes cannot share equally.
@@ -261,15 +217,7 @@ class BatchSamplerShard(BatchSampler):
         return self.iter_from(0)
 
     def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
-        """Iterate over this process's batches from its batch number `start`.
-
-        The result equals a full iteration without its first `start` batches, completed last round included.
-
-        Args:
-            start: number of batches of this process to leave out.
-            extra: number of samples of all processes together to leave out beyond them: a run of another size has
-                consumed them. Needs a torch `BatchSampler`.
-        """
+        """Iterate from batch number `start`, and `extra` samples of all processes beyond it, on."""
         self.round_log.clear()
         split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
         per_round = 1 if split else shards
@@ -346,14 +294,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SamplerShard(BatchSamplerShard):
-    """Gives one process its part of a sampler of single indices, for loaders that do not batch.
-
-    Args:
-        sampler: sampler of single indices.
-        num_processes: number of parts.
-        process_index: which part to yield, from 0.
-        even_batches: complete the last round with indices from the beginning.
-    """
+    """Gives one process its part of a sampler of single indices, for loaders that do not batch."""
 
     def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True) -> None:
         singles = BatchSampler(sampler, batch_size=1, drop_last=False)
@@ -381,21 +322,7 @@ def look_ahead(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 class EndAhead:
-    """A sampler that knows, when it has given an item, whether that was the last one of the iteration.
-
-    One iteration at a time: the sampler is its own iterator.
-
-    Args:
-        sampler: iterable of batches, or of single indices.
-
-    Attributes:
-        ended: whether the last item has been given.
-
-    Example:
-        >>> sampler = EndAhead([[0, 1], [2]])
-        >>> [(batch, sampler.ended) for batch in sampler]
-        [([0, 1], False), ([2], True)]
-    """
+    """A sampler that knows, when it has given an item, whether that was the last (`ended`); its own iterator."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = sampler

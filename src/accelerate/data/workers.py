@@ -22,16 +22,8 @@ from accelerate.data.resume import mixed, seed_all
 class SeededDataset:
     """Stands before a map-style dataset in worker processes and seeds their generators for each batch.
 
-    A torch worker draws all its random numbers from one stream, so what a batch looks like depends on how many batches
-    that worker has made before. Here the seed comes from the run, the epoch and the batch's indices: the same batch looks
-    the same with any number of workers, persistent or not, and wherever the run was resumed.
-
-    It looks like the dataset: attributes, length and `isinstance` are those of the dataset inside, and what a
-    `worker_init_fn` assigns to it is assigned to that.
-
-    Args:
-        dataset: a map-style dataset.
-        epoch_seed: of a copy, the tensor that it shares.
+    The seed comes from the run, the epoch and the batch's indices, so a batch looks the same with any workers, persistent
+    or not, and wherever the run was resumed. Otherwise the wrapper looks and assigns like the dataset.
     """
 
     def __init__(self, dataset: Any, epoch_seed: torch.Tensor | None = None) -> None:
@@ -81,15 +73,9 @@ class SeededDataset:
 
 
 class SignalMask:
-    """The first thing that a worker runs, followed by the loader's own `worker_init_fn`: it blocks signals.
+    """A `worker_init_fn` that blocks signals in the worker, which takes them from its parent alone.
 
-    Schedulers and launchers often send a signal to all processes of a job, so also to the workers, which it would end;
-    torch then fails in the training process, which was about to save. So workers take these signals from their parent
-    alone, which ends them with SIGTERM.
-
-    Args:
-        own: the loader's `worker_init_fn`.
-        numbers: the signals; they are blocked in the worker from its start.
+    Schedulers signal all processes of a job; a worker that ended would make torch fail in the training process.
     """
 
     def __init__(self, own: Callable[[int], Any] | None, numbers: tuple[int, ...]) -> None:
@@ -112,12 +98,7 @@ class SignalMask:
 
 @contextmanager
 def masked_start(loader: DataLoader, numbers: tuple[int, ...]) -> Iterator[None]:
-    """Mask signals in the workers that a loader starts inside a `with` block. Any rank, alone; main thread.
-
-    Args:
-        loader: the loader.
-        numbers: the signals.
-    """
+    """Mask signals in the workers that a loader starts inside the block. Any rank, alone; main thread."""
     if not loader.num_workers or not hasattr(signal, "sigwaitinfo"):
         yield
         return

@@ -34,18 +34,7 @@ _LOCAL_SIZES = (
 
 
 def processors_in(text: str) -> set[int]:
-    """Read the kernel's list format.
-
-    Args:
-        text: such as "0-3,8".
-
-    Raises:
-        ValueError: it is not of this form.
-
-    Example:
-        >>> processors_in("0-3,8")
-        {0, 1, 2, 3, 8}
-    """
+    """Read the kernel's list format, such as "0-3,8"; ValueError if it is not of this form."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -54,12 +43,7 @@ def processors_in(text: str) -> set[int]:
 
 
 class Topology:
-    """The processors of this machine, as far as this process may use them.
-
-    Args:
-        allowed: those that it may use: its mask, which containers and schedulers restrict.
-        root: where the kernel lists them.
-    """
+    """The processors of this machine, as far as the mask of this process allows them."""
 
     def __init__(self, allowed: set[int], root: pathlib.Path = _ROOT) -> None:
         self.allowed, self._root = allowed, root
@@ -72,19 +56,11 @@ class Topology:
         return [cpus for number in numbers if (cpus := self.node(number))] or [set(self.allowed)]
 
     def node(self, number: int) -> set[int]:
-        """Return the processors of a memory node; empty if there is no such node.
-
-        Args:
-            number: the node's number.
-        """
+        """Return the processors of a memory node; empty if there is no such node."""
         return self._listed(self._root / f"devices/system/node/node{number}/cpulist")
 
     def near(self, address: str) -> set[int]:
-        """Return the processors of the memory node that a device is connected to; empty if the kernel does not say.
-
-        Args:
-            address: the device's PCI address, such as "0000:1b:02.0".
-        """
+        """Return the processors near a device, by its PCI address; empty if the kernel does not say."""
         folder = self._root / "bus/pci/devices" / address.lower()
         try:
             number = int((folder / "numa_node").read_text())
@@ -93,20 +69,12 @@ class Topology:
         return (self.node(number) if number >= 0 else set()) or self._listed(folder / "local_cpulist")
 
     def socket_of(self, cpus: set[int]) -> set[int]:
-        """Return the processors of the sockets that some of them are in.
-
-        Args:
-            cpus: the processors.
-        """
+        """Return the processors of the sockets that some of them are in."""
         packages = {self._number(cpu, "physical_package_id") for cpu in cpus}
         return {cpu for cpu in self.allowed if self._number(cpu, "physical_package_id") in packages}
 
     def cores(self, cpus: set[int]) -> list[list[int]]:
-        """Return processors by core: those of one core share its units, so they belong to one process.
-
-        Args:
-            cpus: the processors.
-        """
+        """Return processors by core: those of one core share its units, so they belong to one process."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for cpu in sorted(cpus):
             siblings = self._listed(self._cpus / f"cpu{cpu}/topology/thread_siblings_list") or {cpu}
@@ -127,21 +95,7 @@ class Topology:
 
 
 def choose(kind: str, index: int, count: int, topology: Topology, devices: Sequence[str] = ()) -> set[int]:
-    """Return the processors for one of the processes of a machine.
-
-    Args:
-        kind: "node", "socket" or "exclusive".
-        index: which of the processes, from 0.
-        count: how many there are.
-        topology: the processors.
-        devices: the PCI address of each process's device; none if they compute on the processors.
-
-    Example:
-        >>> import pathlib
-        >>> machine = Topology({0, 1, 2, 3}, pathlib.Path("/nowhere"))
-        >>> choose("exclusive", 0, 2, machine), choose("exclusive", 1, 2, machine)
-        ({0, 1}, {2, 3})
-    """
+    """Return the processors for process `index` of `count` on a machine, near its device if `devices` names it."""
     places = _places(count, topology, devices)
     mine = places[index]
     if kind == SOCKET:
@@ -170,20 +124,7 @@ def _places(count: int, topology: Topology, devices: Sequence[str]) -> list[set[
 def bind(
     kind: str, index: int, count: int, devices: Sequence[str] = (), root: pathlib.Path = _ROOT
 ) -> set[int] | None:
-    """Bind this process, with all threads that it has, to the processors that `choose` finds.
-
-    Where that cannot be done it warns, and leaves everything as it is.
-
-    Args:
-        kind: one of `CHOICES`.
-        index: which of the processes of this machine this is, from 0.
-        count: how many there are.
-        devices: as in `choose`.
-        root: where the kernel lists processors.
-
-    Returns:
-        The processors, or None if nothing was changed.
-    """
+    """Bind this process, with all its threads, to what `choose` finds, and return that; warn where it fails."""
     if kind == NONE:
         return None
     if not hasattr(os, "sched_setaffinity"):
@@ -207,20 +148,7 @@ def _threads() -> list[int]:
 
 
 def bind_as_told(index: int, device_type: str, asked: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
-    """Bind this process as the launcher's `--numa_affinity` says; once, whatever is asked later.
-
-    Args:
-        index: which of the processes of this machine this is, from 0.
-        device_type: what it computes on.
-        asked: `--enable_cpu_affinity` was given; on the processor that means cores of its own.
-        environ: the variables.
-
-    Returns:
-        Whether the variables, or `asked`, decide.
-
-    Raises:
-        ValueError: a variable holds no value of its kind.
-    """
+    """Bind this process as the launcher's `--numa_affinity` says, once; return whether that, or `asked`, decides."""
     global _bound
     kind = environ.get(VARIABLE, "").strip().lower() or (EXCLUSIVE if asked and device_type == "cpu" else "")
     if kind not in ("", *CHOICES):
@@ -265,11 +193,7 @@ def _address(gpu: Any) -> str:
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the processors of the memory node of its GPU, even if it was bound before.
 
-    Does nothing without a CUDA GPU. Where this process may not be bound, it warns and leaves the binding as it is.
-
-    Args:
-        local_process_index: the index of this process on its machine, and of its GPU.
-        verbose: not used: the outcome is logged at the level INFO.
+    Does nothing without a CUDA GPU, and only warns where binding is refused. `verbose` is not used: the log says it all.
     """
     import torch
 

@@ -19,15 +19,7 @@ def _search() -> Device:
 
 
 def detect(cpu: bool = False) -> Device:
-    """Return the kind of device that this process computes on; the search runs once.
-
-    Args:
-        cpu: ask for the processor, whatever else there is. ACCELERATE_USE_CPU asks for the same.
-
-    Example:
-        >>> detect(cpu=True).type
-        'cpu'
-    """
+    """Return the kind of device that this process computes on; the search runs once."""
     if cpu or parse_flag_from_env("ACCELERATE_USE_CPU", False):
         return DEVICES["cpu"]
     wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
@@ -42,18 +34,7 @@ def forget() -> None:
 
 
 def row(device_type: str) -> Device:
-    """Return the row of a kind of device.
-
-    Args:
-        device_type: torch's name of it; an index behind a colon is dropped.
-
-    Raises:
-        ValueError: there is no such row; the message lists the known ones.
-
-    Example:
-        >>> row("cuda:1").backends
-        ('nccl', 'gloo')
-    """
+    """Return the row of a kind of device, such as "cuda:1"; ValueError lists the known ones."""
     name = str(device_type).partition(":")[0]
     if name not in DEVICES:
         raise ValueError(f"The device {str(device_type)!r} is not known; choose one of {', '.join(sorted(DEVICES))}.")

@@ -18,17 +18,13 @@ from accelerate.utils import imports
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device.
+    """One kind of device; the methods serve one whose torch module follows the shape of `torch.cuda`.
 
-    The methods of this class serve a device whose torch module follows the shape of `torch.cuda`; rows that differ
-    subclass it.
-
-    Args:
-        type: torch's name of the device.
+    Attributes:
         distributed_type: how several processes on such devices cooperate by default.
         backends: names of `torch.distributed` backends, the preferred one first.
         rng_type: which random generator synchronisation concerns it; None if it has none of its own.
-        usable: says whether a device of this kind is present; may import a vendor's package, but only an installed one.
+        usable: says whether a device of this kind is present; imports an installed package at most.
         visible_env: the environment variable that hides devices, if there is one.
         shareable: several processes may use one device through the preferred backend.
     """
@@ -171,63 +167,48 @@ class Hpu(Device):
         self.namespace().random.set_rng_state_all(states)
 
 
-def _model() -> ModuleType:
-    return importlib.import_module("torch_xla.core.xla_model")
-
-
-def _runtime() -> ModuleType:
-    return importlib.import_module("torch_xla.runtime")
-
-
 @dataclass(frozen=True)
 class Xla(Device):
     """A device whose operations are recorded and compiled; ranks come from its runtime."""
 
     def namespace(self) -> ModuleType:
         """Return `torch_xla.core.xla_model`."""
-        return _model()
+        return importlib.import_module("torch_xla.core.xla_model")
 
     def count(self) -> int:
         """Return how many devices this process addresses."""
-        return _runtime().addressable_device_count()
+        return importlib.import_module("torch_xla.runtime").addressable_device_count()
 
     def torch_device(self, index: int) -> torch.device:
         """Return the device that the runtime gave this process."""
-        return _model().xla_device()
+        return self.current()
 
     def set(self, index: int) -> None:
         """Do nothing: the runtime binds a process to its device."""
 
     def current(self) -> torch.device:
         """Return the device that the runtime gave this process."""
-        return _model().xla_device()
+        return self.namespace().xla_device()
 
     def synchronize(self) -> None:
         """Run what was recorded and wait for it."""
-        _model().mark_step()
-        _model().wait_device_ops()
+        self.namespace().mark_step()
+        self.namespace().wait_device_ops()
 
     def empty_cache(self) -> None:
         """Do nothing: XLA manages its memory."""
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed the device's generator."""
-        _model().set_rng_state(seed)
-
-    def get_rng_state(self) -> Any:
-        """Return the state of the device's generator, an integer."""
-        return _model().get_rng_state()
-
     def set_rng_state(self, state: Any) -> None:
         """Set the state of the device's generator, an integer."""
-        _model().set_rng_state(int(state))
+        self.namespace().set_rng_state(int(state))
 
-    get_rng_state_all = get_rng_state
+    manual_seed_all = set_rng_state
+    get_rng_state_all = Device.get_rng_state
     set_rng_state_all = set_rng_state
 
     def ranks(self) -> tuple[int, int, int]:
         """Return rank, world size and local rank as the runtime says."""
-        runtime = _runtime()
+        runtime = importlib.import_module("torch_xla.runtime")
         return runtime.global_ordinal(), runtime.world_size(), runtime.local_ordinal()
 
 

@@ -54,16 +54,13 @@ _WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "acce
 class RankStatus:
     """What one rank says about itself.
 
-    Args:
-        rank: The rank.
-        answered: Whether it has answered; without, the fields about its training thread are empty.
-        ended: Whether it has said that its program is over.
-        alive: Whether its process exists; None where that cannot be seen from here, as on another machine.
-        site: The innermost line outside of torch and this library: ``file:line in function``.
-        inside: The functions of torch or this library that were called there; empty if there are none.
-        waits: Whether the thread stands still in a function that waits for other ranks.
-        position: Changes whenever the thread moves.
-        counters: How many operations the rank has started in each of its process groups.
+    Attributes:
+        ended: whether it has said that its program is over.
+        alive: whether its process exists; None where that cannot be seen from here, as on another machine.
+        site: the innermost line outside of torch and this library; `inside` is what was called there.
+        waits: whether the thread stands still in a function that waits for other ranks.
+        position: changes whenever the thread moves.
+        counters: how many operations the rank has started in each of its process groups.
     """
 
     rank: int
@@ -82,14 +79,7 @@ class RankStatus:
         return self.ended or self.alive is False
 
     def ahead_of(self, other: dict[str, int]) -> bool | None:
-        """Say whether the rank has started an operation that another rank of the same group has not.
-
-        Args:
-            other: The other rank's counters.
-
-        Returns:
-            None where no group of the two counts.
-        """
+        """Say whether the rank has started an operation that the other has not; None if no group counts."""
         common = self.counters.keys() & other.keys()
         return any(self.counters[group] > other[group] for group in common) if common else None
 
@@ -108,14 +98,7 @@ class RankStatus:
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """Return the user's line that is being executed: the innermost one outside of torch and this library.
-
-    Args:
-        frame: Where to look from; the caller by default.
-
-    Returns:
-        ``file:line in function``; where that is a library's, followed by the line of the script that called it.
-    """
+    """Return ``file:line in function`` of the user, outside of torch and this library, and of the script."""
     return _describe(frame or sys._getframe(1))[0]
 
 
@@ -225,13 +208,7 @@ def interval(world_size: int) -> float:
 class Watcher:
     """Answers other ranks' questions about a thread of this process, until the group or the process ends.
 
-    It holds the store weakly, because a group that is destroyed must take its store along: the next one may need the port.
-
-    Args:
-        store: The store of the process group.
-        rank: This process's rank.
-        world_size: Number of ranks.
-        thread: The thread to watch; the calling one by default, because training need not be in the main thread.
+    It holds the store weakly: a group that is destroyed must take its store along, as the next may need the port.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, thread: threading.Thread | None = None) -> None:
@@ -263,8 +240,7 @@ class Watcher:
     def end(self) -> None:
         """Stop answering, and report to the others that this rank's program is over.
 
-        The process that holds the store waits until the others have heard of it, at most a little longer than the time
-        between two of their looks: torch prints long warnings when a store goes away beneath a request.
+        The process that holds the store waits a moment for the others, since torch warns when a store goes away.
         """
         self.stop()
         if self._pid != os.getpid() or self._closed or self._thread.is_alive() or self._origin() is None:
@@ -357,13 +333,7 @@ _registered_in: int | None = None
 
 
 def watch(store: Any | None, rank: int, world_size: int) -> None:
-    """Let this process answer where it is. Every rank calls it, in the thread that trains; calling it again is free.
-
-    Args:
-        store: The store of the default process group; None (there is no group) does nothing.
-        rank: This process's rank.
-        world_size: Number of ranks; a single one has no rank to answer.
-    """
+    """Let this process answer where it is; free if repeated. Every rank calls it, in the thread that trains."""
     global _watcher, _registered_in
     if store is None or world_size < 2 or (_watcher is not None and _watcher.serves(store)):
         return
@@ -388,13 +358,7 @@ def _end() -> None:
 
 
 class Question:
-    """One question to all ranks: where are you?
-
-    Args:
-        store: The store of the process group.
-        ranks: The ranks whose answers matter.
-        world_size: Number of ranks of the run; decides how long an answer may take.
-    """
+    """One question to all ranks: where are you? The answers of `ranks` matter."""
 
     def __init__(self, store: Any, ranks: Collection[int], world_size: int) -> None:
         self._store = dist.PrefixStore(_PREFIX, store)
@@ -471,15 +435,7 @@ class Observation:
 
 
 class Diagnosis:
-    """Finds out where missing ranks are. One of those that wait asks for all of them.
-
-    Args:
-        origin: The process group's store.
-        ranks: All that are to come.
-        world_size: Number of ranks of the run.
-        leads: Whether this rank is the one that asks.
-        again: Seconds from an answer to the next question.
-    """
+    """Finds out where missing ranks are. One of those that wait (`leads`) asks for all of them."""
 
     def __init__(self, origin: Any, ranks: list[int], world_size: int, leads: bool, again: float) -> None:
         self._origin, self._ranks, self._world_size, self._leads = origin, ranks, world_size, leads

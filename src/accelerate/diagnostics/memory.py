@@ -23,13 +23,9 @@ class MemoryRow:
     """What one rank holds, in bytes of its own memory; memory that several tensors share counts once.
 
     Attributes:
-        rank: The rank.
-        parameters: Its parameters, or its shards of them.
-        buffers: Its buffers.
-        gradients: Its gradients, whole ones included that wait for an exchange.
-        optimizer: The tensors of its optimizers' states.
-        activations: The peak of what else there was, as the report's note says; None where nothing measured it.
-        peak: The peak of the device's allocations, or of the process's resident memory on a CPU.
+        gradients: whole ones included that wait for an exchange.
+        activations: the peak of what else there was, as the report's note says; None where nothing measured it.
+        peak: the peak of the device's allocations, or of the process's resident memory on a CPU.
     """
 
     rank: int
@@ -53,17 +49,7 @@ def memory_report(
     gather: Callable[[torch.Tensor], torch.Tensor],
     activations: int | None,
 ) -> Report:
-    """Return what each rank holds: the same report on every rank. All ranks.
-
-    Gradients and optimizer state are there once a step has made them, so the call follows the first backward pass.
-
-    Args:
-        models: The prepared models.
-        optimizers: The prepared optimizers.
-        device: This rank's device.
-        gather: Concatenates a tensor of all ranks, in their order.
-        activations: What `measure_activations` found on this rank.
-    """
+    """Return what each rank holds, the same report on every rank; most after a first backward. All ranks."""
     counted: dict[Any, None] = {}
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
     held = [
@@ -137,20 +123,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def measure_activations(models: Sequence[nn.Module]) -> Iterator[Callable[[], int]]:
-    """Measure the bytes that autograd keeps for backward at most. Each rank for itself.
-
-    It follows each tensor that forward saves, which costs time. Memory that several tensors share counts once, and
-    parameters and buffers do not count.
-
-    Args:
-        models: The models whose parameters and buffers are left out.
-
-    Yields:
-        A function that returns the peak.
-
-    Source:
-        https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html
-    """
+    """Yield a function that returns the most bytes that autograd kept for backward. Any rank, alone."""
     own = {id_tensor_storage(local_part(t)) for m in models for t in (*m.parameters(), *m.buffers())}
     users: dict[Any, int] = {}
     now = peak = 0

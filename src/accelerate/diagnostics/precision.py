@@ -26,12 +26,9 @@ class PrecisionRow:
     """One kind of copy of a model's numbers, in one dtype.
 
     Attributes:
-        copy: What it is, such as ``"trainable parameters"``.
-        before: Its dtype when the model came to ``prepare``.
-        after: Its dtype now.
-        count: Elements of the whole, over all ranks of a shard group; None where nothing is counted.
-        nbytes: Bytes of the whole.
-        local: Bytes on this rank.
+        before: its dtype when the model came to ``prepare``.
+        count: elements of the whole, over all ranks of a shard group; None where nothing is counted.
+        local: bytes on this rank; `nbytes` are those of the whole.
     """
 
     copy: str
@@ -52,9 +49,8 @@ class PrecisionReport(Report):
     """In which dtype each copy of a model's numbers is; printed, a table.
 
     Attributes:
-        model: The class of the user's model.
         strategy: ``"none"``, ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"tp"``, or two of them joined by ``" x "``.
-        warnings: How many of the notes, from the first, contradict what was asked for.
+        warnings: how many of the notes, from the first, contradict what was asked for.
     """
 
     model: str = ""
@@ -62,11 +58,7 @@ class PrecisionReport(Report):
     warnings: int = 0
 
     def dtype_of(self, copy: str) -> str:
-        """Return the dtype of a copy as it is now, several joined by a comma; ``"-"`` where there is none.
-
-        Args:
-            copy: As in the table.
-        """
+        """Return the present dtypes of a copy named as in the table; ``"-"`` where there is none."""
         return ", ".join(dict.fromkeys(row.after for row in self.rows if row.copy == copy)) or "-"
 
 
@@ -77,21 +69,7 @@ def precision_report(
     fp8_backend: FP8BackendType = FP8BackendType.NO,
     comm_hook: Any = None,
 ) -> PrecisionReport:
-    """Return in which dtype each copy of a model's numbers is. Any rank, alone.
-
-    Gradients and optimizer state are looked at where they exist, so a report after the first step says most; before it
-    says in which dtype gradients will come.
-
-    Args:
-        model: A prepared model.
-        optimizers: The prepared optimizers.
-        mixed_precision: The precision in force.
-        fp8_backend: The library that computes in fp8.
-        comm_hook: The communication hook of DDP.
-
-    Raises:
-        TypeError: ``model`` is no module.
-    """
+    """Return in which dtype each copy of a model's numbers is; most after the first step. Any rank, alone."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"precision_report() got {model!r} ({type(model).__name__}); pass a prepared model.")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -118,7 +96,7 @@ def precision_report(
     alarms = _contradictions(mixed_precision, _autocast_dtype(inner), parts)
     if engine is not None and not layers:
         alarms.append(
-            f"mixed_precision='fp8', but {engine.title} computes no layer of this model, which runs in bfloat16."
+            f"mixed_precision='fp8', but {engine.title} computes no layer of this model: it runs in bfloat16."
         )
     missed = len(own - {id(parameter) for parameter, _ in held})
     if optimizers and missed:
@@ -224,9 +202,8 @@ def _contradictions(mixed_precision: str, autocast: torch.dtype | None, parts: S
     low = [piece.dtype for piece in parts if piece.trainable and piece.dtype in _LOW]
     if low and precision(mixed_precision).autocast_dtype is not None:
         found.append(
-            f"mixed_precision={mixed_precision!r} asked for, but {len(low)} trainable parameters are {_names(low)}, and "
-            f"optimizers update these: pure {_names(low)} training, without float32 master weights, loses updates smaller than what "
-            "the dtype resolves (1/256 of a weight in bfloat16). Load the model in float32."
+            f"mixed_precision={mixed_precision!r} asked for, but {len(low)} trainable parameters are {_names(low)}: pure "
+            f"{_names(low)} training, without float32 master weights, loses small updates. Load the model in float32."
         )
     policies = {piece.compute for piece in parts if piece.strategy and piece.compute != piece.dtype}
     if autocast is not None and policies - {autocast}:

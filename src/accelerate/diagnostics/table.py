@@ -9,14 +9,7 @@ from typing import Any
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = (), rule: bool = False
 ) -> str:
-    """Return columns of text, two spaces apart.
-
-    Args:
-        headings: Of the columns.
-        rows: As long as `headings`.
-        right: Headings of the columns that are set to the right, as those of numbers.
-        rule: Draw a line of hyphens below the headings.
-    """
+    """Return columns of text, two spaces apart, those named in `right` set to the right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     if rule:
         rows = [["-" * width for width in widths], *rows]
@@ -32,15 +25,7 @@ def table(
 
 @dataclass(frozen=True)
 class Report:
-    """A table under a title; ``str()`` prints it.
-
-    Attributes:
-        title: The first line.
-        columns: The headings; the last ones are of numbers.
-        rows: The records, each with ``cells()``: its texts.
-        notes: Lines below the table.
-        texts: How many columns are text, which is set to the left.
-    """
+    """A table under a title; ``str()`` prints it. The first `texts` columns are text, the others numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -54,15 +39,7 @@ class Report:
 
 
 def size_text(size: int) -> str:
-    """Return a size in the largest unit that fits.
-
-    Args:
-        size: bytes.
-
-    Example:
-        >>> size_text(1_500_000), size_text(12)
-        ('1.5 MB', '12 B')
-    """
+    """Return a size in bytes in the largest unit that fits, as in "1.5 MB"."""
     amount = float(size)
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if amount < 999.5 or unit == "TB":
@@ -72,13 +49,5 @@ def size_text(size: int) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """Return a length of time, as days and hours, minutes and seconds.
-
-    Args:
-        seconds: None if it is not known.
-
-    Example:
-        >>> age_text(150), age_text(90_000), age_text(None)
-        ('0:02:30', '1 day, 1:00:00', '-')
-    """
+    """Return a length of time as days and hours, minutes and seconds; "-" if it is not known."""
     return "-" if seconds is None else str(datetime.timedelta(seconds=int(seconds)))

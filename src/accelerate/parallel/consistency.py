@@ -23,19 +23,10 @@ _SAMPLES = 64
 def require_same_model(
     accelerator: Run, model: nn.Module, ignored: Collection[nn.Parameter] = (), from_main: bool = False
 ) -> None:
-    """Require the same model of all ranks, and give them the weights of rank 0 where only values differ. All ranks.
+    """Require the same model of all ranks (else ValueError), and rank 0's weights if values differ.
 
-    Each rank's shard would otherwise be of another model: replicas of shards would never be equal, and weights that only rank 0
-    loaded would be lost in part. It costs one exchange of a few bytes for each tensor; weights travel only if they differ.
-
-    Args:
-        accelerator: the Accelerator.
-        model: about to be sharded.
-        ignored: parameters that stay as they are on each rank.
-        from_main: weights are going to be those of rank 0 anyway, so that only names and shapes count.
-
-    Raises:
-        ValueError: the ranks have different parameters, or some have weights where others have none; raised on all ranks.
+    All ranks. It costs one exchange of a few bytes for each tensor; weights travel only if they differ, and with
+    `from_main` only names and shapes count.
     """
     kept = {id(parameter) for parameter in ignored}
     if ignored:
@@ -45,12 +36,9 @@ def require_same_model(
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {canonical_name(name): tensor for name, tensor in named if id(tensor) not in kept}
     # Ranks with different parts of split layers compare values among those with the same part.
-    mine = (
-        mesh.rank(accelerator.torch_device_mesh, "tp"),
-        {name: _described(tensor) for name, tensor in tensors.items()},
-    )
+    part = mesh.rank(accelerator.torch_device_mesh, "tp")
     seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, mine)
+    dist.all_gather_object(seen, (part, {name: _described(tensor) for name, tensor in tensors.items()}))
     first = seen[0][1]
     for rank, (_, other) in enumerate(seen):
         _compare(type(model).__name__, rank, first, other, from_main)
@@ -62,11 +50,8 @@ def require_same_model(
         return
     if dist.get_rank() == 0:
         logger.warning(
-            "%d tensors of %s have other values on other ranks, %r for one; those of rank 0 are used. Build the model after "
-            "`set_seed`, or set cpu_ram_efficient_loading=True if only rank 0 loads weights.",
-            len(differing),
-            type(model).__name__,
-            min(differing),
+            f"{len(differing)} tensors of {type(model).__name__} have other values on other ranks, {min(differing)!r} for one; "
+            "those of rank 0 are used. Build the model after `set_seed`, or set cpu_ram_efficient_loading=True."
         )
     replicas = mesh.submesh(accelerator.torch_device_mesh, "dp_cp")
     for tensor in tensors.values():
@@ -78,10 +63,8 @@ def _warn_of_ignored(model: nn.Module, kept: set[int]) -> None:
     names = [canonical_name(name) for name, p in model.named_parameters() if id(p) in kept and p.requires_grad]
     if names and dist.get_world_size() > 1 and dist.get_rank() == 0:
         logger.warning(
-            "ignored_modules leaves %d trainable parameters whole, %r for one, and FSDP does not average their gradients: each rank "
-            "trains a copy of its own. Freeze them, or average their gradients with `accelerator.reduce(p.grad, 'mean')`.",
-            len(names),
-            names[0],
+            f"ignored_modules leaves {len(names)} trainable parameters whole, {names[0]!r} for one, whose gradients FSDP does not "
+            "average. Freeze them, or average their gradients with `accelerator.reduce(p.grad, 'mean')`."
         )
 
 
@@ -112,6 +95,5 @@ def _compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any]
         if not from_main and (value is None) != (other is None):
             raise ValueError(
                 f"{name!r} is on the meta device on rank {0 if value is None else rank} and has values on rank "
-                f"{rank if value is None else 0}. To let the weights of rank 0 count, set cpu_ram_efficient_loading=True in the "
-                "FullyShardedDataParallelPlugin; else load them on every rank."
+                f"{rank if value is None else 0}. Set cpu_ram_efficient_loading=True, or load weights on every rank."
             )

@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 
 
 def submesh(mesh: "DeviceMesh | None", name: str) -> "DeviceMesh | None":
-    """Return one dimension of a mesh, a flattened one included.
-
-    Args:
-        mesh: the mesh of `ParallelismConfig.get_device_mesh`; None where there is none.
-        name: such as "tp", or a flattened dimension: "dp", "dp_shard_cp", "dp_cp".
-
-    Returns:
-        The one-dimensional mesh, or None when the dimension is not active.
-    """
+    """Return one dimension of a mesh, a flattened one ("dp_shard_cp") included; None where it is not active."""
     if mesh is None:
         return None
     if name in (mesh.mesh_dim_names or ()):
@@ -36,12 +28,6 @@ def submesh(mesh: "DeviceMesh | None", name: str) -> "DeviceMesh | None":
         return None
 
 
-def size(mesh: "DeviceMesh | None", name: str) -> int:
-    """Return how many ranks a dimension has; 1 when it is not active."""
-    part = submesh(mesh, name)
-    return 1 if part is None else part.size()
-
-
 def rank(mesh: "DeviceMesh | None", name: str) -> int:
     """Return this rank's place in a dimension; 0 when it is not active."""
     part = submesh(mesh, name)
@@ -49,12 +35,7 @@ def rank(mesh: "DeviceMesh | None", name: str) -> int:
 
 
 def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
-    """Return the mesh that parameters are sharded over: one dimension of shards, with one of replicas before it if there are any.
-
-    Args:
-        config: the sizes.
-        mesh: their mesh.
-    """
+    """Return the mesh that parameters are sharded over: shards, with replicas before them if there are any."""
     shards = tuple(config.dp_shard_cp_dim_names)
     replicas = tuple(config.dp_dim_names[:1]) if config.dp_replicate_enabled else ()
     if len(shards) == 1:
@@ -69,13 +50,7 @@ def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
 
 @torch.no_grad()
 def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = None) -> None:
-    """Give a tensor the values that the first rank of a group has. All ranks of the group.
-
-    Args:
-        tensor: of the same local shape and dtype on every rank, on any device; a meta tensor stays as it is.
-        device: where the group communicates.
-        group: the process group; None means all processes.
-    """
+    """Give a tensor (not a meta one) the values that the first rank of a group has. All ranks of the group."""
     local = local_part(tensor).detach()
     if tensor.is_meta or not local.numel():
         return

@@ -26,11 +26,7 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def check(model: nn.Module, axis: str) -> None:
-    """Refuse a model that would compute something else on parts of a sequence. Asks nothing of other ranks.
-
-    Raises:
-        ValueError: its attention is not SDPA, has local patterns or relative biases, or its head needs the whole sequence.
-    """
+    """Refuse (ValueError) a model that would compute something else on parts of a sequence. Any rank, alone."""
     what = WHAT[axis]
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -48,33 +44,21 @@ def check(model: nn.Module, axis: str) -> None:
                     "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
                 )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        reasons = {
-            f"is an encoder-decoder, whose two sequences {what} cannot cut": getattr(
-                config, "is_encoder_decoder", False
-            ),
-            "pools or compares tokens over the whole sequence after attention, and a rank has a part": kind.endswith(
-                _WHOLE
-            ),
-            "takes no position_ids in its forward, so positions would restart on every rank": (
-                "position_ids" not in _parameters(found)
-            ),
-            f"has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence": kinds,
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        reason = None
+        if getattr(config, "is_encoder_decoder", False):
+            reason = f"is an encoder-decoder, whose two sequences {what} cannot cut"
+        elif kind.endswith(_WHOLE):
+            reason = "pools or compares tokens over the whole sequence after attention, and a rank has a part"
+        elif "position_ids" not in _parameters(found):
+            reason = "takes no position_ids in its forward, so positions would restart on every rank"
+        elif kinds:
+            reason = f"has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence"
+        if reason is not None:
             raise ValueError(f"{kind} {reason}. Use another model, or set {axis}_size=1.")
 
 
 def join(model: nn.Module, region: Any, evaluation: bool) -> None:
-    """Check a model and register a region's hooks on it; one for evaluation is refused only once it is called in the region.
-
-    Args:
-        model: new or known to the region.
-        region: of this Accelerator; nothing is done for a context that a library has set.
-        evaluation: whether the model may be for use outside the region alone, as a frozen teacher is.
-
-    Raises:
-        ValueError: a model for training that would compute something else on parts of a sequence.
-    """
+    """Check a model and hook it to a region; one for evaluation is refused only once it is called in the region."""
     if not isinstance(region, Region):
         return
     try:
@@ -124,12 +108,7 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 class OutsideHook:
-    """Warns once of training outside the context, where every rank repeats the work; or refuses calls inside it.
-
-    Args:
-        region: of the Accelerator.
-        refusal: why the model would compute something else inside; None where it would not.
-    """
+    """Warns once of training outside the context, where every rank repeats the work; refuses calls inside it."""
 
     def __init__(self, region: Region, refusal: str | None = None) -> None:
         self.region = region
@@ -137,11 +116,7 @@ class OutsideHook:
         self.done = False
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        """Look at the first call in training alone: what it does, the others do.
-
-        Raises:
-            ValueError: a call inside that is refused.
-        """
+        """Look at the first call in training alone; ValueError for a call inside that is refused."""
         if self.region.active is not None and self.refusal:
             raise ValueError(f"{self.refusal} Or call it outside of maybe_context_parallel, on whole sequences.")
         if self.done or not (module.training and torch.is_grad_enabled()):
@@ -150,8 +125,7 @@ class OutsideHook:
         if self.region.active is None:
             warnings.warn(
                 f"{type(module).__name__} is trained outside `with accelerator.maybe_context_parallel(...)`, although "
-                f"{self.region.axis}_size={self.region.size}: every rank works on the whole sequence, and nothing is saved. Call "
-                "it, and backward, inside the context; see docs/guides/long-sequences.md.",
+                f"{self.region.axis}_size={self.region.size}: each rank does all work, and nothing is saved. Call it inside.",
                 stacklevel=2,
             )
 
@@ -179,16 +153,7 @@ class AttentionHook:
 
 
 class ModelHook:
-    """Sees what a model is called with inside the context, refuses what is wrong on a part, and supplies positions.
-
-    Attributes:
-        name: the class of the model.
-        parameters: the names of what `forward` takes, in their order.
-        shifts: whether it shifts `labels` itself.
-        numbers_from_zero: whether its positions are 0, 1, 2, ... unless the caller gives others.
-        window: tokens that a layer sees at most; None means all.
-        causal: whether no token sees what comes after it.
-    """
+    """Refuses, inside the context, arguments that are wrong on a part of a sequence, and supplies positions."""
 
     def __init__(self, region: Region, model: nn.Module) -> None:
         config, self.region, self.name = model.config, region, type(model).__name__
@@ -206,11 +171,7 @@ class ModelHook:
         self.causal = all(getattr(module, "is_causal", True) for module in model.modules())
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """Change the arguments of `forward`, inside the context.
-
-        Raises:
-            ValueError: the arguments would give a wrong result on a part of the sequence.
-        """
+        """Change the arguments of `forward`, inside the context; ValueError if they are wrong on a part."""
         active = self.region.active
         if active is None:
             return None
@@ -234,8 +195,7 @@ class ModelHook:
             if length != share:
                 raise ValueError(
                     f"{name} of shape {tuple(given.shape)} has {length} tokens, but under {self.region.what} this rank has "
-                    f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel, with "
-                    "the dimension of its sequence."
+                    f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel."
                 )
         if self.window is not None and active.length > self.window:
             raise ValueError(
@@ -252,10 +212,7 @@ class ModelHook:
             )
 
     def _check_places(self, active: Active, kwargs: dict[str, Any]) -> None:
-        """Supply positions; where the caller gave some, or a mask, check them, all ranks of the group together.
-
-        Reading the answer makes the host wait for the device, so a caller in a hurry gives neither.
-        """
+        """Supply positions; check given ones or a mask with all ranks, which waits for the device."""
         mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if given is None:
             if active.positions is None or not self.numbers_from_zero:
@@ -299,7 +256,6 @@ class ModelHook:
             )
         if renumbered:
             raise ValueError(
-                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part "
-                "of it, make them for the whole and name them in the buffers, or leave them out. Documents packed into one sequence "
-                f"cannot be kept apart under {self.region.what}, which has no mask."
+                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part, "
+                f"name whole ones in the buffers, or none. {self.region.what} cannot keep packed documents apart."
             )

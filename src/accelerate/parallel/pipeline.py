@@ -37,14 +37,7 @@ def _label(path: Sequence[Any]) -> str:
 
 @dataclass
 class _Leaf:
-    """One value in the arguments of the example, or in what the model returns.
-
-    Attributes:
-        name: Where it is.
-        shape: Of a tensor of one micro-batch; None for a constant.
-        dtype: Of the tensor, or the type of the constant.
-        value: The constant.
-    """
+    """A value in the example or the output: shape and dtype of a tensor of one micro-batch, or a constant."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -52,9 +45,8 @@ class _Leaf:
     value: Any = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}={self.value!r}" if self.shape is None else f"{self.name} of shape {self.shape}, {self.dtype}"
-        )
+        kind = f"={self.value!r}" if self.shape is None else f" of shape {self.shape}, {self.dtype}"
+        return f"{self.name}{kind}"
 
 
 def _leaf(name: str, value: Any) -> _Leaf:
@@ -64,20 +56,7 @@ def _leaf(name: str, value: Any) -> _Leaf:
 
 
 class Inputs:
-    """The arguments that a model is traced with, and how those of a batch are brought into their form.
-
-    Args:
-        model: The model; only the signature of its forward is used.
-        args: Positional arguments of one micro-batch.
-        kwargs: Keyword arguments of it.
-
-    Attributes:
-        rows: Samples in a micro-batch: the length of the first dimension of the first tensor that has one.
-
-    Raises:
-        TypeError: The model's forward takes no such arguments.
-        ValueError: No tensor has a dimension, or a value can be no part of a graph.
-    """
+    """The arguments (of `rows` samples) that a model is traced with; brings those of a batch into their form."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._owner = type(model).__name__
@@ -115,12 +94,7 @@ class Inputs:
         return tuple(tensor.detach().reshape(tensor.shape or (1,)) for tensor in example)
 
     def call(self, forward: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Call a forward as the example does, with other tensors.
-
-        Args:
-            forward: The model's own.
-            tensors: As `traced` returns them.
-        """
+        """Call a forward as the example does, with other tensors, in the form that `traced` returns."""
         given = iter(tensors)
         values = [
             leaf.value if leaf.shape is None else next(given) if leaf.shape else next(given).reshape(())
@@ -141,14 +115,7 @@ class Inputs:
         return forward(*args, **kwargs)
 
     def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, list[tuple[torch.Tensor, bool]]]:
-        """Compare the arguments of a batch with the example.
-
-        Returns:
-            The number of samples, and each tensor with whether it holds them; others are the same for every micro-batch.
-
-        Raises:
-            TypeError, ValueError: Something differs from the example that is not the number of samples.
-        """
+        """Return the samples of a batch, and each tensor with whether it holds them; refuse other arguments."""
         values, structure = self._flat(args, kwargs, "The arguments on the first process")
         rows = next((value.shape[0] for _, value in values if isinstance(value, torch.Tensor) and value.dim()), 0)
         if not rows:
@@ -159,8 +126,7 @@ class Inputs:
         if structure != self._structure:
             raise ValueError(
                 f"The pipeline was traced with {', '.join(leaf.name for leaf in self.leaves)}, and is called with "
-                f"{', '.join(name for name, _ in values)}. Give the same arguments in every call, or call `prepare_pippy` with "
-                "these as `example_args` and `example_kwargs`."
+                f"{', '.join(name for name, _ in values)}. Give the arguments of the example, or call `prepare_pippy` again."
             )
         return rows, [
             self._compared(leaf, _leaf(*value), value[1], rows)
@@ -181,13 +147,7 @@ class Inputs:
         )
 
     def cut(self, tensors: Sequence[tuple[torch.Tensor, bool]], start: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Return the inputs of some micro-batches, all in one; the last sample fills the last of them.
-
-        Args:
-            tensors: From `match`.
-            start: The first sample.
-            count: How many micro-batches.
-        """
+        """Return `count` micro-batches from a sample on, all in one; the last sample fills the last of them."""
         wanted = count * self.rows
         taken = []
         for tensor, holds_samples in tensors:
@@ -202,11 +162,7 @@ class Inputs:
 
 
 class Outputs:
-    """What a model returns: its structure, and for each tensor in it how many rows belong to a sample.
-
-    Args:
-        rows: Samples in a micro-batch.
-    """
+    """What a model returns: its structure, and for each tensor in it how many rows belong to a sample."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -214,19 +170,14 @@ class Outputs:
         self._leaves: list[_Leaf] = []
 
     def record(self, output: Any) -> tuple[torch.Tensor, ...]:
-        """Note the structure of the output of one micro-batch, and return its tensors.
-
-        Raises:
-            ValueError: A tensor is not of samples, so that those of several micro-batches cannot be joined.
-        """
+        """Note the structure of one micro-batch's output; return its tensors. ValueError if one has no samples."""
         paths, self._structure = pytree.tree_flatten_with_path(output)
         self._leaves = [_leaf(_label(path) or "it", self._constant(_label(path), value)) for path, value in paths]
         for leaf in self._leaves:
             if leaf.shape is not None and (not leaf.shape or leaf.shape[0] % self._rows):
                 raise ValueError(
-                    f"The model returns {leaf.name} of shape {leaf.shape} for a micro-batch of {self._rows}: without a batch "
-                    "dimension, micro-batches cannot be joined. Leave out what it is computed from (such as `labels`), or "
-                    "return one value for each sample."
+                    f"The model returns {leaf.name} of shape {leaf.shape} for a micro-batch of {self._rows}: there is no batch "
+                    "dimension. Leave out what it is computed from (such as `labels`), or return a value for each sample."
                 )
         return tuple(value for _, value in paths if isinstance(value, torch.Tensor))
 
@@ -242,12 +193,7 @@ class Outputs:
         return None  # a cache of transformers
 
     def joined(self, pieces: Sequence[Sequence[torch.Tensor]], samples: int) -> Any:
-        """Return what the model returns for a batch.
-
-        Args:
-            pieces: The tensors of one run of the schedule after another, filled up with further samples.
-            samples: How many the batch has.
-        """
+        """Return what the model returns for a batch, from the tensors of each run of the schedule."""
         columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
         shapes = self.shapes(samples)
         return self.built([column[: shape[0]] for column, (shape, _) in zip(columns, shapes, strict=True)])
@@ -269,15 +215,7 @@ class Outputs:
 
 @dataclass
 class Traced:
-    """A model as stages.
-
-    Attributes:
-        pipe: Torch's `Pipe`.
-        inputs: What it was traced with.
-        outputs: What it returns.
-        used: Which of the input tensors the first stage takes, in order.
-        autocast: Whether autocast was on for the device, and its dtype.
-    """
+    """A model as stages: torch's `Pipe`, and the positions of the inputs that the first stage takes (`used`)."""
 
     pipe: Any
     inputs: Inputs
@@ -289,17 +227,9 @@ class Traced:
 def trace(
     model: nn.Module, split_points: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], stages: int
 ) -> Traced:
-    """Cut a model into stages. No communication; the model is as before afterwards.
+    """Cut a model into stages, which begin at `split_points`, and leave it as before. No communication.
 
-    Args:
-        model: The model, whose weights have values.
-        split_points: Names of the modules that each stage after the first begins with.
-        args: Positional arguments of one micro-batch, on the model's device.
-        kwargs: Keyword arguments of it.
-        stages: How many stages there have to be.
-
-    Raises:
-        ValueError: The names do not cut the model into so many stages, or it cannot be traced.
+    Raises ValueError if the names do not cut the model into so many stages, or if it cannot be traced.
     """
     _check_points(model, split_points, stages)
     inputs = Inputs(model, args, kwargs)
@@ -324,8 +254,7 @@ def trace(
     if pipe.num_stages != stages:
         raise ValueError(
             f"split_points={list(split_points)} cut {type(model).__name__} into {pipe.num_stages} stages, but there are {stages} "
-            "processes: its forward calls one of these modules not once, or two of them begin at the same place. Choose modules "
-            "that run one after the other."
+            "processes: choose modules that forward calls once each, one after the other."
         )
     kind = PartialState().device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -369,8 +298,7 @@ def _untraceable(model: nn.Module, error: BaseException) -> ValueError:
     first = next((line for line in str(cause).splitlines() if line.strip()), "no message")
     return ValueError(
         f"torch.export cannot trace {type(model).__name__} ({type(cause).__name__}: {first.strip()[:300]}). A pipeline needs a "
-        "forward that is one graph: without branches on the values of tensors, and for models of transformers without a cache "
-        "(use_cache=False in `example_kwargs`)."
+        "forward that is one graph: no branches on values, in transformers no cache (use_cache=False in `example_kwargs`)."
     )
 
 
@@ -383,11 +311,7 @@ def _used(pipe: Any) -> list[int]:
 
 
 def _sends_well(stage: Any) -> None:
-    """Mend what torch's stage does wrong with activations that are strided, or that skip stages.
-
-    It sends them with the strides they are computed with, which gloo refuses; and it receives several of one stage in another
-    order than that stage sends them.
-    """
+    """Mend torch's stage: it sends strided activations, which gloo refuses, and receives in another order."""
     for node in stage.submod.graph.nodes:
         if node.op == "placeholder":
             seen = node.meta["val"]
@@ -412,12 +336,7 @@ def _sends_well(stage: Any) -> None:
 
 
 class PipelineSchedule(ScheduleGPipe):
-    """This process's stage of a pipeline, and the order in which micro-batches pass it.
-
-    Args:
-        traced: The model as stages.
-        num_chunks: Most micro-batches in one run of the schedule.
-    """
+    """This process's stage of a pipeline, and the order in which micro-batches pass it."""
 
     def __init__(self, traced: Traced, num_chunks: int) -> None:
         state = PartialState()
@@ -427,22 +346,14 @@ class PipelineSchedule(ScheduleGPipe):
         _sends_well(self._own)
         super().__init__(self._own, num_chunks)
         self.num_chunks = num_chunks
-        # A batch may fill fewer micro-batches than a whole run has.
-        self._shorter: dict[int, ScheduleGPipe] = {}
+        # By micro-batches: a batch may fill fewer than a whole run has.
+        self._steps = {num_chunks: super().step}
         self._samples = 0
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of any number of samples. All ranks; the first one's arguments count.
+        """Run a batch of any number of samples; the last rank gets the output, others None. All ranks.
 
-        Args:
-            *args: The model's positional arguments, like the example but for the number of samples.
-            **kwargs: The model's keyword arguments.
-
-        Returns:
-            On the last rank what the model returns, else None.
-
-        Raises:
-            ValueError: On all ranks: the arguments of the first one differ from the example.
+        The first rank's arguments count; ValueError on all ranks if they differ from the example in more than samples.
         """
         tensors = self._admitted(args, kwargs)
         inputs, pieces = self._traced.inputs, []
@@ -458,12 +369,9 @@ class PipelineSchedule(ScheduleGPipe):
         return self._traced.outputs.joined(pieces, self._samples) if self._own.is_last else None
 
     def _run(self, given: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
-        if count == self.num_chunks:
-            output = super().step(*given)
-        else:
-            if count not in self._shorter:
-                self._shorter[count] = ScheduleGPipe(self._own, count)
-            output = self._shorter[count].step(*given)
+        if count not in self._steps:
+            self._steps[count] = ScheduleGPipe(self._own, count).step
+        output = self._steps[count](*given)
         return (output,) if isinstance(output, torch.Tensor) else output
 
     def _admitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
@@ -482,11 +390,7 @@ class PipelineSchedule(ScheduleGPipe):
         return tensors
 
     def to_all(self, output: Any) -> Any:
-        """Return on every rank what the last one's `step` returned. All ranks.
-
-        Args:
-            output: What `step` returned here.
-        """
+        """Return on every rank what the last one's `step` returned. All ranks."""
         outputs, last = self._traced.outputs, self._ranks - 1
         if self._rank == last:
             leaves = pytree.tree_leaves(output)

@@ -6,7 +6,7 @@ A region belongs to one Accelerator and is entered once for every batch.
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,23 +29,17 @@ NO_MASK = (
 
 @dataclass(frozen=True)
 class Active:
-    """What holds between entry and exit.
-
-    Args:
-        length: tokens of the whole sequence; None when no buffers were given.
-        positions: [1, length / size], the places of this rank's tokens in the whole sequence; None likewise.
-    """
+    """Between entry and exit: tokens of the whole sequence, and this rank's places in it; None without buffers."""
 
     length: int | None
     positions: Tensor | None
 
 
 class Attention(TorchFunctionMode):
-    """Sends every `scaled_dot_product_attention` of this thread through a function, under whatever name it was imported.
+    """Sends each `scaled_dot_product_attention` of this thread through `attend`, whatever name it is called by.
 
-    The name in `torch.nn.functional` is replaced beside it, since each is blind where the other sees: a replaced name misses names
-    that were imported before and graphs that were compiled before; a mode is off while it handles a function, and `backward` is
-    one, in which checkpointed activations are computed again.
+    The name in `torch.nn.functional` is replaced beside it: a replaced name misses earlier imports and compiled graphs,
+    and a mode is off while it handles a function, as `backward` is, in which checkpointed activations are recomputed.
     """
 
     def __init__(self, attend: Callable[..., Tensor], what: str) -> None:
@@ -66,25 +60,18 @@ class Attention(TorchFunctionMode):
 
 
 class Region:
-    """A factory of contexts: call it for each batch, with the tensors to cut. All ranks of the sequence's group enter together.
+    """A factory of contexts, called for each batch with the tensors to cut. All ranks of the group enter together.
 
-    Args:
-        axis: "cp" or "sp".
-        mesh: the one-dimensional mesh of the ranks that share a sequence.
-        attend: `(query, key, value, *, dropout, causal, scale, gqa, region)`, exact attention over the whole sequence.
-        cuts: how many equal parts each rank gets; the length must be divisible by `cuts` times the number of ranks.
+    A subclass computes exact attention over the whole sequence, of which each rank gets `cuts` equal parts.
     """
 
-    def __init__(
-        self, axis: str, mesh: "DeviceMesh", attend: Callable[..., Tensor] | None = None, cuts: int = 1
-    ) -> None:
+    def __init__(self, axis: str, mesh: "DeviceMesh", cuts: int = 1) -> None:
         self.axis = axis
         self.what = WHAT[axis]
         self.mesh = mesh
         self.group = mesh.get_group()
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
-        self.attend = attend
         self.cuts = cuts
         self.active: Active | None = None
         self._compared = False
@@ -102,32 +89,19 @@ class Region:
     def __deepcopy__(self, memo: dict) -> "Region":
         return self  # a copied model shares its sequences with the same ranks
 
+    @contextmanager
     def __call__(
         self,
         buffers: Sequence[Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
-    ) -> AbstractContextManager[None]:
-        """Return the context for one batch.
-
-        Args:
-            buffers: tensors of any type to cut in place, all of one length along their sequence.
-            buffer_seq_dims: the dimension of the sequence in each.
-            no_restore_buffers: those of `buffers` that stay cut afterwards, which frees the whole ones at once.
-        """
-        return self._entered(list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ()))
-
-    @contextmanager
-    def _entered(self, buffers: list[Tensor], dims: list[int], lasting: list[Tensor]) -> Iterator[None]:
+    ) -> Iterator[None]:
+        """Return the context for one batch; `no_restore_buffers` stay cut, which frees the whole ones at once."""
+        buffers, dims, lasting = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
         if self.group is None:
-            raise RuntimeError(
-                f"This {self.what} came from a pickle, without its process group. Call `prepare` again."
-            )
+            raise RuntimeError(f"This {self.what} came from a pickle, without its group. Call `prepare` again.")
         if self.active is not None:
-            raise RuntimeError(
-                "maybe_context_parallel was entered inside itself, which would cut the sequence twice. Name all tensors at the "
-                "outer one."
-            )
+            raise RuntimeError("maybe_context_parallel was entered inside itself. Name all tensors at the outer one.")
         self._check(buffers, dims, lasting)
         if not buffers:
             with self._attending(None, None):
@@ -186,16 +160,18 @@ class Region:
             raise ValueError(NO_MASK.format(what=self.what))
         # Called by its name, the mode is still on, and would catch the plain attention within.
         with torch._C.DisableTorchFunction():
-            return self.attend(query, key, value, dropout_p, is_causal, scale, enable_gqa, self)
+            return self._attend(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
+    ) -> Tensor:
+        """Attend over the whole sequence. Tensors are [batch, heads, length / size, width], alike on all ranks."""
+        raise NotImplementedError
 
     # -- checks, before anything is changed ----------------------------------------------------------------------
 
     def _check(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> None:
-        """Refuse on all ranks of the group what one of them cannot cut, or what differs between them.
-
-        On CPU all ranks exchange descriptions each time. Elsewhere reading a message would make the host wait for the device, so they do
-        it at the first entry alone.
-        """
+        """Refuse on all ranks what one cannot cut, or what differs; off the CPU at the first entry alone."""
         problem = self._problem(buffers, dims, lasting)
         on_cpu = all(not isinstance(buffer, Tensor) or buffer.device.type == "cpu" for buffer in buffers)
         seen: list[Any] = [(problem, None)] * self.size
@@ -232,9 +208,7 @@ class Region:
                 return f"buffer_seq_dims[{place}] is {dim!r}, but buffers[{place}] has the shape {shape}."
             lengths.append(shape[dim])
         if len(set(lengths)) > 1:
-            return (
-                f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must have that of the sequence."
-            )
+            return f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must be the sequence's."
         if any(not _among(buffer, buffers) for buffer in lasting):
             return "no_restore_buffers has a tensor that is not in buffers; it must be one of them, the same object."
         return self._odd_length(lengths[0]) if lengths else self._no_buffers()
@@ -256,10 +230,7 @@ class Region:
 
 
 def _leave_handler_uncompiled() -> None:
-    """Keep the compiler, if it is there, from compiling the handler of every operation that runs between two graphs.
-
-    Inside a graph the handler is still taken in.
-    """
+    """Keep the compiler from compiling the handler of operations that run between two graphs."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and hasattr(compiler, "skip_code"):
         compiler.skip_code(Attention.__torch_function__.__code__)

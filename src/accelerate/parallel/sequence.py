@@ -27,23 +27,10 @@ _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
 def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Get models and the Accelerator ready for sequences that are cut. All ranks call it, from `Accelerator.prepare`.
+    """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp". All ranks.
 
-    Models of transformers get hooks that act inside the context alone: they refuse what would be wrong on a part of a sequence,
-    supply positions, and leave masks out. `accelerator.maybe_context_parallel` works from here on.
-
-    Args:
-        accelerator: its device mesh is built, and has the dimension.
-        axis: "cp" for context parallelism, "sp" for Ulysses.
-        objects: what `prepare` was given.
-
-    Returns:
-        The same objects.
-
-    Raises:
-        ValueError: a model whose attention cannot be exact on parts, such as attn_implementation="eager"; heads that cannot be
-            dealt out; settings that only DeepSpeed has a use for.
-        ImportError: this torch has no context parallelism for the device.
+    Raises ValueError for a model that cannot be exact on parts, for heads that cannot be dealt out, and for settings
+    that only DeepSpeed has a use for; ImportError if this torch has no context parallelism for the device.
 
     Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
@@ -57,19 +44,14 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
     if not isinstance(accelerator.prepared.sequence_context, Region):
         part = mesh.submesh(accelerator.torch_device_mesh, axis)
         if part is None:
-            size = getattr(layout, f"{axis}_size")
-            raise ValueError(
-                f"{axis}_size={size}, but the device mesh has no dimension {axis!r}. Set {axis}_size above 1."
-            )
+            raise ValueError(f"The device mesh has no dimension {axis!r}. Set {axis}_size above 1.")
         if axis == "sp":
             accelerator.prepared.sequence_context = SequenceRegion(part, _fixed_length(layout.sp_handler))
         elif accelerator.device.type == "cpu":
             if layout.cp_handler.cp_comm_strategy != "allgather":
-                logger.warning(
-                    "On CPU context parallelism gathers keys and values: cp_comm_strategy has no effect here."
-                )
+                logger.warning("On CPU context parallelism gathers keys and values: cp_comm_strategy has no effect.")
             # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
-            accelerator.prepared.sequence_context = Region("cp", part, by_gathering, cuts=2)
+            accelerator.prepared.sequence_context = GatheringRegion("cp", part, cuts=2)
         else:
             accelerator.prepared.sequence_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
     for model in found:
@@ -81,12 +63,7 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
 
 
 class TorchRegion(Region):
-    """Context parallelism by torch itself, for accelerators: it deals the sequence out, and its kernels do the attention.
-
-    Args:
-        part: the mesh dimension.
-        strategy: how keys and values travel, "allgather" or "alltoall".
-    """
+    """Context parallelism by torch itself, for accelerators: it deals the sequence out and does the attention."""
 
     def __init__(self, part: Any, strategy: str) -> None:
         super().__init__("cp", part, cuts=2)
@@ -137,36 +114,27 @@ def _torch_parts() -> tuple[Callable, Callable]:
     return context_parallel, set_rotate_method
 
 
-def by_gathering(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-    region: Region,
-) -> Tensor:
-    """Attend from this rank's queries to the keys and values of all ranks: the reference path, for CPUs. All ranks of the group.
+class GatheringRegion(Region):
+    """Context parallelism that gathers the keys and values of all ranks: the reference path, for CPUs."""
 
-    torch's own context parallelism needs the flash or memory-efficient kernels of an accelerator. Tensors are [batch, heads,
-    length / size, width], of the same shapes on all ranks.
-    """
-    if dropout > 0:
-        raise ValueError(
-            f"dropout_p={dropout} in scaled_dot_product_attention: context parallelism on CPU computes exact attention, and "
-            "dropout over a sharded sequence would draw other numbers than over a whole one. Set the attention dropout of the "
-            "model to 0 (`attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
-        )
-    together = torch.cat((key, value), dim=-1)
-    copies = together.expand(region.size, *together.shape)
-    together = torch.cat(_all_to_all(copies, region.group).unbind(0), dim=-2)
-    key, value = together.split((key.shape[-1], value.shape[-1]), dim=-1)
-    mask = None
-    if causal:
-        places = torch.arange(query.shape[-2], device=query.device) + region.rank * query.shape[-2]
-        mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
-    return ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
+    ) -> Tensor:
+        if dropout > 0:
+            raise ValueError(
+                f"dropout_p={dropout} in scaled_dot_product_attention: under context parallelism on CPU it would draw other "
+                "numbers than over a whole sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
+                "`attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
+            )
+        together = torch.cat((key, value), dim=-1)
+        copies = together.expand(self.size, *together.shape)
+        together = torch.cat(_all_to_all(copies, self.group).unbind(0), dim=-2)
+        key, value = together.split((key.shape[-1], value.shape[-1]), dim=-1)
+        mask = None
+        if causal:
+            places = torch.arange(query.shape[-2], device=query.device) + self.rank * query.shape[-2]
+            mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
+        return ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
 def _all_to_all(parts: Tensor, group: Any) -> Tensor:
@@ -178,20 +146,9 @@ def _all_to_all(parts: Tensor, group: Any) -> Tensor:
 
 
 def check_heads(heads: int, key_heads: int, size: int, of: str = "attention") -> None:
-    """Refuse heads that cannot be dealt out to `size` ranks; of few key heads, each goes to several ranks.
-
-    Raises:
-        ValueError: `heads` is not divisible by `size`, or neither of `key_heads` and `size` by the other.
-
-    Example:
-        >>> check_heads(32, 8, 4)
-        >>> check_heads(32, 2, 4)  # each key head goes to two ranks
-    """
-    fitting = [
-        ranks
-        for ranks in range(1, heads + 1)
-        if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
-    ]
+    """Refuse (ValueError) heads that cannot be dealt out to `size` ranks; of few key heads, some are copied."""
+    divisors = [ranks for ranks in range(1, heads + 1) if heads % ranks == 0]
+    fitting = [ranks for ranks in divisors if key_heads % ranks == 0 or ranks % key_heads == 0]
     if size not in fitting:
         raise ValueError(
             f"sp_size={size}: {of} has {heads} heads and {key_heads} heads of keys and values, which cannot be dealt out evenly. "
@@ -226,59 +183,41 @@ def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | No
 
 
 class SequenceRegion(Region):
-    """Attention in which every rank has the whole sequence for some of the heads; on any device.
-
-    Args:
-        part: the mesh dimension.
-        length: tokens that every sequence must have; None means any number.
-    """
+    """Attention in which each rank has the whole sequence (`length` tokens, if set) for some of the heads."""
 
     def __init__(self, part: Any, length: int | None = None) -> None:
-        super().__init__("sp", part, ulysses)
+        super().__init__("sp", part)
         self.length = length
 
     def _odd_length(self, length: int) -> str | None:
         if self.length is not None and length != self.length:
             return (
-                f"The sequence has {length} tokens, but sp_handler says sp_seq_length={self.length} for all. Pad or cut it, or set "
+                f"The sequence has {length} tokens, but sp_handler says sp_seq_length={self.length}. Pad or cut it, or set "
                 "sp_seq_length_is_variable=True."
             )
         return super()._odd_length(length)
 
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
+    ) -> Tensor:
+        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+            raise ValueError(
+                "Sequence parallelism needs query, key and value of [batch, heads, length, width], but they are "
+                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
+            )
+        heads, key_heads = query.shape[_HEADS], key.shape[_HEADS]
+        check_heads(heads, key_heads, self.size)
+        if key_heads % self.size:
+            # Fewer key heads than ranks: those whose queries share one get a copy each. The gradients of copies add up.
+            key, value = (tensor.repeat_interleave(self.size // key_heads, dim=_HEADS) for tensor in (key, value))
+        query, key, value = (self._exchange(tensor, _HEADS, _LENGTH) for tensor in (query, key, value))
+        out = ATTENTION(query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
+        return self._exchange(out, _LENGTH, _HEADS)
 
-def ulysses(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-    region: Region,
-) -> Tensor:
-    """Attend over the whole sequence with a part of the heads, and return the result in parts of the sequence. All ranks of the group.
-
-    Tensors are as in `by_gathering`. Dropout is drawn on each rank for its heads.
-    """
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise ValueError(
-            "Sequence parallelism needs query, key and value of [batch, heads, length, width], but they are "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
-        )
-    size, heads, key_heads = region.size, query.shape[_HEADS], key.shape[_HEADS]
-    check_heads(heads, key_heads, size)
-    if key_heads % size:
-        # Fewer key heads than ranks: those whose queries share one get a copy each. The gradients of copies add up.
-        key, value = (tensor.repeat_interleave(size // key_heads, dim=_HEADS) for tensor in (key, value))
-    query, key, value = (_exchange(tensor, _HEADS, _LENGTH, region) for tensor in (query, key, value))
-    out = ATTENTION(query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
-    return _exchange(out, _LENGTH, _HEADS, region)
-
-
-def _exchange(tensor: Tensor, split: int, join: int, region: Region) -> Tensor:
-    """Distribute the dimension `split`, which is whole here, and make `join` whole, which is distributed."""
-    parts = torch.stack(tensor.chunk(region.size, dim=split))
-    return torch.cat(_all_to_all(parts, region.group).unbind(0), dim=join)
+    def _exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
+        """Distribute the dimension `split`, which is whole here, and make `join` whole, which is distributed."""
+        parts = torch.stack(tensor.chunk(self.size, dim=split))
+        return torch.cat(_all_to_all(parts, self.group).unbind(0), dim=join)
 
 
 # -- labels and losses -----------------------------------------------------------------------------------------------
@@ -342,9 +281,7 @@ def aggregate_loss(loss: Tensor, num_tokens: Tensor | int, group: Any = None) ->
             loss = aggregate_loss(mean, (shifted != -100).sum(), group=accelerator.torch_device_mesh["cp"])
     """
     if loss.numel() != 1:
-        raise ValueError(
-            f"loss has the shape {tuple(loss.shape)}; it must be a scalar, the mean over this rank's tokens."
-        )
+        raise ValueError(f"loss has the shape {tuple(loss.shape)}; it must be a scalar, the mean over own tokens.")
     group = group.get_group() if hasattr(group, "get_group") else group
     size = distributed.get_world_size(group) if distributed.is_initialized() else 1
     # float32 counts exactly up to 16 million tokens only; MPS has nothing wider.

@@ -27,40 +27,27 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether `fully_shard` was applied to a module. Any rank, alone.
-
-    Args:
-        model: out of its compiled shell.
-    """
+    """Say whether `fully_shard` was applied to a module, out of its compiled shell. Any rank, alone."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
 
 
 def mesh_of(accelerator: Run) -> "DeviceMesh":
-    """Return the mesh that parameters are sharded over; without a parallelism configuration, all ranks in one dimension. All ranks.
-
-    Args:
-        accelerator: the Accelerator.
-    """
+    """Return the mesh that parameters are sharded over; without a configuration, all ranks. All ranks."""
     if accelerator.torch_device_mesh is not None:
         return shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(
-        accelerator.device.type, (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",)
-    )
+    shape = (torch.distributed.get_world_size(),)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard",))
 
 
 def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list[nn.Module]:
-    """Return the modules that are sharded on their own, inner ones first, without the model itself. Any rank, alone.
+    """Return the modules that are sharded on their own, inner ones first, without the model itself.
 
-    A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. What holds both is.
-
-    Args:
-        model: the model about to be sharded.
-        is_unit: whether a module is to be one; None for none. Its attribute ``fewest``, if it has one, is how many
-            parameters a unit has at least that are in no unit inside it.
+    A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. An
+    attribute `fewest` of `is_unit` is how many parameters a unit has at least that are in no unit inside it.
     """
     if is_unit is None:
         return []
@@ -99,23 +86,10 @@ def shard(
     is_unit: Callable[[nn.Module], bool] | None,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Shard a model in place, and let its optimizers follow. All ranks.
+    """Shard a model in place, let its optimizers follow, and return it. All ranks.
 
-    Args:
-        accelerator: its FSDP plugin says how.
-        model: out of its compiled shell, the same on all ranks, on the processor or the device; with
-            `cpu_ram_efficient_loading` only rank 0's weights count, and the others' may be on the meta device.
-        is_unit: whether a module becomes a unit of its own, gathered and freed as its forward begins and ends.
-        ignored: parameters that stay whole on every rank.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: weights are on the meta device, and nothing says where they come from; or the ranks' models differ.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    With `cpu_ram_efficient_loading` only rank 0's weights count, and the others' may be on the meta device. Raises
+    ValueError if weights are on the meta device and nothing says where they come from, or if the ranks' models differ.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -142,9 +116,8 @@ def shard(
     parts = units(model, is_unit)
     if is_unit is not None and not parts:
         logger.warning(
-            "The auto_wrap_policy chooses no module of %s, so the whole model is one unit: all its parameters are gathered at "
-            "once. Name the class of its repeated layer in transformer_cls_names_to_wrap.",
-            type(model).__name__,
+            f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the whole model is one unit, gathered at "
+            "once. Name the class of its repeated layer in transformer_cls_names_to_wrap."
         )
     for part in [*parts, model]:
         held = list(_held(part))
@@ -169,8 +142,7 @@ def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None)
     if left:
         raise ValueError(
             f"{len(left)} parameters are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "
-            "the weights on rank 0 and set cpu_ram_efficient_loading=True, or give FullyShardedDataParallelPlugin a "
-            "param_init_fn that moves a module off the meta device and initialises it."
+            "weights on rank 0 and set cpu_ram_efficient_loading=True, or give the plugin a param_init_fn that makes them."
         )
 
 
@@ -198,13 +170,7 @@ def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> No
 
 
 def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
-    """Give a model memory, off the meta device. Any rank, alone.
-
-    Args:
-        model: sharded.
-        device: where it is computed with.
-        offloads: whether shards stay in host memory; what is whole, buffers and ignored parameters, is on the device anyway.
-    """
+    """Give a sharded model memory, off the meta device; with `offloads` its shards in host memory. Any rank."""
     from torch.distributed.tensor import DTensor
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,25 +210,13 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def distribute(
     accelerator: Run, model: nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str] = ()
 ) -> None:
-    """Give a sharded model the whole tensors that rank 0 has, one after the other, each rank its shard alone. All ranks.
-
-    Args:
-        accelerator: the Accelerator.
-        model: sharded, with memory for its shards.
-        weights: on rank 0, all parameters and buffers by name; elsewhere nothing.
-        optional: what stays as it is where `weights` lacks it.
-
-    Raises:
-        RuntimeError: rank 0 lacks a tensor, or one has another shape; raised on all ranks, before anything is changed.
-    """
+    """Give a sharded model the tensors that rank 0 has, each rank its shard alone; else RuntimeError. All ranks."""
     main = torch.distributed.get_rank() == 0
     absent = _from_main([name for name in optional if name not in weights] if main else [])
     targets = {name: tensor for name, tensor in _tensors(model).items() if name not in absent}
     if problems := _from_main(_misfits(targets, weights) if main else []):
-        raise RuntimeError(
-            f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {'; '.join(problems[:5])}. Pass the full "
-            "state dict of the model."
-        )
+        found = "; ".join(problems[:5])
+        raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {found}.")
     for name, target in targets.items():
         sent = torch.empty(target.shape, dtype=target.dtype, device=accelerator.device)
         if main:

@@ -1,11 +1,10 @@
 """Tensor parallelism: the layers of a model are cut over the ranks of the mesh's dimension `tp`.
 
-A model is cut by a plan: patterns of module names, and for each what becomes of the module. Where the plan comes from, first
-match wins: the user (`TorchTensorParallelConfig(plan=...)`), the model itself (transformers' `tp_plan`), or transformers, which cut the model when it loaded it. Everything is checked before anything is changed.
+A plan says of patterns of module names what becomes of the module. It comes from the user, or from the model itself
+(`tp_plan`), unless transformers cut the model when it loaded it. Everything is checked before anything is changed.
 
-Parameters that no entry of the plan names are the same on all ranks. Without FSDP they become replicated DTensors, since
-optimizers with `foreach` or `fused` (the default on GPUs) refuse to have plain tensors beside DTensors. With FSDP2 they stay
-plain, and `fully_shard` makes DTensors of them.
+Parameters that no entry names become replicated DTensors, since optimizers with `foreach` or `fused` (the default on GPUs)
+refuse plain tensors beside DTensors; with FSDP2 they stay plain, and `fully_shard` makes DTensors of them.
 """
 
 import difflib
@@ -39,21 +38,10 @@ _HELP = (
 
 
 def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Cut the models among the objects over the mesh's tensor-parallel dimension. Every rank calls it.
+    """Cut the models among the objects, in place, over the mesh's dimension `tp`; the first rank's weights win.
 
-    The first rank's weights win. Tied parameters stay tied, frozen ones frozen; buffers take its values too. Optimizers follow.
-    A model that is cut over these ranks already is left as it is, except that its remaining plain parameters are replicated.
-
-    Args:
-        accelerator: its mesh has a dimension `tp`.
-        objects: models and anything else, which is handed through.
-
-    Returns:
-        The objects, in their order; models are changed in place.
-
-    Raises:
-        ValueError: a model has no plan, the plan does not fit it, or it is cut over other ranks; on all ranks, and before
-            anything of any model is changed.
+    All ranks. Tied parameters stay tied, frozen ones frozen. A model that is cut over these ranks already is left as
+    it is, but for its plain parameters. Raises ValueError before anything is changed, on all ranks.
     """
     mesh = submesh(accelerator.torch_device_mesh, "tp")
     if mesh is None or mesh.size() == 1:
@@ -86,8 +74,7 @@ def _compare_seeds(mesh: "DeviceMesh") -> None:
     if len(set(seeds)) > 1 and mesh.get_local_rank() == 0:
         warn_user(
             f"torch was seeded with {seeds} on the {mesh.size()} ranks that share layers (tensor parallelism), so dropout would zero "
-            "other elements on each of them, and their gradients would be of different functions. Call set_seed(seed) with one seed; "
-            "set_seed(seed, device_specific=True) gives such ranks one, too, if it comes after the Accelerator."
+            "other elements on each. Call set_seed(seed) with one seed, device_specific=True only after the Accelerator."
         )
 
 
@@ -95,11 +82,7 @@ def _compare_seeds(mesh: "DeviceMesh") -> None:
 
 
 def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
-    """Say whether a model is cut over the ranks of `mesh`.
-
-    Raises:
-        ValueError: it is spread over other ranks.
-    """
+    """Say whether a model is cut over the ranks of `mesh`; ValueError if it is spread over others."""
     found = False
     spread = [(name, value) for name, value in model.named_parameters() if isinstance(value, DTensor)]
     for name, value in spread:
@@ -126,10 +109,7 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
 
 
 def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Put the parameters of a model that transformers cut on our mesh, of the same ranks; no data moves.
-
-    `fully_shard` joins two meshes only if they were sliced out of one.
-    """
+    """Put a model that transformers cut on our mesh of the same ranks: `fully_shard` joins slices of one mesh."""
     prefix, plan = _own_plan(model)
     summed = {f"{prefix}{key}": word for key, word in plan.items() if word == "replicated_with_grad_allreduce"}
     modules = dict(model.named_modules())
@@ -162,19 +142,7 @@ def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
 
 
 def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dict[str, Any]:
-    """Find the style of each module that a plan names, and check that the model can be cut so.
-
-    Args:
-        model: not cut yet.
-        given: the user's plan, or None.
-        size: how many ranks share each layer.
-
-    Returns:
-        Module name to torch ParallelStyle. Modules that are left whole are absent.
-
-    Raises:
-        ValueError: there is no plan, an entry matches nothing or is unknown, or something cannot be divided.
-    """
+    """Return the torch ParallelStyle of each module that a plan cuts; ValueError if the model cannot be cut so."""
     prefix, plan = ("", given) if given else _own_plan(model)
     if not plan:
         raise ValueError(
@@ -268,9 +236,8 @@ def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mappi
 
 
 def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None:
-    cut = [
-        name for name, style in styles.items() if keeps_output_cut(style) and re.search(r"att(entio)?n", name.lower())
-    ]
+    cut = [name for name, style in styles.items() if keeps_output_cut(style)]
+    cut = [name for name in cut if re.search(r"att(entio)?n", name.lower())]
     config = getattr(model, "config", None)
     if not cut or config is None:
         return
@@ -281,8 +248,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None
         if isinstance(heads, int) and heads % size:
             raise ValueError(
                 f"The tensor-parallel plan cuts attention by heads ({cut[0]!r}), but {field} is {heads}, which tp_size={size} "
-                f"does not divide: {heads} = {heads // size} x {size} + {heads % size}. Choose a tp_size that divides "
-                f"{field}, or leave attention out of the plan."
+                f"does not divide: {heads} = {heads // size} x {size} + {heads % size}. Leave attention out of the plan."
             )
 
 
@@ -351,15 +317,10 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class LocalView:
-    """Shows a module its replicated parameters as plain tensors while its forward pass runs.
+    """Shows a module its replicated DTensor parameters as plain tensors while its forward pass runs.
 
-    The parameters are DTensors then, as optimizers that treat many parameters at once want all of them to be, and
-    the module computes with plain tensors, as it was written to.
-
-    Args:
-        names: the module's own parameters.
-        summed: the name of the group that their gradients are summed over, because each rank uses them on its part
-            of the activations; None where every rank has the whole gradient already.
+    `summed` names the group that their gradients are summed over, because each rank uses them on its part of the
+    activations; None where every rank has the whole gradient already.
     """
 
     def __init__(self, names: Iterable[str], summed: str | None = None) -> None:
@@ -407,10 +368,7 @@ class SummedReplica(ParallelStyle):
 
 
 class SplitSequence(SummedReplica):
-    """The module runs on this rank's part of the sequence (dimension 1); before and after it every rank has all of it.
-
-    Unlike torch's `SequenceParallel`, which leaves the activations split, it asks nothing of its neighbours.
-    """
+    """The module runs on this rank's part of the sequence (dimension 1); around it every rank has all of it."""
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         lengths: list[torch.Size] = []
@@ -455,13 +413,7 @@ WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
 
 
 def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
-    """Return along which dimension a style cuts a parameter of a module; None where it is left whole or unknown.
-
-    Args:
-        style: a ParallelStyle, or None.
-        module: whose parameter it is.
-        name: such as "weight".
-    """
+    """Return the dimension along which a style cuts a parameter; None where it is whole or unknown."""
     if type(style) is ColwiseParallel:
         return 1 if isinstance(module, nn.Embedding) else 0
     if type(style) is RowwiseParallel and name == "weight":

@@ -4,17 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, wrap
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate import ParallelismConfig
 from accelerate.backends import fsdp1
 from accelerate.checkpoint.state import tied_names
 from accelerate.config.enums import DistributedType
-from sharded_samples import Block, batch, loss, net, sharding
+from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 
@@ -26,10 +24,8 @@ def alone(process_group):
 
 @pytest.fixture
 def eight():
-    """A group of eight that only this process, rank 5, is in."""
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with fake_group(5, 8):
+        yield
 
 
 # -- the options -----------------------------------------------------------------------------------------------------
@@ -53,22 +49,14 @@ def options(alone, monkeypatch):
 def test_every_option_of_the_plugin_arrives(options):
     model = net(tied=False)
     policy = fsdp.MixedPrecision(param_dtype=torch.bfloat16)
-    accelerator = sharding(
-        1,
-        sharding_strategy="SHARD_GRAD_OP",
-        backward_prefetch="BACKWARD_POST",
-        forward_prefetch=True,
-        limit_all_gathers=False,
-        use_orig_params=True,
-        ignored_modules=[model.head],
-        mixed_precision_policy=policy,
-    )
-    accelerator.prepare(model)
+    flags = {"forward_prefetch": True, "limit_all_gathers": False, "use_orig_params": True}
+    kinds = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_POST"}
+    sharding(1, ignored_modules=[model.head], mixed_precision_policy=policy, **flags, **kinds).prepare(model)
     assert options["sharding_strategy"] is ShardingStrategy.SHARD_GRAD_OP
     assert options["backward_prefetch"] is fsdp.BackwardPrefetch.BACKWARD_POST
     assert options["mixed_precision"] is policy
     assert options["ignored_modules"] == [model.head]
-    assert options["forward_prefetch"] and options["use_orig_params"] and not options["limit_all_gathers"]
+    assert {name: options[name] for name in flags} == flags
     assert options["auto_wrap_policy"].keywords == {"transformer_layer_cls": {Block}}
     assert options["device_id"] == torch.device("cpu")
     assert options["device_mesh"] is None and options["param_init_fn"] is None
@@ -106,13 +94,9 @@ def test_policy_objects(alone, version, kind):
         "CustomPolicy": wrap.CustomPolicy(lambda module: isinstance(module, Block)),
         "callable": lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
     }
+    chosen = {"auto_wrap_policy": policies[kind], "transformer_cls_names_to_wrap": None}
     for checkpointing in (False, True):
-        accelerator = sharding(
-            version,
-            auto_wrap_policy=policies[kind],
-            transformer_cls_names_to_wrap=None,
-            activation_checkpointing=checkpointing,
-        )
+        accelerator = sharding(version, activation_checkpointing=checkpointing, **chosen)
         model = accelerator.prepare(net())
         units = [part for part in model.modules() if isinstance(part, (FullyShardedDataParallel, fsdp.FSDPModule))]
         assert len(units) == 3
@@ -136,19 +120,6 @@ def test_tensor_parallelism_is_refused(eight):
 
 
 # -- meshes ----------------------------------------------------------------------------------------------------------
-
-
-class Machine:
-    """Stands for an Accelerator on the CPU."""
-
-    device = torch.device("cpu")
-    torch_device_mesh = None
-    parallelism_config = None
-
-    def __init__(self, **sizes):
-        if sizes:
-            self.parallelism_config = ParallelismConfig(**sizes)
-            self.torch_device_mesh = self.parallelism_config.get_device_mesh("cpu")
 
 
 def test_a_hybrid_strategy_keeps_a_copy_on_each_machine(eight, monkeypatch):
@@ -222,14 +193,8 @@ def test_the_norm_of_all_that_is_trained(alone, frozen):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_checkpointing_of_units_by_size(alone, version):
-    accelerator = sharding(
-        version,
-        auto_wrap_policy="size_based_wrap",
-        transformer_cls_names_to_wrap=None,
-        min_num_params=200,
-        activation_checkpointing=True,
-    )
-    model = accelerator.prepare(net())
+    by_size = {"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": None, "min_num_params": 200}
+    model = sharding(version, activation_checkpointing=True, **by_size).prepare(net())
     recomputed = [name for name, part in model.named_modules() if type(part).__name__ == "CheckpointWrapper"]
     found = [name.replace("_fsdp_wrapped_module.", "").split(".")[:2] for name in recomputed]
     assert found == [["blocks", "0"], ["blocks", "1"]]
@@ -271,18 +236,6 @@ def test_groups_within_a_layer(alone, original):
         return
     model, optimizer = accelerator.prepare(model, optimizer)
     assert [len(group["params"]) for group in optimizer.param_groups] == [5, 4]
-
-
-def test_bf16_keeps_float32_weights_also_beside_frozen_ones(alone):
-    accelerator = sharding(1, {"mixed_precision": "bf16"}, use_orig_params=True)
-    model = net().bfloat16()
-    model.blocks[0].a.requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with pytest.warns(UserWarning, match="are kept in float32"):
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
-    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
-    accelerator.backward(loss(model, batch()))
-    optimizer.step()
 
 
 def test_a_wrap_that_fails_leaves_model_and_optimizer_as_they_were(alone, monkeypatch):

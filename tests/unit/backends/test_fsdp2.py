@@ -87,14 +87,3 @@ def test_a_frozen_model_is_sharded_as_well():
     model = net().requires_grad_(False)
     assert is_sharded(sharding(2).prepare(model))
     assert all(isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
-
-
-def test_bf16_keeps_float32_weights():
-    accelerator = sharding(2, {"mixed_precision": "bf16"})
-    model = net().bfloat16()
-    with pytest.warns(UserWarning, match="bfloat16 and are kept in float32"):
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
-    accelerator.backward(loss(model, batch()))
-    optimizer.step()
-    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}

@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.backends.sharded import model_of
 from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.enums import DistributedType
+from accelerate.modules.repoint import MovedParameters
 from accelerate.parallel.shard import is_sharded
 from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import batch, loss, net, sharding
@@ -190,3 +191,77 @@ def test_compiled_models(process_group, version, when):
     torch.testing.assert_close(accelerator.get_state_dict(prepared), wanted.state_dict())
     with accelerator.no_sync(prepared):
         pass
+
+
+@both
+def test_bf16_keeps_float32_weights_also_beside_frozen_ones(process_group, version):
+    accelerator = sharding(version, {"mixed_precision": "bf16"}, **{"use_orig_params": True} if version == 1 else {})
+    model = net().bfloat16()
+    model.blocks[0].a.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with pytest.warns(UserWarning, match="bfloat16 and are kept in float32"):
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
+    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
+    accelerator.backward(loss(model, batch()))
+    optimizer.step()
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+
+
+# -- without `prepare`, or before it, and too late -------------------------------------------------------------------
+
+
+@both
+def test_prepare_model_alone_makes_the_group_it_needs(process_group, version):
+    dist.destroy_process_group()
+    accelerator, model = sharding(version), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare_model(model)
+    optimizer = accelerator.prepare_optimizer(optimizer)
+    before = {name: value.clone() for name, value in accelerator.get_state_dict(prepared).items()}
+    accelerator.backward(loss(prepared, batch()))
+    optimizer.step()
+    assert any(not torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(prepared).items())
+
+
+@both
+def test_a_state_dict_may_be_taken_before_anything_is_prepared(process_group, version):
+    dist.destroy_process_group()
+    model = net()
+    assert sharding(version).get_state_dict(model).keys() == model.state_dict().keys()
+
+
+@both
+def test_prepare_model_alone_builds_the_mesh_first(process_group, monkeypatch, version):
+    accelerator = sharding(version)
+    accelerator.state.parallelism_config = ParallelismConfig()
+    built = []
+    monkeypatch.setattr(type(accelerator), "_prepare_device_mesh", lambda self: built.append(self))
+    accelerator.prepare_model(net())
+    assert built == [accelerator]
+
+
+@both
+def test_an_optimizer_of_parameters_that_are_forgotten_is_refused(process_group, version):
+    accelerator, model = sharding(version), net()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model)
+    accelerator.free_memory()
+    with pytest.raises(ValueError, match=r"SGD\) has .* parameters as they were .*would change nothing"):
+        accelerator.prepare(late)
+
+
+def test_a_new_parameter_at_the_place_of_an_old_one_has_its_own_count():
+    moved = MovedParameters()
+    for _ in range(20):
+        old, new = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        moved.record("weight", old, new)
+        assert moved.follow(torch.optim.SGD([old]))
+        del old, new
+
+
+def test_parallel_parameters_can_be_moved_afterwards():
+    """Torch swaps them, and refuses where weak references point to them."""
+    moved = MovedParameters()
+    old, new = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    moved.record("weight", old, new)
+    torch.utils.swap_tensors(new, nn.Parameter(torch.zeros(2)))

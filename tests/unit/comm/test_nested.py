@@ -64,12 +64,9 @@ def test_flatten_and_rebuild():
     assert nested.flatten(torch.ones(1), "gather")[1] is None
 
 
-def test_namedtuple_or_not():
+def test_kinds():
     assert nested.is_namedtuple(Pair(1, 2))
     assert not any(map(nested.is_namedtuple, [(1, 2), [1], torch.ones(2, 2).max(0), torch.Size([1])]))
-
-
-def test_information_travels():
     information = nested.TensorInformation(shape=torch.Size([2, 3]), dtype=torch.bfloat16)
     assert pickle.loads(pickle.dumps(information)) == information
     assert information != nested.TensorInformation(torch.Size([2, 3]), torch.float16)

@@ -5,10 +5,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from accelerate.data import adapter
-from accelerate.data.adapter import (
-    DataLoaderAdapter,
-    as_stateful,
-)
+from accelerate.data.adapter import DataLoaderAdapter, as_stateful
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from loader_samples import Stream, needs_torchdata
 
@@ -64,9 +61,6 @@ def test_the_sampler_can_be_replaced(batch_size, of_the_first_shard):
     for loader, want in ((prepared(whole), of_the_first_shard), (whole, [0, 1])):
         adapter.set_sampler(getattr(loader, "base_dataloader", loader), SequentialSampler(range(2)))
         assert torch.cat([batch[0].view(-1) for batch in loader]).tolist() == want
-
-
-def test_a_hidden_sampler_cannot_be_replaced():
     with pytest.raises(ValueError, match="has no `sampler`"):
         adapter.set_sampler(DataLoader(DATA, batch_sampler=[[0, 1]]), SequentialSampler(DATA))
 
@@ -112,6 +106,3 @@ def test_everybody_who_wants_hears_the_epoch_once():
     skip_first_batches(loader, 1).set_epoch(3)
     assert heard == [("batches", 3), ("sampler", 3), ("data", 3)]
     assert loader.iteration == 3
-
-
-# -- batches on their device ------------------------------------------------------------------------------------------------

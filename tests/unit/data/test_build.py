@@ -174,21 +174,6 @@ def test_a_given_seed_holds_for_a_seedable_sampler_too():
     assert orders[0] == orders[1]
 
 
-def test_settings_and_class_of_the_loader_survive():
-    class Custom(DataLoader):
-        pass
-
-    loader = Custom(Numbers(8), 2, num_workers=1, persistent_workers=True, prefetch_factor=3, timeout=7)
-    prepared = prepare_data_loader(loader, **TWO)
-    assert isinstance(prepared, Custom)
-    assert (prepared.num_workers, prepared.persistent_workers, prepared.prefetch_factor, prepared.timeout) == (
-        1,
-        True,
-        3,
-        7,
-    )
-
-
 def test_contradictions_are_refused():
     loader = DataLoader(Numbers(8), 3)
     with pytest.raises(TypeError, match="dataloader is a list"):

@@ -6,12 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data import plan

@@ -49,7 +49,8 @@ def expected(world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_settings_survive(world, stream, workers, stateful):
     collate = Collating(100)
-    whole = DataLoader(dataset(stream), 4, collate_fn=collate, num_workers=workers)
+    more = {"prefetch_factor": 3, "timeout": 60} if workers and not stateful else {}
+    whole = DataLoader(dataset(stream), 4, collate_fn=collate, num_workers=workers, **more)
     loader = prepare_data_loader(
         whole, num_processes=world, process_index=world - 1, use_stateful_dataloader=stateful, dispatch_batches=False
     )
@@ -61,6 +62,7 @@ def test_settings_survive(world, stream, workers, stateful):
 
         assert isinstance(loader, StatefulDataLoader)
     assert loader.collate_fn is collate and loader.num_workers == workers
+    assert all(getattr(loader, name) == value for name, value in more.items())
     # torchdata's loader has none beside a batch sampler, as torch's.
     assert loader.batch_size == (None if stateful and not stream else 4) and loader.total_batch_size == 4 * world
     assert values(loader) == values(loader) == want

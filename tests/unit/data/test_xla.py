@@ -63,22 +63,18 @@ def prepare(monkeypatch):
 def test_the_end_belongs_to_the_batch_that_is_handed_out(prepare):
     loader, state = prepare(10), GradientState()
     for _ in range(2):
-        seen = [(batch.tolist(), state.end_of_dataloader, state.remainder) for batch in loader]
-        assert [batch for batch, *_ in seen] == [[0, 1], [4, 5], [8, 9]]
-        assert [end for _, end, _ in seen] == [False, False, True]
-        assert seen[-1][2] == 2 and not state.in_dataloader
-    assert loader.iteration == 2
-
-
-def test_a_position_is_that_of_the_batch_that_is_handed_out(prepare):
-    loader = prepare(10)
-    positions = []
-    for _ in loader:
+        seen, places = [], []
+        for batch in loader:
+            seen.append((batch.tolist(), state.end_of_dataloader))
+            position = resume.capture(loader)
+            places.append((position["epoch"], position["batches"], position["running"]))
+        assert seen == [([0, 1], False), ([4, 5], False), ([8, 9], True)]
+        epoch = loader.iteration
+        assert places == [(epoch - 1, 1, True), (epoch - 1, 2, True), (epoch, 0, False)]
+        assert loader.remainder == 2 and not state.in_dataloader
         position = resume.capture(loader)
-        positions.append((position["epoch"], position["batches"], position["running"]))
-    assert positions == [(0, 1, True), (0, 2, True), (1, 0, False)]
-    position = resume.capture(loader)
-    assert (position["epoch"], position["batches"]) == (1, 0)
+        assert (position["epoch"], position["batches"]) == (epoch, 0)
+    assert loader.iteration == 2
 
 
 def test_a_view_goes_on_and_shares_the_epoch(prepare):

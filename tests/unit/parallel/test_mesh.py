@@ -1,39 +1,33 @@
 import warnings
 
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.parallel import mesh as layout
 from accelerate.parallelism_config import ParallelismConfig
+from sharded_samples import fake_group
 
 
 @pytest.fixture(params=[0, 5, 15])
 def rank(request):
-    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=16)
-    yield request.param
-    dist.destroy_process_group()
-
-
-def test_without_a_mesh():
-    assert layout.submesh(None, "tp") is None
-    assert (layout.size(None, "tp"), layout.rank(None, "tp")) == (1, 0)
+    with fake_group(request.param, 16):
+        yield request.param
 
 
 def test_places(rank):
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2, tp_size=2)
     mesh = config.get_device_mesh("cpu")
+    assert layout.submesh(None, "tp") is None and layout.rank(None, "tp") == 0
     assert layout.rank(mesh, "tp") == rank % 2
     assert layout.rank(mesh, "cp") == rank // 2 % 2
     assert layout.rank(mesh, "dp_replicate") == rank // 8
-    assert layout.size(mesh, "dp_cp") == 8
+    assert layout.submesh(mesh, "dp_cp").size() == 8
     assert layout.submesh(mesh, "sp") is None
-    assert (layout.size(mesh, "dp"), layout.rank(mesh, "dp")) == (4, rank // 4)
+    assert (layout.submesh(mesh, "dp").size(), layout.rank(mesh, "dp")) == (4, rank // 4)
 
 
 def test_flattened_dimensions_come_without_a_warning(rank):
     mesh = ParallelismConfig(dp_shard_size=8, cp_size=2).get_device_mesh("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert layout.size(mesh, "dp_shard_cp") == 16
+        assert layout.submesh(mesh, "dp_shard_cp").size() == 16
         assert layout.rank(mesh, "dp") == rank // 2

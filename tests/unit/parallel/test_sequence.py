@@ -128,7 +128,7 @@ def test_cpu_gets_the_reference_path_once():
     sequence.prepare(accelerator, "cp", ())
     kept = accelerator.prepared.sequence_context
     sequence.prepare(accelerator, "cp", ())
-    assert type(kept) is Region and accelerator.prepared.sequence_context is kept
+    assert type(kept) is sequence.GatheringRegion and accelerator.prepared.sequence_context is kept
     copied = pickle.loads(pickle.dumps(kept))  # without its group
     assert copied.group is None and copied.size == 2
     with pytest.raises(RuntimeError, match="Call `prepare` again"), copied():
@@ -138,8 +138,13 @@ def test_cpu_gets_the_reference_path_once():
 # -- the region ------------------------------------------------------------------------------------------------------
 
 
-def make_region(attend=None, cuts=2):
-    return Region("cp", Mesh(), attend or (lambda q, k, v, dropout, causal, scale, gqa, region: q + 1), cuts=cuts)
+class AddingOne(Region):
+    def _attend(self, query, *others):
+        return query + 1
+
+
+def make_region():
+    return AddingOne("cp", Mesh(), cuts=2)
 
 
 def test_attention_is_ours_inside_alone_and_after_an_error():
@@ -223,6 +228,14 @@ class Attention(nn.Module):
         return attention_mask, kwargs
 
 
+def entered(model):
+    """The model, hooked to a region that is entered."""
+    region = make_region()
+    models.attach(model, region)
+    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
+    return model
+
+
 def test_hooks_act_inside_alone_and_once():
     region = make_region()
     model = TinyForCausalLM()
@@ -268,11 +281,9 @@ def test_training_outside_is_said_once():
 
 
 def test_positions_that_do_not_start_at_zero_must_be_given():
-    region = make_region()
     model = TinyForCausalLM()
     model.position_embeddings = nn.Embedding(8, 2, padding_idx=1)
-    models.attach(model, region)
-    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
+    entered(model)
     with pytest.raises(ValueError, match="without position_ids"):
         model(torch.ones(1, 4))
     given = torch.tensor([[6, 7, 8, 9]])
@@ -291,9 +302,7 @@ def test_positions_that_do_not_start_at_zero_must_be_given():
     ],
 )
 def test_a_window_smaller_than_the_sequence(config, refused):
-    region, model = make_region(), TinyForCausalLM(**config)
-    models.attach(model, region)
-    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
+    model = entered(TinyForCausalLM(**config))
     with pytest.raises(ValueError, match="window of 4 tokens") if refused else contextlib.nullcontext():
         model(torch.ones(1, 4))
 
@@ -321,11 +330,10 @@ def test_one_process_has_its_own_mean():
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_under_attention_that_looks_ahead(monkeypatch, causal):
     monkeypatch.setattr(models.distributed, "all_reduce", lambda *args, **kwargs: None)
-    region, model = make_region(), TinyForCausalLM()
+    model = TinyForCausalLM()
     model.self_attn = Attention()
     model.self_attn.is_causal = causal
-    models.attach(model, region)
-    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
+    entered(model)
     whole = torch.ones(1, 8)
     assert model(torch.ones(1, 4), attention_mask=whole)["attention_mask"] is None
     whole[0, 6:] = 0
@@ -351,22 +359,16 @@ def test_a_mesh_without_the_dimension_is_refused(axis):
         sequence.prepare(accelerator, axis, ())
 
 
-def test_heads_that_fit():
+def test_heads_that_fit_and_that_do_not():
     for fitting in [(8, 8, 4), (8, 4, 4), (8, 2, 4), (8, 1, 4), (12, 6, 3), (5, 5, 1)]:
         sequence.check_heads(*fitting)
-
-
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "size", "said"),
-    [
-        (6, 6, 4, r"6 heads and 6.*one of \[1, 2, 3, 6\]"),
-        (2, 2, 4, r"2 heads.*one of \[1, 2\]"),
-        (12, 6, 4, r"12 heads and 6 heads of keys and values.*one of \[1, 2, 3, 6, 12\]"),
-    ],
-)
-def test_heads_that_do_not(heads, key_heads, size, said):
-    with pytest.raises(ValueError, match=said):
-        sequence.check_heads(heads, key_heads, size)
+    for heads, key_heads, said in (
+        (6, 6, r"6 heads and 6.*one of \[1, 2, 3, 6\]"),
+        (2, 2, r"2 heads.*one of \[1, 2\]"),
+        (12, 6, r"12 heads and 6 heads of keys and values.*one of \[1, 2, 3, 6, 12\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sequence.check_heads(heads, key_heads, 4)
 
 
 def test_prepare_asks_the_configuration():
@@ -404,4 +406,4 @@ def test_settings_without_use_here():
 def test_tensors_without_heads_are_refused():
     flat = torch.ones(2, 4, 8)
     with pytest.raises(ValueError, match=r"\(2, 4, 8\)"):
-        sequence.ulysses(flat, flat, flat, 0.0, False, None, False, SimpleNamespace(group=None, size=2))
+        sequence.SequenceRegion(Mesh("sp", 2))._attend(flat, flat, flat, 0.0, False, None, False)

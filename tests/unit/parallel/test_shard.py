@@ -5,16 +5,13 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accelerate import ParallelismConfig
 from accelerate.parallel import shard
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
-from sharded_samples import Block, batch, loss, net, sharding
+from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 
 
 def chosen(model, is_unit):
@@ -88,18 +85,8 @@ def test_no_unit_at_all_is_said(process_group, caplog):
 
 @pytest.fixture
 def sixteen():
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=16)
-    yield
-    dist.destroy_process_group()
-
-
-class Mesh:
-    """Stands for an Accelerator on the CPU with a mesh."""
-
-    def __init__(self, **sizes):
-        self.device = torch.device("cpu")
-        self.parallelism_config = ParallelismConfig(**sizes) if sizes else None
-        self.torch_device_mesh = self.parallelism_config.get_device_mesh("cpu") if sizes else None
+    with fake_group(5, 16):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -121,7 +108,7 @@ class Mesh:
 def test_the_mesh_of_shards(sixteen, sizes, names, shape):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mesh = shard.mesh_of(Mesh(**sizes))
+        mesh = shard.mesh_of(Machine(**sizes))
     assert mesh.mesh_dim_names == names
     assert tuple(mesh.mesh.shape) == shape
 
