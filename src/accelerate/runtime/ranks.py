@@ -30,10 +30,7 @@ class Ranks:
     """Where a process stands among the processes of a run.
 
     Args:
-        rank: number among all processes.
-        world_size: how many processes there are.
-        local_rank: number among the processes of this machine.
-        local_world_size: how many of them there are; None where no launcher says.
+        local_world_size: how many processes this machine has; None where no launcher says.
         source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", "Slurm", "process group" or "single".
     """
 
@@ -46,19 +43,18 @@ class Ranks:
 
 ALONE = Ranks(0, 1, 0, 1, "single")
 
+
+def _after(prefix: str) -> tuple[str, ...]:
+    return tuple(prefix + number for number in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+
+
 # name of the launcher, then its variables for rank, world size, local rank, local world size
 SCHEMES = (
     ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-    ("jsrun", ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")),
-    (
-        "Open MPI",
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ),
+    ("jsrun", _after("JSM_NAMESPACE_")),
+    ("Open MPI", _after("OMPI_COMM_WORLD_")),
     ("MPI", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    (
-        "MVAPICH",
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ),
+    ("MVAPICH", _after("MV2_COMM_WORLD_")),
 )
 _MPI = frozenset(dict(SCHEMES[1:]))
 # How Hydra, which MPICH and Intel MPI start processes with, gives its helper on each machine the address of mpirun.
@@ -66,21 +62,7 @@ _HYDRA_OPTIONS = (("--control-port",), ("--upstream-host", "--upstream-port"))
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
-    """Read ranks and sizes from the environment.
-
-    Args:
-        environ: the variables; None takes those of this process.
-
-    Returns:
-        None where no launcher speaks.
-
-    Raises:
-        ValueError: a variable is no integer, is missing, or contradicts another one.
-
-    Example:
-        >>> resolve({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-        Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2, source='torchrun')
-    """
+    """Read ranks and sizes from the environment; None where no launcher speaks, ValueError for a contradiction."""
     environ = os.environ if environ is None else environ
     found = [(source, names, [integer(environ, name) for name in names]) for source, names in SCHEMES]
     rank, size = found[0][2][:2]
@@ -142,11 +124,7 @@ def _slurm(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where the tasks of a Slurm step can meet: its first node, and a port that comes from the numbers of the job.
-
-    Raises:
-        ValueError: a variable of Slurm is malformed.
-    """
+    """Return where the tasks of a Slurm step can meet: its first node, and a port from the numbers of the job."""
     host = slurm.first_node(environ)
     return None if host is None else (host, slurm.port(environ) or slurm.PORTS[0])
 
@@ -154,18 +132,8 @@ def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def mpi_port(environ: Mapping[str, str]) -> int | None:
     """Return a port that all processes of an mpirun compute alike, and other runs most likely otherwise.
 
-    It comes from what identifies this one mpirun, or else from the number of the job. Steps of Slurm do not count: only helpers of
-    mpirun run in them.
-
-    Args:
-        environ: the variables.
-
-    Returns:
-        None where nothing identifies the run.
-
-    Example:
-        >>> mpi_port({"PMIX_NAMESPACE": "2071330817"})
-        26082
+    It comes from what identifies this one mpirun, or else from the number of the job; None without either. Steps of
+    Slurm do not count: only helpers of mpirun run in them.
     """
     run = environ.get("PMIX_NAMESPACE", "").strip() or (_hydra() if environ.get("PMI_RANK", "").strip() else None)
     return port_of(run) if run else job_port(environ)
@@ -174,12 +142,7 @@ def mpi_port(environ: Mapping[str, str]) -> int | None:
 def job_port(
     environ: Mapping[str, str], names: tuple[str, ...] = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 ) -> int | None:
-    """Return a port that all processes of a job compute alike; None outside of a job.
-
-    Args:
-        environ: the variables.
-        names: those that may hold the number of the job; the first one that does decides.
-    """
+    """Return a port that all processes of a job compute alike, from the first name set; None outside of a job."""
     for name in names:
         if number := environ.get(name, "").strip():
             return port_of(number + (environ.get("LSB_JOBINDEX", "") if name == "LSB_JOBID" else ""))
@@ -187,16 +150,12 @@ def job_port(
 
 
 def port_of(name: str) -> int:
-    """Return the port of a run.
-
-    Args:
-        name: what identifies it.
-    """
+    """Return the port of a run that has this name."""
     return slurm.PORTS[zlib.crc32(name.encode("utf-8", "surrogateescape")) % len(slurm.PORTS)]
 
 
 def _hydra() -> str | None:
-    """Return where the mpirun listens that has started this process through Hydra, whose variables do not distinguish runs.
+    """Return where the Hydra mpirun listens that started this process: its variables do not distinguish runs.
 
     Its helper, from which the processes of a machine descend, has it in its arguments.
     """
@@ -217,11 +176,7 @@ def _hydra() -> str | None:
 def export(ranks: Ranks) -> None:
     """Write ranks and meeting point to torchrun's variables, which torch and other libraries read; set ones stay.
 
-    Args:
-        ranks: what `resolve` returned.
-
-    Raises:
-        ValueError: processes run on several machines and no variable says where they meet.
+    ValueError if processes run on several machines and no variable says where they meet.
     """
     environ = os.environ
     numbers = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size)

@@ -46,16 +46,9 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
 
 
 def _of_distinct(gathered: Any, *, layout: Any, ranks: int, keep: int | None) -> Any:
-    """Return what ranks gathered whose mesh gives some of them the same batch: once from those that share each layer.
+    """Return what ranks gathered, once from those that share each layer, and `keep` samples of all replicas.
 
-    Ranks that have parts of one sequence may differ in what they computed, so all of theirs stay; samples that only filled up
-    the last batch go from each of them.
-
-    Args:
-        gathered: in the order of ranks, as many from each.
-        layout: the mesh.
-        ranks: how many there are.
-        keep: how many samples are real, over the data-parallel ranks; None for all.
+    Ranks that have parts of one sequence may differ in what they computed, so all of theirs stay.
     """
     whole = isinstance(gathered, torch.Tensor) and gathered.ndim == 0
     if whole or not isinstance(gathered, (torch.Tensor, list)) or len(gathered) % ranks:

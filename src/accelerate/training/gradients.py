@@ -44,7 +44,7 @@ class Window:
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
         warned: Whether the note about short windows was given.
         unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
-        joining: Whether ranks may run out of batches at different steps, so that their windows close at different ones.
+        joining: Whether ranks may run out of batches, and close windows, at different steps.
         apart: Whether a strategy keeps whole gradients beside the shards, where nothing can be rescaled.
     """
 
@@ -71,13 +71,7 @@ class Window:
 
 
 class Accumulation:
-    """The context of one micro-batch: decides whether gradients are synchronised in it, and with which weight.
-
-    Args:
-        accelerator: Whose window it belongs to.
-        models: The models trained in it.
-        num_items: How many items this rank's micro-batch has, or None.
-    """
+    """The context of one micro-batch: decides whether gradients are synchronised in it, and with which weight."""
 
     __slots__ = ("accelerator", "models", "num_items", "held")
 
@@ -131,7 +125,7 @@ def no_sync(accelerator: Facade, backend: Backend, model: nn.Module) -> Iterator
 def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
-    Those that FSDP keeps whole meanwhile are out of reach, so windows whose weights settle at their end exchange each time.
+    Those that FSDP keeps whole are out of reach, so windows whose weights settle at their end exchange each time.
     """
     if accelerator._sync_each_batch:
         return True
@@ -179,14 +173,8 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
 def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
     """Weigh the current micro-batch by its items; in the last one of a window, settle the weights over all ranks.
 
-    Args:
-        accelerator: Whose window is open.
-        num_items: Items of this rank's micro-batch: an integer, or a tensor with one element.
-        models: The models whose kept gradients are rescaled; all prepared ones when empty.
-
-    Raises:
-        ValueError: The count is missing in some micro-batches of the window, it is negative, or ranks may run out of
-            batches at different steps.
+    `models` have the gradients that are rescaled; all prepared ones by default. ValueError for a count that is missing
+    in some micro-batches, is negative, or cannot be settled.
     """
     window = accelerator._window
     if window.joining:
@@ -236,12 +224,7 @@ def _mixed(window: Window, num_items: Any) -> ValueError:
 
 
 def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
-    """Scale a loss for its window, and run the backend's backward pass.
-
-    Raises:
-        TypeError: The loss is not a tensor.
-        ValueError: ``num_items`` came twice for this micro-batch, or not for every one of the window.
-    """
+    """Scale a loss for its window, and run the backend's backward pass; refuse what is no loss, or no clear count."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"backward() got loss={loss!r} ({type(loss).__name__}); pass the loss tensor itself, not `loss.item()`."
@@ -294,11 +277,7 @@ def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: 
 
 
 def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
-    """Unscale, and clip each gradient element.
-
-    Raises:
-        NotImplementedError: The strategy holds shards, whose elements it cannot clip one by one.
-    """
+    """Unscale, and clip each gradient element; NotImplementedError where the strategy holds shards."""
     if not traits.of(accelerator.distributed_type).clips_by_value:
         raise NotImplementedError(
             f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
@@ -328,8 +307,8 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
 def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
-    Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks that
-    close it; gradients are exchanged after every micro-batch, because windows close at different steps.
+    Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks
+    that close it; gradients are exchanged after every micro-batch, because windows close at different steps.
     """
     row = traits.of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:
@@ -367,11 +346,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
 
 
 def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float | None) -> None:
-    """Run the fused backward pass and step of the prepared LOMO optimizers.
-
-    Raises:
-        ValueError: There is no learning rate, or no LOMO optimizer was prepared.
-    """
+    """Run the fused backward pass and step of the prepared LOMO optimizers; ValueError without them or a rate."""
     if learning_rate is None:
         raise ValueError("A LOMO optimizer updates in its backward pass: pass `learning_rate=` to `backward`.")
     optimizers = lomo_optimizers(accelerator)

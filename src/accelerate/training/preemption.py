@@ -58,15 +58,7 @@ class Preempted(SystemExit):
 
 
 def install(accelerator: Facade) -> None:
-    """Watch the signals that an Accelerator's project configuration names, in place of what watched them before. All ranks.
-
-    Args:
-        accelerator: The Accelerator, complete but for this.
-
-    Raises:
-        ValueError: One of them is not a signal that can be watched, there is no folder to save to, or this is not the main
-            thread.
-    """
+    """Watch the signals that the project configuration names, in place of what watched before, or raise ValueError."""
     global _installed, _follows_forks
     project = accelerator.project_configuration
     if project.save_on_signal is None:
@@ -95,18 +87,7 @@ def install(accelerator: Facade) -> None:
 
 
 def signals_of(given: Any) -> tuple[signal.Signals, ...]:
-    """Return the signals that numbers, names and members of ``signal.Signals`` stand for, each once.
-
-    Args:
-        given: One of them, or several.
-
-    Raises:
-        ValueError: One of them is no signal, or cannot be watched.
-
-    Example:
-        >>> [found.name for found in signals_of(["SIGTERM", signal.SIGINT, "term"])]
-        ['SIGTERM', 'SIGINT']
-    """
+    """Return the signals that numbers, names and members of ``signal.Signals`` stand for, each once, or ValueError."""
     each = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     return tuple(dict.fromkeys(_signal(value) for value in each))
 
@@ -126,14 +107,9 @@ def _signal(value: Any) -> signal.Signals:
 
 
 class Watch:
-    """What a process knows of the signals it watches, and of the training between two batches.
+    """What a process knows of the signals it watches, and of the training between two batches; `GradientState` has it.
 
-    ``GradientState`` holds it, where prepared optimizers and loaders find it.
-
-    Args:
-        accelerator: Whose run is saved; when it is gone, the signals go to those who handled them before.
-        numbers: The signals.
-        received: The signal that came before, or 0.
+    It lets go of a dead Accelerator: the signals go to those who handled them before. `received` came before, or is 0.
     """
 
     def __init__(self, accelerator: Facade, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
@@ -215,21 +191,13 @@ class Watch:
     def before_loop(self, loader: Any) -> None:
         """Leave if it is time, before a loader's iteration begins. All ranks.
 
-        After the last batch of an epoch this is where a run leaves, so that what a program does between two epochs is done.
-
-        Args:
-            loader: A prepared loader.
+        After the last batch of an epoch a run leaves here, so that what a program does between two epochs is done.
         """
         if self._is_due(loader):
             self._leave()
 
     def watched(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
-        """Yield a loader's batches, and look before each but the first whether it is time to leave.
-
-        Args:
-            batches: A generator of what the loader yields.
-            loader: The loader.
-        """
+        """Yield a loader's batches, and look before each but the first whether it is time to leave."""
         with closing(batches):
             for batch in batches:
                 yield batch
@@ -237,11 +205,7 @@ class Watch:
                     self._leave()
 
     def masked_start(self, loader: DataLoader) -> AbstractContextManager[None]:
-        """Return a context in which a torch loader starts workers that the signals do not reach.
-
-        Args:
-            loader: The loader.
-        """
+        """Return a context in which a torch loader starts workers that the signals do not reach."""
         return workers.masked_start(loader, self.numbers)
 
     def _is_due(self, loader: Any) -> bool:

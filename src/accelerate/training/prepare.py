@@ -56,12 +56,7 @@ def kind_of(obj: Any) -> str | None:
 
 
 def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
-    """Check the arguments, let the backend prepare them, and return them in their order.
-
-    Raises:
-        ValueError: Nothing was given, or ``device_placement`` does not match the objects.
-        TypeError: A string or a number was given.
-    """
+    """Check the arguments, let the backend prepare them, and return them in their order."""
     if not objects:
         raise ValueError(
             "prepare() got no objects. Pass the model, optimizer, data loaders and schedulers to prepare."
@@ -95,13 +90,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
 def in_order(
     accelerator: Facade, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None
 ) -> tuple[Any, ...]:
-    """Prepare models, then loaders and optimizers, which follow their parameters, then schedulers, which look for optimizers.
-
-    Args:
-        accelerator: The Accelerator; each object goes through its ``_prepare_one``.
-        objects: What the user gave to ``prepare``.
-        device_placement: For each object whether it moves to the device; None leaves it to the Accelerator.
-    """
+    """Prepare models, then loaders and optimizers, which follow parameters, then schedulers, which seek optimizers."""
     placements = device_placement if device_placement is not None else [None] * len(objects)
     made = list(objects)
     for models_alone in (True, False):
@@ -116,11 +105,7 @@ def in_order(
 
 @contextlib.contextmanager
 def own_states(accelerator: Facade) -> Iterator[None]:
-    """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones.
-
-    Args:
-        accelerator: Whose states are in force meanwhile.
-    """
+    """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones."""
     state, gradient = accelerator.state.__dict__, accelerator.gradient_state.__dict__
     if storage.accelerator.current is state and storage.gradient.current is gradient and storage.process.current:
         yield
@@ -213,14 +198,7 @@ def _convert(accelerator: Facade, objects: Sequence[Any], device_placement: Any)
 
 
 def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
-    """Detect an object that was prepared before, and return the registered object; None when it has to be prepared.
-
-    Args:
-        accelerator: Whose registry is asked, and then those of the other live Accelerators.
-        obj: What the user gave to ``prepare`` or a ``prepare_*`` method.
-        kind: Its kind.
-        evaluation: Whether a model is wanted for evaluation alone.
-    """
+    """Return the registered object of what was prepared before, also by another Accelerator; None to prepare it."""
     registry = accelerator.prepared
     entry = registry.find(obj)
     if entry is None:
@@ -533,11 +511,7 @@ def device_mesh(accelerator: Facade) -> None:
 
 
 def mesh_rank(accelerator: Facade, dimension: str, what: str) -> int:
-    """Return this rank's place in a dimension of the mesh, 0 where its size is 1. Any rank, also before the mesh is built.
-
-    Raises:
-        RuntimeError: There is no ParallelismConfig; NotImplementedError for context parallelism.
-    """
+    """Return this rank's place in a dimension of the mesh, 0 where its size is 1; also before the mesh is built."""
     layout = accelerator.parallelism_config
     if layout is None:
         kind = NotImplementedError if dimension == "cp" else RuntimeError

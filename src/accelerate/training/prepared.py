@@ -38,12 +38,10 @@ def _reference(obj: Any) -> Any:
 
 @dataclass(eq=False)
 class Entry:
-    """One prepared object.
+    """One prepared object: weak references to what ``prepare`` returned, and to what it was made from.
 
     Attributes:
         kind: ``"model"``, ``"optimizer"``, ``"loader"`` or ``"scheduler"``.
-        outer: Weak reference to what ``prepare`` returned.
-        inners: Weak references to what it was made from.
         evaluation: Whether it was prepared for evaluation alone, so not wrapped for training.
         frozen: Whether no parameter of a model was trainable then, so that it was not wrapped either.
         settings: Those of the Accelerator that prepared it, as text.
@@ -64,17 +62,7 @@ class Entry:
 
 
 class PreparedObjects:
-    """The prepared objects of one Accelerator, in lists and by identity, and the parameters that preparing replaced.
-
-    The attributes are those of `runtime.run.Prepared`.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> registry = PreparedObjects()
-        >>> _ = registry.record("model", model)
-        >>> registry.find(model).outer() is model, registry.find(nn.Linear(1, 1)) is None
-        (True, True)
-    """
+    """The `runtime.run.Prepared` of one Accelerator: objects in lists and by identity, and replaced parameters."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -97,14 +85,7 @@ class PreparedObjects:
         self.__dict__.update(state)
 
     def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:
-        """Remember a prepared object and what it was made from; a former entry of the same objects is replaced.
-
-        Args:
-            kind: ``"model"``, ``"optimizer"``, ``"loader"`` or ``"scheduler"``.
-            outer: What ``prepare`` returns.
-            inners: What it was made from.
-            **details: Further fields of the entry.
-        """
+        """Remember a prepared object and what it was made from; a former entry of the same objects is replaced."""
         objects = [outer, *inners]
         former = [self.find(obj) for obj in objects]
         self._entries = [known for known in self._entries if known not in former and known.outer() is not None]
@@ -146,11 +127,7 @@ def find_elsewhere(registry: PreparedObjects, obj: Any) -> Entry | None:
 
 
 def histories(registry: PreparedObjects) -> list[MovedParameters]:
-    """Return what became of replaced parameters: of an Accelerator first, then of the other live ones.
-
-    Args:
-        registry: The Accelerator's registry.
-    """
+    """Return what became of replaced parameters: of an Accelerator first, then of the other live ones."""
     return [registry.moved, *(other.moved for other in list(_LIVE) if other is not registry)]
 
 
@@ -170,12 +147,6 @@ def check_optimizers(objects: Sequence[Any]) -> None:
     """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
 
     An optimizer of something else than a prepared model is left alone: only one of the same shapes is refused.
-
-    Args:
-        objects: What `prepare` returns.
-
-    Raises:
-        ValueError: No step of an optimizer would change a prepared model of the same shapes.
     """
     trained = {id(parameter) for model in models() for parameter in model.parameters()}
     for optimizer in objects:
@@ -199,12 +170,7 @@ def check_optimizers(objects: Sequence[Any]) -> None:
 
 
 def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
-    """Say which part a new model shares with one that is prepared already; None when it shares none.
-
-    Args:
-        registry: The Accelerator's registry.
-        model: A module that is not registered itself.
-    """
+    """Say which part a new model shares with one that is prepared already; None when it shares none."""
     # What has no parameters (an activation, a dropout) shares nothing that is trained.
     owners = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
     for name, module in model.named_modules():
@@ -223,11 +189,7 @@ def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
 
 
 def warn_caller(message: str) -> None:
-    """Issue a UserWarning that points at the first line outside this package.
-
-    Args:
-        message: What happened, what it would have done, and what to do.
-    """
+    """Issue a UserWarning that points at the first line outside this package."""
     depth, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
         depth, frame = depth + 1, frame.f_back

@@ -32,27 +32,8 @@ def load_state(
 ) -> Path | str | None:
     """Load what ``save_state`` saved into everything prepared or registered. All ranks call it.
 
-    The checkpoint is verified, read in full and compared with the objects before any of them is changed. If one of them refuses
-    its state all the same, on any rank, all are given back what they had.
-
-    Args:
-        accelerator: The Accelerator, with the same objects prepared and registered in the same order.
-        input_dir: The checkpoint; a path or a URL. None takes the newest complete one of the project.
-        load_kwargs: Passed to ``torch.load``; ``{"weights_only": False}`` for states that hold objects of your own.
-        latest: Take the newest complete checkpoint in ``input_dir``, or in the project's folder.
-        missing_ok: Return None where there is no checkpoint yet, instead of raising. One that is damaged still raises.
-        **load_model_func_kwargs: ``map_location`` (``"cpu"`` or ``"on_device"``), and arguments of the models'
-            ``load_state_dict``, such as ``strict``.
-
-    Returns:
-        Where the checkpoint is that was loaded, or None.
-
-    Raises:
-        ValueError: The folder does not exist, or there is no folder to look in.
-        FileNotFoundError: There is no checkpoint yet, or it lacks a file.
-        DamagedCheckpoint: It is not whole.
-        RuntimeError: It does not fit the objects; the message lists the differences. Or another rank could not load it.
-        CollectiveMisuse: Other ranks do something else; raised on all that called it.
+    The checkpoint is verified, read in full and compared with the objects before any of them is changed. If one of
+    them refuses its state all the same, on any rank, all are given back what they had.
     """
     background = accelerator._background
     former = background.settle("load_state()") if background.pending else None
@@ -109,12 +90,7 @@ def _complete(
 
 
 class _Refused(Exception):
-    """A problem that all ranks have found together.
-
-    Args:
-        problem: What is raised.
-        nothing: There is no checkpoint at all, whole or not.
-    """
+    """A problem that all ranks have found together; `nothing`: there is no checkpoint at all, whole or not."""
 
     def __init__(self, problem: Exception, nothing: bool = False) -> None:
         super().__init__(str(problem))
@@ -134,12 +110,7 @@ def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage
 
 
 def _on_all(barrier: SaveBarrier, work: Callable[[], tuple[Any, list[str]]]) -> tuple[list[Any], list[str]]:
-    """Do something on every rank; return what each has, None where it failed, and the problems of all. All ranks.
-
-    Args:
-        barrier: The barrier of the ranks.
-        work: Returns what this rank has, and the problems that it found; an error is one, too.
-    """
+    """Do something on every rank; return what each has, None where it failed, and the problems of all. All ranks."""
     value, found = None, []
     try:
         value, found = work()

@@ -51,26 +51,10 @@ def save_state(
     blocking: bool | None = None,
     **save_model_func_kwargs: Any,
 ) -> Path | str:
-    """Save everything prepared or registered as one checkpoint. All ranks call it.
+    """Save everything prepared or registered as one checkpoint, and return where it is, or will be. All ranks call it.
 
     It is written aside and takes its place when all of it is there. With automatic naming the place is
     ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
-
-    Args:
-        accelerator: The Accelerator.
-        output_dir: The folder, or a URL; not used with automatic naming.
-        safe_serialization: Save models as safetensors instead of torch's pickle format.
-        blocking: Whether to wait until the checkpoint is in its place; False waits only until the state is copied. None
-            takes what the project configuration says.
-        **save_model_func_kwargs: Passed to the strategy's own saving of models.
-
-    Returns:
-        Where the checkpoint is, or will be: the path as it was given.
-
-    Raises:
-        ValueError: There is no folder to save to, or the automatically named one exists.
-        CollectiveMisuse: Other ranks do something else; raised on all that called it.
-        RuntimeError: Another rank failed to save, or the last save in the background did.
     """
     background = accelerator._background
     former = background.settle("save_state()") if background.pending else None
@@ -227,15 +211,7 @@ def _collect(
 
 
 def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
-    """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order.
-
-    Args:
-        accelerator: The Accelerator.
-        *objects: Objects with ``state_dict`` and ``load_state_dict``.
-
-    Raises:
-        ValueError: Some have not; the message lists them.
-    """
+    """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order."""
     bad = [
         f"argument {position} ({other.get_pretty_name(obj)})"
         for position, obj in enumerate(objects)
@@ -250,15 +226,7 @@ def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
 
 
 def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[..., None]) -> RemovableHandle:
-    """Add a function that is called before models are saved or loaded.
-
-    Args:
-        hooks: The hooks of that kind.
-        hook: The function.
-
-    Returns:
-        A handle whose ``remove()`` takes the function away.
-    """
+    """Add a function that is called before models are saved or loaded; return its removable handle."""
     if not callable(hook):
         raise TypeError(f"A hook is called, but got {hook!r} ({type(hook).__name__}).")
     handle = RemovableHandle(hooks)
@@ -275,14 +243,7 @@ def get_state_dict(
     unwrap: bool = True,
     offloaded: Callable[[nn.Module], dict[str, Any]] = get_state_dict_offloaded_model,
 ) -> dict[str, Any]:
-    """Return the full state dict of a model. All ranks call it.
-
-    Args:
-        accelerator: The Accelerator.
-        model: A model, prepared or not.
-        unwrap: Return the names of the user's model rather than those of its wrappers.
-        offloaded: Collects the state of a model whose weights are offloaded.
-    """
+    """Return the full state dict of a model; `offloaded` collects that of offloaded weights. All ranks call it."""
     hooked = [module for module in model.modules() if "_hf_hook" in module.__dict__]
     if any(has_offloaded_params(module) or _is_hollow(module) for module in hooked):
         return offloaded(model)
@@ -302,22 +263,7 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Save a model's weights alone, in shards if they are large. All ranks call it, one process writes.
-
-    Args:
-        accelerator: The Accelerator.
-        model: A model, prepared or not.
-        save_directory: The folder. It is made when it is missing.
-        max_shard_size: Largest size of a file: bytes, or text such as ``"5GB"``.
-        safe_serialization: Write safetensors instead of torch's pickle format.
-
-    Raises:
-        NotADirectoryError: ``save_directory`` is a file.
-        RuntimeError: Some weights are on the meta device, so there is nothing to save.
-
-    Source:
-        https://huggingface.co/docs/huggingface_hub/package_reference/serialization
-    """
+    """Save a model's weights alone, in shards if they are large. All ranks call it, one process writes."""
     if os.path.isfile(save_directory):
         raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; pass a folder.")
     convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone

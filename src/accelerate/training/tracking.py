@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def needs_every_rank(accelerator: Facade) -> bool:
-    """Say whether some tracker works on every rank, so that the calls must reach all of them.
-
-    Args:
-        accelerator: The Accelerator.
-    """
+    """Say whether some tracker works on every rank, so that the calls must reach all of them."""
     return any(not _class_of(choice).main_process_only for choice in (*accelerator.log_with, *accelerator.trackers))
 
 
@@ -41,12 +37,6 @@ def init_trackers(
 
     A tracker that runs already is finished before one of its name is started again, so that there are no two runs.
     One that was finished is started again.
-
-    Args:
-        accelerator: The Accelerator.
-        project_name: Name of the project, or of the run where a library knows only runs.
-        config: The configuration to store. Each tracker gets a copy.
-        init_kwargs: For each tracker's name the arguments of its class.
     """
     options = init_kwargs or {}
     trackers = []
@@ -76,16 +66,7 @@ def _without(trackers: list[GeneralTracker], others: list[GeneralTracker]) -> li
 
 
 def get_tracker(accelerator: Facade, name: str, unwrap: bool = False) -> Any:
-    """Return a tracker that was started; on a rank without trackers one whose methods do nothing.
-
-    Args:
-        accelerator: The Accelerator.
-        name: The tracker's name, such as ``"tensorboard"``.
-        unwrap: Return the library's own object.
-
-    Raises:
-        ValueError: There is no such tracker; the message lists those that were started.
-    """
+    """Return a tracker, or with `unwrap` its library's object; on a rank without trackers one that does nothing."""
     if not accelerator.trackers:
         return GeneralTracker(_blank=True)
     for tracker in accelerator.trackers:
@@ -103,14 +84,7 @@ def log(
     step: int | None = None,
     log_kwargs: dict[str, dict] | None = None,
 ) -> None:
-    """Log values to every running tracker.
-
-    Args:
-        accelerator: The Accelerator.
-        values: Names and values. Each tracker gets a copy.
-        step: The step they belong to.
-        log_kwargs: For each tracker's name the arguments of its ``log``.
-    """
+    """Log a copy of the values to every running tracker, with the arguments that `log_kwargs` has for its name."""
     options = log_kwargs or {}
     for tracker in accelerator.trackers:
         arguments = options.get(tracker.name) or {}
@@ -118,11 +92,7 @@ def log(
 
 
 def finish(accelerator: Facade) -> None:
-    """Finish every tracker that runs. They stay in ``accelerator.trackers``, for what can be asked of a finished run.
-
-    Args:
-        accelerator: The Accelerator.
-    """
+    """Finish every tracker that runs. They stay in ``accelerator.trackers``, for questions to a finished run."""
     for tracker in _without(accelerator.trackers, accelerator._finished_trackers):
         _guarded(tracker, "finish", tracker.finish)
     accelerator._finished_trackers = list(accelerator.trackers)
