@@ -170,7 +170,8 @@ class SaveBarrier:
         names, rounds = [*self.ranks, "come", "outcome"], range(self._round_number + 1)
         with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
             if self._keys.add("left", 1) == len(self.ranks):
-                self._remove([*(f"{number}/{name}" for number in rounds for name in names), "left"])
+                for key in [*(f"{number}/{name}" for number in rounds for name in names), "left"]:
+                    self._keys.delete_key(key)
 
     def _gather(self, note: Any) -> list[Any]:
         """Return the notes of all ranks, which they leave now."""
@@ -204,7 +205,8 @@ class SaveBarrier:
                     return outcome
                 # The others decided while this rank came in. If they have also left, the rest of the keys is its own.
                 with contextlib.suppress(RuntimeError):  # a store that cannot delete
-                    self._remove([f"0/{self.rank}", *([] if outcome["ranks"] else ["0/come", "0/outcome"])])
+                    for key in (f"0/{self.rank}", *([] if outcome["ranks"] else ["0/come", "0/outcome"])):
+                        self._keys.delete_key(key)
         except RuntimeError as error:
             raise CollectiveMisuse(self._no_store()) from error
 
@@ -238,10 +240,6 @@ class SaveBarrier:
         """Return the notes of this round that are there, in the order of the ranks."""
         notes = {rank: _read(self._round, str(rank)) for rank in self.ranks}
         return {rank: note for rank, note in notes.items() if note is not None}
-
-    def _remove(self, keys: list[str]) -> None:
-        for key in keys:
-            self._keys.delete_key(key)
 
     def _no_store(self) -> str:
         return (

@@ -95,9 +95,7 @@ def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, A
             value = value.float()
         made = value.to(dtype)
         if not torch.equal(torch.isinf(made), torch.isinf(value)):
-            raise ValueError(
-                f"{name!r} has values that {formats.DTYPE_NAMES[dtype]} cannot hold; export it in another dtype."
-            )
+            raise ValueError(f"{name!r} has values that {formats.DTYPE_NAMES[dtype]} cannot hold; use another dtype.")
         return made
 
     tensors = {}
@@ -214,9 +212,7 @@ def merge_fsdp_weights(
         values = layouts.model_values(stored)
         if safe_serialization:
             tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-            entry = formats.write_safetensors(
-                path, tensors, {"format": "pt"}, read=lambda key: stored.read(tensors[key])
-            )
+            entry = formats.write_safetensors(path, tensors, {"format": "pt"}, read=lambda n: stored.read(tensors[n]))
         else:
             entry = formats.write_torch(path, stored.read(values))
         durable.sync_folder(target)
@@ -338,9 +334,7 @@ def _write_shards(found: Found, stored: "Stored", values: dict[str, Any], staged
     return {f"{name}/{file}": entry for file, entry in written.items()}
 
 
-def _copied(
-    folder: str, staged: str, files: Collection[str], parts: Collection[Found], listing: Manifest | None
-) -> Entries:
+def _copied(folder: str, staged: str, files: Collection[str], parts: list[Found], listing: Manifest | None) -> Entries:
     """Copy all that is not converted."""
     converted = {NAME, manifest.PARAMETER_NAMES}.union(*map(_files_of, parts))
     entries: Entries = {}

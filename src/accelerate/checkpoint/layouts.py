@@ -287,9 +287,7 @@ def write(
     def put() -> None:
         os.makedirs(folder, exist_ok=True)
         if os.path.exists(os.path.join(folder, NAME)):
-            raise ValueError(
-                f"{os.fspath(folder)!r} is a checkpoint of save_state, with a manifest. Save to another folder."
-            )
+            raise ValueError(f"{os.fspath(folder)!r} is a checkpoint of save_state. Save to another folder.")
         if owns and layout != "sharded":
             formats.write_torch(os.path.join(folder, name), values, rank)
         current = [manifest.rank_file(stem, number) for number in range(size)]

@@ -289,9 +289,7 @@ class Contents:
         file = manifest.random_states_file(rank)
         attributes = {"step": states.pop("step")} if "step" in states else {}
         if self.random is None:
-            logger.warning(
-                f"{self.folder} has no {file}: rank {rank} keeps its random states, and draws other numbers."
-            )
+            logger.warning(f"{self.folder} has no {file}: rank {rank} keeps its random states, draws other numbers.")
         elif self.is_new:
             resume.derive_generators(states, rank, device, f"{self.folder} has no {file}")
         else:

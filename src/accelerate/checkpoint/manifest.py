@@ -328,12 +328,7 @@ def is_of(value: Any, kind: Any) -> bool:
 
 
 def problems(
-    folder: Path,
-    manifest: Manifest,
-    *,
-    deep: bool = False,
-    only: Callable[[str], bool] | None = None,
-    threads: int = 2,
+    folder: Path, manifest: Manifest, *, deep: bool = False, only: Callable[[str], bool] | None = None
 ) -> list[str]:
     """Return a line for each file of a checkpoint that is wrong, none if it is whole; `deep` reads the files."""
     found = []
@@ -344,7 +339,7 @@ def problems(
             if size != entry.size:
                 found.append(difference(name, entry.size, size))
             elif deep:
-                found += changed(name, entry, durable.of_file(path, threads)[1])
+                found += changed(name, entry, durable.of_file(path)[1])
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
     if only is None:

@@ -190,9 +190,7 @@ def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, 
     return goal.order
 
 
-def _own_groups(
-    goal: Target, groups: Sequence[Mapping[str, Any]], states: Iterable[Any], origin: str
-) -> list[dict[str, Any]]:
+def _own_groups(goal: Target, groups: Sequence[Mapping[str, Any]], states: Iterable[Any], origin: str) -> list[Any]:
     """Return the optimizer's own groups with the stored options: a group has those of the parameters in it."""
     home = {name: number for number, group in enumerate(groups) for name in group["params"]}
     made, problems = [], []
@@ -207,9 +205,8 @@ def _own_groups(
         options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
         made.append({**options, "params": list(of_group)})
     known = {other for name in goal.order for other in goal.also_called(name)}
-    problems += [
-        f"a state for {name}, which is not among them" for name in states if name in home and name not in known
-    ]
+    strange = [name for name in states if name in home and name not in known]
+    problems += [f"a state for {name}, which is not among them" for name in strange]
     if problems:
         raise RuntimeError(
             f"For the optimizer's parameters {origin} has {', '.join(manifest.first_of(problems))}; nothing was loaded. {_REMEDY}"
@@ -237,9 +234,8 @@ def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
             if made is None and isinstance(before, torch.Tensor) and hasattr(value, "stored_key"):
                 made = like(before, value, stored)
         if made is None:
-            here, there = (
-                tuple(one.size() if hasattr(value, "stored_key") else state.part(one).shape) for one in (own, value)
-            )
+            known = hasattr(value, "stored_key")
+            here, there = [tuple(one.size() if known else state.part(one).shape) for one in (own, value)]
             raise RuntimeError(
                 f"{key} of {name} has the shape {there} in {stored.origin}, and the parameter {here}; nothing was loaded. If such "
                 "values differ from their parameters, let the optimizer step once before loading: that shows their shards."

@@ -172,10 +172,8 @@ class Common:
     @classmethod
     def of(cls, accelerator: Run, schedulers: Sequence[Any]) -> "Common":
         """Return those of an Accelerator, with the schedulers that its strategy saves."""
-        objects, rank = accelerator.prepared, accelerator.process_index
-        return cls(
-            schedulers, objects.dataloaders, objects.custom_objects, accelerator.scaler, rank, accelerator.device
-        )
+        made, rank = accelerator.prepared, accelerator.process_index
+        return cls(schedulers, made.dataloaders, made.custom_objects, accelerator.scaler, rank, accelerator.device)
 
     def shared(self) -> list[tuple[Any, str, str]]:
         """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""
@@ -207,9 +205,7 @@ class ModelState:
 
 
 @quietly()
-def model_state(
-    model: nn.Module, getter: Callable[..., dict[str, Any]] | None = None, layout: Layout = "sharded"
-) -> ModelState:
+def model_state(model: nn.Module, getter: Callable[..., Any] | None = None, layout: Layout = "sharded") -> ModelState:
     """Return a model's state by the names the user wrote, each rank with its shards. It is no copy. All ranks.
 
     A `getter` takes the model and ``sd_options``, torch's options or None; ``"local"`` is for FSDP1's flat parameters.

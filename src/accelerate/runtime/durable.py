@@ -290,22 +290,21 @@ def sync_tree(path: str) -> None:
 
 
 @functools.cache
-def _call(name: str, arguments: str) -> Callable[..., int] | None:
+def _call(name: str, *kinds: str) -> Callable[..., int] | None:
     """Return a function of the C library that Python does not offer; None where there is none."""
     import ctypes
 
-    kinds = {"i": ctypes.c_int, "q": ctypes.c_int64, "I": ctypes.c_uint, "s": ctypes.c_char_p}
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):
         return None
-    function.argtypes = [kinds[letter] for letter in arguments]
+    function.argtypes = [getattr(ctypes, f"c_{kind}") for kind in kinds]
     return function
 
 
 def _start_writing(descriptor: int, start: int, size: int) -> None:
     """Let the disk begin with a part of a file (sync_file_range). Only fsync waits for it."""
-    begin = _call("sync_file_range", "iqqI")
+    begin = _call("sync_file_range", "int", "int64", "int64", "uint")
     if begin is not None:  # where it fails, fsync does all of it, and reports what is wrong
         begin(descriptor, start, size, 2)  # SYNC_FILE_RANGE_WRITE
 
@@ -315,7 +314,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 def exchange(left: str, right: str) -> bool:
     """Exchange two folders of one file system in one step (renameat2); say whether the system could."""
-    rename = _call("renameat2", "isisI")
+    rename = _call("renameat2", "int", "char_p", "int", "char_p", "uint")
     if rename is None:
         return False
     return rename(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from accelerate.runtime.durable import written_whole
 
@@ -40,7 +40,6 @@ _LONGEST_SUMMARY = 2_000
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _former: Hook = sys.__excepthook__
-_faults: TextIO | None = None
 
 
 def watch() -> None:
@@ -60,12 +59,11 @@ def _is_rank() -> bool:
 
 
 def _watch_faults() -> None:
-    global _faults
     if faulthandler.is_enabled():
         return  # the program's own choice
     with contextlib.suppress(OSError, ValueError):
-        _faults = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
-        faulthandler.enable(_faults)
+        file = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+        faulthandler.enable(file)  # which holds it
 
 
 def fault_file(error_file: str) -> str:

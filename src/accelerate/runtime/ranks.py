@@ -13,6 +13,7 @@ process is believed:
    The batch script itself has most of these too, and is one process; see `accelerate.runtime.slurm`.
 """
 
+import contextlib
 import os
 import zlib
 from collections.abc import Mapping
@@ -69,9 +70,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     if rank is not None and size is not None:
         return _checked(*found[0])
     if rank is not None and rank > 0:
-        raise ValueError(
-            f"RANK is {rank} but WORLD_SIZE is not set. Set it to the number of processes, or unset RANK."
-        )
+        raise ValueError(f"RANK is {rank} but WORLD_SIZE is not set. Set the number of processes, or unset RANK.")
     others = [entry for entry in found[1:] if entry[2][0] is not None]
     if size is not None and size > 1:
         # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must be equal.
@@ -82,9 +81,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
             )
         _, names, numbers = others[0]
         if numbers[1] not in (None, size):
-            raise ValueError(
-                f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset WORLD_SIZE, or make them equal."
-            )
+            raise ValueError(f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset it, or make them equal.")
         return _checked(*others[0])
     for source, names, numbers in others:
         if numbers[1] is not None and numbers[1] > 1:
@@ -102,9 +99,7 @@ def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> 
     if not 0 <= rank < size:
         raise ValueError(f"{names[0]} is {rank} but {names[1]} is {size}: ranks go from 0 to {size - 1}.")
     if local_size is not None and not 1 <= local_size <= size:
-        raise ValueError(
-            f"{names[3]} is {local_size} but {names[1]} is {size}: a machine cannot run that many of them."
-        )
+        raise ValueError(f"{names[3]} is {local_size} but {names[1]} is {size}: a machine cannot run that many.")
     if local_rank is None or local_rank < 0:
         if local_size not in (None, 1, size):
             raise ValueError(f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process.")
@@ -161,15 +156,13 @@ def _hydra() -> str | None:
     """
     import psutil  # slow, and needed here alone
 
-    try:
+    with contextlib.suppress(psutil.Error, OSError):
         for ancestor in psutil.Process().parents():
             words = ancestor.cmdline()
             if words and os.path.basename(words[0]).startswith(("hydra_", "pmi_proxy")):
                 for options in _HYDRA_OPTIONS:
                     if set(options) <= set(words[:-1]):
                         return ":".join(words[words.index(option) + 1] for option in options)
-    except (psutil.Error, OSError):
-        pass
     return None
 
 

@@ -1,6 +1,7 @@
 """How a process finds the others: from ranks to a process group. `runtime.ranks` reads the ranks from the environment."""
 
 import atexit
+import functools
 import os
 import socket
 import time
@@ -147,14 +148,11 @@ _LIMIT_S = 0.2
 # On a busy machine a thread may miss its turn once.
 _ROUNDS, _ROUND_S = 4, 0.001
 
-_registered = False
 
-
+@functools.cache
 def fork_when_quiet() -> None:
     """Let every later `os.fork` of this process, and its end, wait for torch's threads. Linux only; calling it again does nothing."""
-    global _registered
-    if not _registered and _TASKS.is_dir():
-        _registered = True
+    if _TASKS.is_dir():
         os.register_at_fork(before=_rest)
         atexit.register(wait_for_threads)
 

@@ -32,11 +32,9 @@ class Step:
 
 def integer(environ: Mapping[str, str], name: str) -> int | None:
     """Return a variable as an integer; None if it is not set, ValueError if it is something else."""
-    text = environ.get(name)
-    if text is None or not text.strip():
-        return None
+    text = environ.get(name, "")
     try:
-        return int(text)
+        return int(text) if text.strip() else None
     except ValueError:
         raise ValueError(
             f"The environment variable {name} is {text!r}; a launcher sets it to an integer. Correct or unset it."

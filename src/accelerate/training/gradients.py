@@ -11,7 +11,6 @@ rescaled once, right before its backward pass, and are exact after it.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import master
 from accelerate.runtime import traits
-from accelerate.training.prepared import Facade
+from accelerate.training.prepared import Facade, warn_caller
 
 
 @dataclass
@@ -135,12 +134,9 @@ def _syncs_each(accelerator: Facade, counted: bool) -> bool:
 def advance(accelerator: Facade) -> None:
     """Count one micro-batch, and set whether gradients are synchronised in it."""
     state = accelerator.gradient_state
-    if state.sync_with_dataloader and state.end_of_dataloader:
-        accelerator.step = 0
-        state._set_sync_gradients(True)
-    else:
-        accelerator.step += 1
-        state._set_sync_gradients(accelerator.step % state.num_steps == 0)
+    ended = state.sync_with_dataloader and state.end_of_dataloader
+    accelerator.step = 0 if ended else accelerator.step + 1
+    state._set_sync_gradients(accelerator.step % state.num_steps == 0)
 
 
 def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) -> None:
@@ -161,12 +157,10 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
     elif not window.warned:
         window.warned = True
         if accelerator.is_main_process:
-            warnings.warn(
+            warn_caller(
                 f"The last accumulation window of this epoch has {length} micro-batches instead of "
                 f"gradient_accumulation_steps={steps}: it counts {length}/{steps} of a full one. Pass "
-                f"GradientAccumulationPlugin(num_steps={steps}, exact=True) to divide by its real length.",
-                UserWarning,
-                stacklevel=3,
+                f"GradientAccumulationPlugin(num_steps={steps}, exact=True) to divide by its real length."
             )
 
 
@@ -207,9 +201,7 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     copies = layout.tp_size if layout is not None else 1
     total = accelerator._communicator.all_reduce(total.to(accelerator.device), "sum").item() / copies
     if total == 0:
-        raise ValueError(
-            "num_items is 0 on every rank and in every micro-batch of this window: there is no loss to average."
-        )
+        raise ValueError("num_items is 0 on every rank in every micro-batch of this window: no loss to average.")
     # The wrapper averages over its replicas; the mean over items needs their sum.
     scale = accelerator.num_processes // copies / total
     _rescale(accelerator, models, window.reference * scale)
@@ -226,9 +218,7 @@ def _mixed(window: Window, num_items: Any) -> ValueError:
 def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
     """Scale a loss for its window, and run the backend's backward pass; refuse what is no loss, or no clear count."""
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"backward() got loss={loss!r} ({type(loss).__name__}); pass the loss tensor itself, not `loss.item()`."
-        )
+        raise TypeError(f"backward() got loss={loss!r} ({type(loss).__name__}); pass the tensor, not `loss.item()`.")
     window = accelerator._window
     if num_items is not None:
         if not window.inside:  # without `accumulate` each call is a micro-batch
@@ -313,11 +303,8 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
     row = traits.of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:
         if row.distributed:
-            warnings.warn(
-                f"join_uneven_inputs does nothing with {accelerator.distributed_type}: it needs data parallelism.",
-                UserWarning,
-                stacklevel=3,
-            )
+            kind = accelerator.distributed_type
+            warn_caller(f"join_uneven_inputs does nothing with {kind}: it needs data parallelism.")
         yield
         return
     overridden: list[tuple[Any, bool]] = []
@@ -325,15 +312,13 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
         for loader in accelerator.prepared.dataloaders:
             sampler = getattr(loader, "batch_sampler", None)
             if sampler is None or not hasattr(sampler, "even_batches"):
-                warnings.warn(
+                warn_caller(
                     f"even_batches={even_batches} does not reach a prepared {type(loader).__name__}: only map-style "
-                    "datasets are sharded by batch. Its batches stay as they are.",
-                    UserWarning,
-                    stacklevel=3,
+                    "datasets are sharded by batch. Its batches stay as they are."
                 )
-                continue
-            overridden.append((sampler, sampler.even_batches))
-            sampler.even_batches = even_batches
+            else:
+                overridden.append((sampler, sampler.even_batches))
+                sampler.even_batches = even_batches
     window = accelerator._window
     window.joining = True
     try:

@@ -15,18 +15,16 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.base import Communicator
-from accelerate.data import workers
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import tracking
@@ -188,12 +186,16 @@ class Watch:
 
     # -- loaders -----------------------------------------------------------------------------------------------------
 
-    def before_loop(self, loader: Any) -> None:
-        """Leave if it is time, before a loader's iteration begins. All ranks.
+    def leave_if_due(self, loader: Any) -> None:
+        """Leave right after a step, where a loader of the loop that took it goes on, or begins its next epoch. All ranks.
 
-        After the last batch of an epoch a run leaves here, so that what a program does between two epochs is done.
+        So an evaluation in the middle of a training loop, or after it, is never cut off, and what a program does
+        between two epochs is done.
         """
-        if self._is_due(loader):
+        if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
+            return
+        self._stepped = False
+        if not self.closed and self.stops:
             self._leave()
 
     def watched(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
@@ -201,22 +203,8 @@ class Watch:
         with closing(batches):
             for batch in batches:
                 yield batch
-                if not loader._progress.at_end and self._is_due(loader):
-                    self._leave()
-
-    def masked_start(self, loader: DataLoader) -> AbstractContextManager[None]:
-        """Return a context in which a torch loader starts workers that the signals do not reach."""
-        return workers.masked_start(loader, self.numbers)
-
-    def _is_due(self, loader: Any) -> bool:
-        """Whether the run leaves here: right after a step, and where a loader of the loop that took it goes on.
-
-        So an evaluation in the middle of a training loop, or after it, is never cut off.
-        """
-        if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
-            return False
-        self._stepped = False
-        return not self.closed and self.stops
+                if not loader._progress.at_end:
+                    self.leave_if_due(loader)
 
     def _leave(self) -> NoReturn:
         accelerator, number = self.accelerator(), signal.Signals(self.number)
@@ -225,11 +213,8 @@ class Watch:
         self.leaving = True
         if accelerator.is_main_process:
             logger.warning(
-                "%s came: the run is saved in %s, and ends with status %d. Submitted again, it goes on there with "
-                "load_state(latest=True, missing_ok=True).",
-                number.name,
-                location,
-                PREEMPTED,
+                f"{number.name} came: the run is saved in {location}, and ends with status {PREEMPTED}. Submitted again, it "
+                "goes on there with load_state(latest=True, missing_ok=True)."
             )
         tracking.finish(accelerator)
         accelerator.wait_for_everyone()

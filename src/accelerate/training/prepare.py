@@ -58,9 +58,7 @@ def kind_of(obj: Any) -> str | None:
 def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
     """Check the arguments, let the backend prepare them, and return them in their order."""
     if not objects:
-        raise ValueError(
-            "prepare() got no objects. Pass the model, optimizer, data loaders and schedulers to prepare."
-        )
+        raise ValueError("prepare() got no objects. Pass the model, optimizer, data loaders and schedulers.")
     for position, obj in enumerate(objects):
         if isinstance(obj, _PLAIN):
             raise TypeError(
@@ -202,7 +200,7 @@ def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) ->
     registry = accelerator.prepared
     entry = registry.find(obj)
     if entry is None:
-        entry = prepared.find_elsewhere(registry, obj)
+        entry = next(filter(None, (other.find(obj) for other in prepared.live(registry))), None)
         adoptable = entry is not None and _adoptable(accelerator, entry, obj, evaluation)
         return _adopt(accelerator, entry) if adoptable else None
     outer = entry.outer()
@@ -295,19 +293,13 @@ def settings_of(accelerator: Facade) -> dict[str, str]:
 def _chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
     found: list[nn.Module] = []
-    while True:
-        if is_compiled_module(model):
-            model = model._orig_mod
-        elif is_parallel_wrapper(model):
-            model = model.module
-        else:
-            return found
+    while (compiled := is_compiled_module(model)) or is_parallel_wrapper(model):
+        model = model._orig_mod if compiled else model.module
         found.append(model)
+    return found
 
 
-def prepare_model(
-    accelerator: Facade, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
-) -> nn.Module:
+def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> Any:
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
@@ -490,7 +482,7 @@ def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -
     if entry is None:
         accelerator.prepared.record(kind, result, [given], settings=settings_of(accelerator))
     elif accelerator.prepared.find(given) is None:  # the replacement prepared another object in place of this one
-        accelerator.prepared.link(entry, given)
+        entry.inners.append(prepared.reference(given))
     return result
 
 

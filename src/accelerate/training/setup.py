@@ -130,13 +130,10 @@ def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) 
 
 def rng_types(given: list[str | RNGType] | None) -> list[str | RNGType]:
     """Return which generators are synchronised at the start of an epoch; ValueError for an unknown one."""
-    kinds = ["generator"] if given is None else given
-    for kind in kinds:
-        try:
-            RNGType(kind)
-        except ValueError:
-            raise ValueError(f"rng_types got {kind!r}; choose among {[member.value for member in RNGType]}.") from None
-    return list(kinds)
+    kinds, known = ["generator"] if given is None else list(given), [member.value for member in RNGType]
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ValueError(f"rng_types got {unknown[0]!r}; choose among {known}.")
+    return kinds
 
 
 @contextlib.contextmanager
