@@ -22,27 +22,8 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def write(
-    folder: Path,
-    *,
-    weights: dict[str, torch.Tensor] | None = None,
-    safe: bool = True,
-    aliases: dict[str, str] | None = None,
-    age: float = 0.0,
-    model: int = 0,
-    **told: object,
-) -> Path:
-    """Write a complete checkpoint, and return its folder.
-
-    Args:
-        folder: where.
-        weights: of the model.
-        safe: as safetensors, or in torch's format.
-        aliases: tied names.
-        age: seconds since it was saved.
-        model: which of the models the weights are of.
-        told: further fields of the manifest.
-    """
+def write(folder: Path, *, weights=None, safe=True, aliases=None, age=0.0, model=0, **told: object) -> Path:
+    """Write a complete checkpoint that is so many seconds old, with fields of the manifest; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = tensors() if weights is None else weights
     file = model_file(model, safe)

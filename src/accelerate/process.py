@@ -432,6 +432,3 @@ def _place(hardware: Device, local_rank: int, distributed: bool) -> torch.device
     if device.index is not None and hardware.type not in ("cpu", "mps"):
         hardware.set(device.index)
     return device
-
-
-storage.register_builder("process", PartialState)

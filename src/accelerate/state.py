@@ -512,6 +512,3 @@ def _restored_gradient_state(values: dict[str, Any]) -> GradientState:
     if missing:
         state.__dict__.update(values)
     return state
-
-
-storage.register_builder("gradient", GradientState)

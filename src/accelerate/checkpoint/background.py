@@ -38,12 +38,7 @@ _REST = 3.0
 @quietly()
 @torch.no_grad()
 def snapshot(plan: SavePlan, buffers: "HostBuffers") -> None:
-    """Replace all that a plan has by copies in host memory; what the run goes on with is not in it any more.
-
-    Args:
-        plan: the files of this rank.
-        buffers: gives the memory, and takes it back when copying fails.
-    """
+    """Replace all that a plan has by copies in host memory of `buffers`, which takes it back when copying fails."""
     try:
         plan.replace(_Snapshot(buffers).of)
         buffers.synchronize()
@@ -53,10 +48,7 @@ def snapshot(plan: SavePlan, buffers: "HostBuffers") -> None:
 
 
 class HostBuffers:
-    """Memory of the host into which one save at a time is copied; the next one uses it again, because new memory costs more than the copy.
-
-    With an accelerator it is pinned, so that copies run beside the computation.
-    """
+    """Host memory for the copies of one save at a time, used again by the next one; pinned where a GPU is copied."""
 
     def __init__(self) -> None:
         self._free: dict[Any, list[Any]] = {}
@@ -69,11 +61,7 @@ class HostBuffers:
         return self._taken[-1][1]
 
     def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a copy of a storage; of an accelerator's it is complete after `synchronize`.
-
-        Args:
-            storage: of any device.
-        """
+        """Return a copy of a storage; of an accelerator's it is complete after `synchronize`."""
         size, pinned = storage.nbytes(), storage.device.type == "cuda"
         memory = self._take((size, pinned), lambda: torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
         dtype = torch.uint8 if size % 4 else torch.int32  # torch copies single bytes slower
@@ -84,11 +72,7 @@ class HostBuffers:
         return memory.untyped_storage()
 
     def copy_shards(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole.
-
-        Args:
-            value: of any device.
-        """
+        """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole."""
         mine, spread = part(value), [getattr(value, name, None) for name in ("device_mesh", "placements")]
         made = self._take((type(value), *spread, value.size(), value.dtype, mine.shape), lambda: like(value))
         part(made).copy_(mine)
@@ -109,19 +93,12 @@ class HostBuffers:
 
 
 def copied(obj: Any) -> Any:
-    """Return a copy of a state that shares no tensor, and nothing that can change, with it.
-
-    Args:
-        obj: what an object's ``state_dict`` returned.
-    """
+    """Return a copy of a state that shares no tensor, and nothing that can change, with it."""
     return _Snapshot(HostBuffers(), keeps_devices=True).of(obj)
 
 
 class _Snapshot:
-    """Copies nested objects: tensors into host memory, views of one storage as views of one copy.
-
-    What is in the state twice is in the copy twice, and is one object there, too.
-    """
+    """Copies nested objects into host memory: views of one storage as views of one copy, and each object once."""
 
     def __init__(self, buffers: HostBuffers, keeps_devices: bool = False) -> None:
         self._buffers = buffers
@@ -174,13 +151,7 @@ def _deep(obj: Any) -> Any:
 
 
 class Background:
-    """The save of one Accelerator that is being written in the background, if there is one. It is not pickled along.
-
-    Attributes:
-        buffers: what `snapshot` copies into.
-        groups: see `save.shard_group`.
-        pending: `settle` has something to wait for, or to report.
-    """
+    """The background save of one Accelerator, not pickled; `settle` has something to do while it is ``pending``."""
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
@@ -196,14 +167,9 @@ class Background:
         return Background, ()
 
     def start(self, task: Callable[[], None], what: str) -> None:
-        """Run a task in the background; its error comes out of the next `finish`. Then the memory of the copies is free again.
+        """Run a task in a thread, or here where the interpreter is about to exit; `finish` raises its error.
 
-        The interpreter waits for the task before it exits, whether the training ended or failed. One that is about to exit starts
-        no more threads: then the task runs here.
-
-        Args:
-            task: writes and publishes a checkpoint.
-            what: its name, for messages.
+        The interpreter waits for the thread before it exits. Then the memory of the copies is free again.
         """
         self.finish()
 
@@ -234,23 +200,12 @@ class Background:
         self._thread = thread
 
     def finish(self, reason: str | None = None) -> None:
-        """Wait until the save in flight is written, and raise what went wrong. Any rank, alone.
-
-        Args:
-            reason: what waits for it, for the log; None says nothing.
-
-        Raises:
-            RuntimeError: the save failed on this rank or another one.
-        """
+        """Wait until the save in flight is written, and raise what went wrong, as RuntimeError. Any rank, alone."""
         if (problem := self.settle(reason)) is not None:
             raise problem
 
     def settle(self, reason: str | None = None) -> RuntimeError | None:
-        """Wait until the save in flight is written, and return what went wrong, once. Any rank, alone.
-
-        Args:
-            reason: what waits for it, for the log; None says nothing.
-        """
+        """Wait until the save in flight is written; return what went wrong, once. `reason` names who waits."""
         self._join(reason)
         # Not before: a caller that is interrupted while it waits has not waited.
         self._thread, self.pending = None, False
@@ -299,10 +254,7 @@ def _join_all() -> None:
 
 
 def _leave() -> None:
-    """End with status 1 if a save failed that no call has reported: the program must not look as if it had succeeded.
-
-    No call is going to report it any more, and a line on the log is easily missed.
-    """
+    """End with status 1 if a save failed that no call has reported, lest the program look as if it had succeeded."""
     _join_all()
     if all(background._pid != os.getpid() for background in _unsettled):  # a fork has its parent's
         return

@@ -70,9 +70,6 @@ class Group:
     """The ranks of a checkpoint, as one of them sees them.
 
     Attributes:
-        rank: this process.
-        world_size: how many there are.
-        local_rank: number of this process on its node.
         each_node: every node has a file system, and a checkpoint, of its own.
         shared: all ranks see what one of them stages.
     """
@@ -85,12 +82,7 @@ class Group:
 
     @classmethod
     def of(cls, accelerator: Run, storage: "CheckpointStorage") -> "Group":
-        """Return the group of an Accelerator.
-
-        Args:
-            accelerator: The Accelerator.
-            storage: Where the checkpoint is.
-        """
+        """Return the group of an Accelerator for a checkpoint that lies in `storage`."""
         # A storage that is no file system is the same for all nodes.
         each_node = accelerator.project_configuration.save_on_each_node and storage.shared
         ranks = accelerator.process_index, accelerator.num_processes, accelerator.local_process_index
@@ -101,19 +93,12 @@ class SaveBarrier:
     """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``exchange``, ``leave``.
 
     Every rank makes one and calls these in the same order. ``begin`` belongs into the thread of the call; the rest may
-    run in another one, while no other barrier of this process begins. Several ranks without a store meet by
-    collectives: these wait for a missing rank as long as they do, and belong into the thread of the call.
-
-    Args:
-        kind: What was called: "save_state" or "load_state".
-        location: The path as this rank means it, absolute.
-        group: The ranks. Where each machine has a checkpoint of its own, paths must only be the same within a machine.
-        store: Where notes are left, `default_store`; None without one.
+    run in another one, if ``in_background``, while no other barrier of this process begins. Several ranks without a
+    store meet by collectives, which wait without limit.
 
     Attributes:
         ranks: Those that leave the barrier together: all, or those that called where others never will.
         name: A name that no other barrier has, the same on all ranks once it has begun.
-        in_background: Whether what comes after `begin` may run in a thread of its own.
     """
 
     def __init__(self, kind: str, location: str, group: Group, store: Any | None) -> None:
@@ -133,12 +118,7 @@ class SaveBarrier:
     # What ranks do together
 
     def begin(self) -> None:
-        """Wait until every rank has made the same call.
-
-        Raises:
-            CollectiveMisuse: Some rank called something else, with another path, or will not call. Raised on all ranks
-                that called, after which they can make the next call together.
-        """
+        """Wait until every rank has made the same call; CollectiveMisuse on all that called if some rank will not."""
         hang.watch(self._origin, self.rank, self.world_size)
         self._site = hang.call_site()
         machine = socket.gethostname()
@@ -163,18 +143,9 @@ class SaveBarrier:
         return usual if usual in first else (first or [self.rank])[0]
 
     def exchange(self, note: Any, problem: BaseException | None = None) -> list[Any]:
-        """Leave a note, and return what all ranks left once they have; if any rank has failed, this is the end.
+        """Return the JSON notes of all ranks, in their order; where a rank has failed or is gone, raise on all.
 
-        Args:
-            note: Anything that JSON can say.
-            problem: What went wrong on this rank.
-
-        Returns:
-            The notes of all ranks, in their order.
-
-        Raises:
-            RuntimeError: Another rank has failed, or is gone; the message says where, and what is wrong. What failed on
-                this one is raised as it is.
+        The rank with a `problem` raises that as it is, the others a RuntimeError that says where and what is wrong.
         """
         self._failed = self._failed or problem is not None
         notes = []
@@ -199,7 +170,8 @@ class SaveBarrier:
         names, rounds = [*self.ranks, "come", "outcome"], range(self._round_number + 1)
         with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
             if self._keys.add("left", 1) == len(self.ranks):
-                self._remove([*(f"{number}/{name}" for number in rounds for name in names), "left"])
+                for key in [*(f"{number}/{name}" for number in rounds for name in names), "left"]:
+                    self._keys.delete_key(key)
 
     def _gather(self, note: Any) -> list[Any]:
         """Return the notes of all ranks, which they leave now."""
@@ -233,12 +205,13 @@ class SaveBarrier:
                     return outcome
                 # The others decided while this rank came in. If they have also left, the rest of the keys is its own.
                 with contextlib.suppress(RuntimeError):  # a store that cannot delete
-                    self._remove([f"0/{self.rank}", *([] if outcome["ranks"] else ["0/come", "0/outcome"])])
+                    for key in (f"0/{self.rank}", *([] if outcome["ranks"] else ["0/come", "0/outcome"])):
+                        self._keys.delete_key(key)
         except RuntimeError as error:
             raise CollectiveMisuse(self._no_store()) from error
 
     def _hold(self, note: Note, agree: _Agree, judge: _Judge, after_s: float, again_s: float) -> Note:
-        """Leave a note in the next round, and return the outcome: what the last rank to come makes of all notes.
+        """Leave a note in the next round, and return what the last rank to come makes of all notes.
 
         From `after_s` on a judge may decide before, at each look. The first rank to come asks where those missing are.
         """
@@ -267,10 +240,6 @@ class SaveBarrier:
         """Return the notes of this round that are there, in the order of the ranks."""
         notes = {rank: _read(self._round, str(rank)) for rank in self.ranks}
         return {rank: note for rank, note in notes.items() if note is not None}
-
-    def _remove(self, keys: list[str]) -> None:
-        for key in keys:
-            self._keys.delete_key(key)
 
     def _no_store(self) -> str:
         return (

@@ -74,14 +74,9 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
 
 
 def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return a model's tensors under the names that the user wrote, as `formats.write_weights` takes them: read when they are written.
+    """Return a model's tensors under the user's names, read when `formats.write_weights` writes them, cast to `dtype`.
 
-    Args:
-        stored: the model.
-        dtype: what floating-point tensors become; None leaves them as they are.
-
-    Raises:
-        ValueError: safetensors cannot hold a value, or two of them get one name.
+    Raises ValueError if safetensors cannot hold a value.
     """
     found = layouts.model_values(stored)
     values = {canonical_name(name): value for name, value in found.items()}
@@ -100,9 +95,7 @@ def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, A
             value = value.float()
         made = value.to(dtype)
         if not torch.equal(torch.isinf(made), torch.isinf(value)):
-            raise ValueError(
-                f"{name!r} has values that {formats.DTYPE_NAMES[dtype]} cannot hold; export it in another dtype."
-            )
+            raise ValueError(f"{name!r} has values that {formats.DTYPE_NAMES[dtype]} cannot hold; use another dtype.")
         return made
 
     tensors = {}
@@ -124,22 +117,10 @@ def export(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> Entries:
-    """Write the weights of a model in a checkpoint as Hugging Face safetensors; return what was written. One process.
+    """Write model number `model` of a checkpoint as Hugging Face safetensors; return what was written. One process.
 
-    Args:
-        source: the checkpoint, a folder or a URL.
-        target: the folder to write, on a file system that is mounted here.
-        model: which of the models, in the order in which they were prepared.
-        max_shard_size: largest size of a file, as `save_model` takes it; a larger tensor has a file for itself.
-        dtype: what floating-point tensors become, a key of `DTYPES`; None leaves them as they are.
-        overwrite: replace the weights in `target`. What else is there stays.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint, or no such model in it.
-        FileExistsError: `target` is in use.
-        DamagedCheckpoint: a file that would be read is not what was written.
-        UnpicklingError: a file holds objects that are not plain data; no code of it ran.
-        ValueError: the weights cannot be written like that, or are there more than once.
+    With `overwrite` the weights in `target`, a mounted folder, are replaced; what else is there stays. Raises
+    FileExistsError, FileNotFoundError, DamagedCheckpoint, UnpicklingError or ValueError.
     """
     limit = convert_file_size_to_int(max_shard_size)
     storage = storage_of(source)
@@ -231,9 +212,7 @@ def merge_fsdp_weights(
         values = layouts.model_values(stored)
         if safe_serialization:
             tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-            entry = formats.write_safetensors(
-                path, tensors, {"format": "pt"}, read=lambda key: stored.read(tensors[key])
-            )
+            entry = formats.write_safetensors(path, tensors, {"format": "pt"}, read=lambda n: stored.read(tensors[n]))
         else:
             entry = formats.write_torch(path, stored.read(values))
         durable.sync_folder(target)
@@ -261,25 +240,11 @@ def _check_sharded(folder: Path) -> None:
 
 
 def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards: int = 1) -> None:
-    """Write a checkpoint again in another layout. One process, alone.
+    """Write a checkpoint again in another layout, over what is at `target`. One process, alone.
 
-    The source is verified first and stays as it is; the target appears when all of it is on the disk. Weights go through memory one
-    at a time, an optimizer for the full layout as a whole.
-
-    Args:
-        source: a checkpoint's folder or URL.
-        target: where the other one goes; what is there is replaced.
-        layout: ``"full"`` for ``model.safetensors`` and ``optimizer.bin``, whose parameters are numbered, as torch does;
-            ``"sharded"`` for folders in the format of torch's distributed checkpoint, keyed by names.
-        shards: for ``"sharded"``: in how many files; a tensor is whole in one of them. Any number of ranks reads them.
-
-    Raises:
-        ValueError: an argument does not fit the others, or the optimizer's parameters have numbers whose names are not known.
-        FileNotFoundError: there is no checkpoint, or it has no models.
-        DamagedCheckpoint: the source is not whole.
-
-    Example:
-        >>> reshard("run/checkpoints/checkpoint_7", "run/for_eight", "sharded", shards=8)  # doctest: +SKIP
+    The source is verified first and stays as it is; the target appears when all of it is on the disk. Weights go
+    through memory one at a time, an optimizer for the full layout as a whole. `shards` is a number of files. Raises
+    ValueError, FileNotFoundError or DamagedCheckpoint.
     """
     if shards < 1 or (layout == "full" and shards != 1):
         raise ValueError(f"shards is {shards}; it is the number of files of layout='sharded', at least 1.")
@@ -369,9 +334,7 @@ def _write_shards(found: Found, stored: "Stored", values: dict[str, Any], staged
     return {f"{name}/{file}": entry for file, entry in written.items()}
 
 
-def _copied(
-    folder: str, staged: str, files: Collection[str], parts: Collection[Found], listing: Manifest | None
-) -> Entries:
+def _copied(folder: str, staged: str, files: Collection[str], parts: list[Found], listing: Manifest | None) -> Entries:
     """Copy all that is not converted."""
     converted = {NAME, manifest.PARAMETER_NAMES}.union(*map(_files_of, parts))
     entries: Entries = {}

@@ -34,12 +34,7 @@ DTYPE_NAMES = {getattr(torch, dtype): name for dtype, name in _NAMES.items() if 
 
 
 def tensor_entry(shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:
-    """Return what a manifest says of a tensor, of whatever dtype.
-
-    Args:
-        shape: its shape.
-        dtype: its dtype.
-    """
+    """Return what a manifest says of a tensor, of whatever dtype."""
     return TensorEntry(tuple(shape), DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")))
 
 
@@ -51,21 +46,10 @@ def write_safetensors(
     aliases: Mapping[str, str] | None = None,
     read: Callable[[str], torch.Tensor] | None = None,
 ) -> FileEntry:
-    """Write tensors as safetensors, durably. One process per file.
+    """Write dense tensors as safetensors, durably; TypeError for what that cannot hold. One process per file.
 
-    Args:
-        path: the file.
-        tensors: by name; dense, on any device.
-        metadata: texts by name.
-        rank: who writes.
-        aliases: names that share the memory of a tensor and are left out, for the manifest.
-        read: returns the values of a name, if `tensors` are on the meta device: one at a time is in memory then.
-
-    Raises:
-        TypeError: a value is no dense tensor, or of a dtype that safetensors does not have.
-
-    Source:
-        https://huggingface.co/docs/safetensors/index#format
+    With `read`, which returns the values of a name, `tensors` are on the meta device, and one at a time is in memory.
+    Format: https://huggingface.co/docs/safetensors/index#format
     """
     # Largest elements first, so that each tensor starts where its dtype may; then by name.
     order = sorted(tensors, key=lambda name: (-check_storable(name, tensors[name]).element_size(), name))
@@ -87,15 +71,7 @@ def write_safetensors(
 
 
 def check_storable(name: str, tensor: Any) -> torch.Tensor:
-    """Return the tensor if safetensors can hold it.
-
-    Args:
-        name: its name, for the message.
-        tensor: any value.
-
-    Raises:
-        TypeError: it is no dense tensor, or of a dtype that safetensors does not have.
-    """
+    """Return the tensor if safetensors can hold it; raise TypeError with its name if not."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         kind = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(
@@ -105,11 +81,7 @@ def check_storable(name: str, tensor: Any) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a dense tensor as bytes: its own where it is contiguous and on the CPU, else a copy.
-
-    Args:
-        tensor: of any dtype and device.
-    """
+    """Return the memory of a dense tensor as bytes: its own where it is contiguous and on the CPU, else a copy."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.numel() == 0:
         return memoryview(b"")
@@ -117,39 +89,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
-    """Write an object in torch's format, durably, with its numpy numbers as `plain` ones. One process per file.
-
-    Args:
-        path: the file.
-        obj: what `torch.save` takes.
-        rank: who writes.
-    """
+    """Write an object in torch's format, durably, with its numpy numbers as `plain` ones. One process per file."""
     with durable(path) as file:
         torch.save(plain(obj), file)
     return FileEntry.of(file, rank)
 
 
 def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:
-    """Write bytes, durably. One process per file.
-
-    Args:
-        path: the file.
-        data: its content.
-        rank: who writes.
-    """
+    """Write bytes, durably. One process per file."""
     with durable(path) as file:
         file.write(data)
     return FileEntry.of(file, rank)
 
 
 def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
-    """Hash a file that other code wrote, and see to it that the disk has it. Any rank, alone.
-
-    Args:
-        path: the file.
-        rank: who speaks for it.
-        threads: how many pieces are hashed at a time.
-    """
+    """Hash a file that other code wrote, and see to it that the disk has it. Any rank, alone."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     size, digest = of_file(path, threads)
@@ -167,15 +121,9 @@ def write_weights(
     aliases: Mapping[str, str] | None = None,
     read: Callable[[str], torch.Tensor] | None = None,
 ) -> dict[str, FileEntry]:
-    """Write weights durably into a folder that has none; return what was written.
+    """Write weights durably into a folder that has none, in files of at most `limit` bytes or of one tensor.
 
-    Args:
-        folder: where to.
-        tensors: by name.
-        pattern: of the names of files, such as ``model{suffix}.safetensors``; those of another extension are in torch's format.
-        limit: the largest size of a file; a larger tensor has a file for itself. One file by default.
-        aliases: as `write_safetensors` takes them.
-        read: as `write_safetensors` takes it.
+    A `pattern` such as ``model{suffix}.safetensors`` names them; files of another extension are in torch's format.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -201,17 +149,7 @@ def write_weights(
 def replace_weights(
     folder: Path, tensors: Mapping[str, torch.Tensor], pattern: str, limit: float, **options: Any
 ) -> dict[str, FileEntry]:
-    """Write weights aside, and let them take the place of those of the same pattern; other files stay.
-
-    At no moment are old files and new ones taken for one model.
-
-    Args:
-        folder: where to; it is made if missing.
-        tensors: as `write_weights` takes them.
-        pattern: as `write_weights` takes it.
-        limit: as `write_weights` takes it.
-        **options: of `write_weights`.
-    """
+    """Write weights aside, and let them replace those of the same pattern; at no moment do old and new files mix."""
     aside = os.path.join(folder, f"{STAGING_PREFIX}model")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
     os.makedirs(folder, exist_ok=True)  # also refuses an empty name
@@ -242,13 +180,7 @@ def replace_weights(
 
 
 def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
-    """Return a state of the same containers, whose values have been changed.
-
-    Args:
-        state: nested containers; it may contain itself.
-        change: returns what stands for a value.
-        known: what was rebuilt already, by id.
-    """
+    """Return a state of the same nested containers, which may contain itself, with its values changed."""
     known = {} if known is None else known
     if id(state) in known:
         return known[id(state)]
@@ -266,11 +198,5 @@ def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | No
 
 
 def plain(state: Any) -> Any:
-    """Return a state in which Python's numbers stand for numpy's, which readers refuse that trust nothing, upstream's among them.
-
-    A schedule that computes with numpy makes the learning rate one.
-
-    Args:
-        state: nested containers; they are not changed.
-    """
+    """Return a state with Python's numbers for numpy's, which schedules compute and careful readers refuse."""
     return rebuilt(state, lambda value: value.item() if isinstance(value, np.generic) else value)

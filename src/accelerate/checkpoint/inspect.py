@@ -28,12 +28,9 @@ class Summary:
 
     Attributes:
         name: its path below the folder that was looked at.
-        storage: where it is.
-        state: whether it is whole.
         size: bytes of its files.
-        saved: when it was saved or, if it is not whole, last written to, in seconds since 1970; None where that is not known.
-        unread: it has a manifest that cannot be read here, such as one of a later version. The manifest is written last, so
-            its saving came to its end; whether it is whole is not known.
+        saved: when it was saved or, if it is not whole, last written to, in seconds since 1970; None where not known.
+        unread: its saving came to its end, but its manifest cannot be read here, such as one of a later version.
     """
 
     name: str
@@ -70,12 +67,7 @@ class Summary:
 
 
 def summarize(storage: CheckpointStorage, name: str | None = None) -> Summary:
-    """Return what a table says of a checkpoint.
-
-    Args:
-        storage: where it is.
-        name: its name in the table; the last part of its location by default.
-    """
+    """Return what a table says of a checkpoint."""
     name, state = storage.name if name is None else name, storage.state()
     if state.kind == "complete" and state.manifest is not None:
         with contextlib.suppress(ValueError, OverflowError):  # the manifest's date may be any text
@@ -97,16 +89,9 @@ def _has_manifest(storage: CheckpointStorage) -> bool:
 
 
 def survey(folder: CheckpointStorage) -> list[Summary]:
-    """Return the checkpoints of a folder, whole or not, newest last.
+    """Return the checkpoints of a folder, whole or not, newest last; FileNotFoundError if there is no such folder.
 
-    Those are the folder itself, if it is one, or else the ones directly inside it and inside its folder ``checkpoints``. Symbolic
-    links to others are left out.
-
-    Args:
-        folder: a checkpoint, a folder of checkpoints, or a project's folder.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
+    Those are the folder itself, if it is one, or those directly in it and in its folder ``checkpoints``; no links.
     """
     if NAME in folder.files():
         return [summarize(folder)]
@@ -135,11 +120,7 @@ def _has_parts(storage: CheckpointStorage) -> bool:
 
 
 def all_files(storage: CheckpointStorage) -> dict[str, int]:
-    """Return the sizes of the files of a checkpoint and of the folders below it, by path with ``/`` between parts.
-
-    Args:
-        storage: a checkpoint. Folders that symbolic links lead to are left out.
-    """
+    """Return the sizes of a checkpoint's files, by path with ``/`` between parts; what links lead to is left out."""
     found = {name: stored.size for name, stored in storage.files().items()}
     for entry in storage.entries():
         if not isinstance(entry, LocalStorage) or entry.parent() == storage:  # an object store has folders between
@@ -151,14 +132,7 @@ def all_files(storage: CheckpointStorage) -> dict[str, int]:
 
 
 def verify(summary: Summary) -> list[str]:
-    """Read all files of a checkpoint and compare them with their checksums.
-
-    Args:
-        summary: of the checkpoint. Without a manifest there is nothing to compare it with.
-
-    Returns:
-        What is wrong, a line per file; nothing if it is whole, or foreign.
-    """
+    """Compare all files with their checksums; return a line for each that is wrong, none for a foreign checkpoint."""
     state = summary.state
     if state.manifest is None:
         return [] if state.kind == "foreign" else [state.reason]
@@ -172,15 +146,7 @@ def verify(summary: Summary) -> list[str]:
 
 
 def header_of(path: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file, by name, without reading them.
-
-    Args:
-        path: the file; nothing in it is trusted.
-
-    Raises:
-        DamagedCheckpoint: it is no safetensors file, or a truncated one.
-        OSError: it cannot be read.
-    """
+    """Return the tensors of a safetensors file, by name, without reading them; DamagedCheckpoint if it is none."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -193,15 +159,7 @@ def header_of(path: str) -> dict[str, TensorEntry]:
 
 
 def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
-    """Return the files that an index of shards names, with the tensors in each.
-
-    Args:
-        text: the index, as Hugging Face writes it; nothing in it is trusted.
-        origin: where it comes from, for messages.
-
-    Raises:
-        DamagedCheckpoint: it is no index.
-    """
+    """Return the files of an index of shards, with the tensors in each; DamagedCheckpoint if it is no index."""
     files: dict[str, list[str]] = {}
     try:
         for name, file in json.loads(text)["weight_map"].items():
@@ -216,15 +174,7 @@ def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
 
 
 def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a folder in torch's sharded format, by name, without reading them.
-
-    Args:
-        folder: one with a ``.metadata`` file.
-
-    Raises:
-        DamagedCheckpoint: its metadata is damaged.
-        OSError: it cannot be read.
-    """
+    """Return the tensors of a folder of shards, by name, without reading them; may raise DamagedCheckpoint."""
     from accelerate.checkpoint.formats import tensor_entry
     from accelerate.checkpoint.shards import read_metadata
 
@@ -244,9 +194,8 @@ class Details:
     """What a checkpoint consists of.
 
     Attributes:
-        summary: as in a table.
-        files: entries by path. Their tensors are there as far as they are known without reading the weights; those of shards are
-            in the entry of the file ``.metadata`` beside them. Without a manifest, checksums and ranks mean nothing.
+        files: entries by path, with tensors as far as they are known without reading the weights; those of shards
+            are in the entry of ``.metadata`` beside them. Without a manifest, checksums and ranks mean nothing.
     """
 
     summary: Summary
@@ -288,11 +237,7 @@ class Details:
 
 
 def details(storage: CheckpointStorage) -> Details:
-    """Return what a checkpoint consists of.
-
-    Raises:
-        FileNotFoundError: there is none; the message names those that are inside.
-    """
+    """Return what a checkpoint consists of; FileNotFoundError if there is none, which names those that are inside."""
     summary = summarize(storage)
     state = summary.state
     if state.kind == "absent":
@@ -350,17 +295,10 @@ class Pruning:
 
 
 def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) -> Pruning:
-    """Decide what may be removed. Nothing is changed.
+    """Decide what may be removed, and change nothing: all but the `keep` newest whole checkpoints of each folder.
 
-    Args:
-        folder: a project's folder, or a folder of checkpoints. Nothing outside of it goes.
-        keep: how many of the newest whole checkpoints stay in each folder, at least one. The newest one with a manifest
-            stays in any case.
-        foreign: count those without a manifest as whole.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: `keep` is below one, or the folder is a checkpoint.
+    The newest one with a manifest always stays; `foreign` counts those without one as whole. ValueError for a
+    `keep` below 1, or a folder that is a checkpoint; FileNotFoundError for none.
     """
     if keep < 1:
         raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1.")

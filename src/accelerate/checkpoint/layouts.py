@@ -42,11 +42,8 @@ class Found:
     """Where a model or optimizer lies in a checkpoint.
 
     Attributes:
-        folder: the checkpoint's folder.
-        name: of the file, index of files, or folder in it; for a local layout the start of the names of the ranks' files.
-        layout: how it was written.
+        name: of the file, index of files, or folder; for a local layout the start of the names of the ranks' files.
         index: which of the models or optimizers it is.
-        kind: what it is.
     """
 
     folder: str
@@ -130,15 +127,9 @@ def whole_names(index: int) -> list[tuple[str, str]]:
 
 
 def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
-    """Return where a model or optimizer lies, in each layout that it has; the usual one first.
+    """Return where a model or optimizer lies among a checkpoint's `files`, in each layout; the usual one first.
 
     Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors.
-
-    Args:
-        folder: the checkpoint's folder.
-        files: the paths of the checkpoint's files: those that its manifest lists, if it has one.
-        kind: what is looked for.
-        index: which of the models or optimizers it is.
     """
     files, (shards, gathered) = set(files), usual_names(kind, index)
     whole, stems = [gathered], [shards]
@@ -153,14 +144,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
-    """Return where a model or optimizer lies in a checkpoint, in whatever layout; None if it is not there. Any rank, alone.
-
-    Args:
-        folder: the checkpoint's folder.
-        kind: what is looked for.
-        index: which of the models or optimizers it is.
-        prefer: the layout to take if there are several.
-    """
+    """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
     files = set(os.listdir(folder))
     shards, _ = usual_names(kind, index)
     # What a killed save has put aside counts.
@@ -172,19 +156,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify: bool = True) -> Found:
-    """Return what `find` returns; raise if there is nothing. Any rank, alone; of all ranks each verifies a part.
-
-    Args:
-        folder: the checkpoint's folder.
-        kind: what is looked for.
-        index: which of the models or optimizers it is.
-        prefer: the layout to take if there are several.
-        verify: False if the checkpoint has been verified already.
-
-    Raises:
-        FileNotFoundError: there is nothing; the message says what was looked for.
-        DamagedCheckpoint: a file is not what the checkpoint's manifest says of it.
-    """
+    """Return what `find` returns, verified, a part by each rank; raise FileNotFoundError or DamagedCheckpoint."""
     found = find(folder, kind, index, prefer)
     if found is None:
         raise FileNotFoundError(
@@ -274,13 +246,7 @@ def like(own: torch.Tensor, value: torch.Tensor, stored: "Stored", over: bool = 
 
 
 def layout_of(plugin: "FullyShardedDataParallelPlugin", kind: Kind, use_dcp: bool = True) -> Layout:
-    """Return how a checkpoint keeps the shards.
-
-    Args:
-        plugin: its `state_dict_type` chooses.
-        kind: what is saved.
-        use_dcp: False for a file per rank instead of a folder that any number of ranks can load.
-    """
+    """Return how a checkpoint keeps the shards; ``use_dcp=False`` asks for a file per rank."""
     chosen = plugin.state_dict_type.name
     if chosen == "FULL_STATE_DICT":
         return "full"
@@ -290,16 +256,7 @@ def layout_of(plugin: "FullyShardedDataParallelPlugin", kind: Kind, use_dcp: boo
 def save_model(
     plugin: "FullyShardedDataParallelPlugin", model: nn.Module, folder: Path, index: int, use_dcp: bool, getter: Any
 ) -> None:
-    """Write a model's state as `layout_of` says. All ranks.
-
-    Args:
-        plugin: see `layout_of`.
-        model: of any kind.
-        folder: see `write`.
-        index: see `write`.
-        use_dcp: see `layout_of`.
-        getter: of `state.model_state`.
-    """
+    """Write a model's state as `layout_of` says; `getter` is that of `state.model_state`. All ranks."""
     flat = plugin.state_dict_type.name == "LOCAL_STATE_DICT" and state.is_fsdp1(model)
     values = state.model_state(model, getter, "local" if flat else "sharded").values
     write(values, folder, "model", index, layout_of(plugin, "model", use_dcp), flat)
@@ -308,19 +265,9 @@ def save_model(
 def write(
     values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layout: Layout = "sharded", flat: bool = False
 ) -> None:
-    """Write what `model_state` or `optimizer_state` returned, or put it into a plan. All ranks.
+    """Write a state into a folder that all ranks see, or put it into a plan. All ranks; failures are raised on all.
 
-    Args:
-        values: the state.
-        folder: the checkpoint's folder, which all ranks see and which is made if missing, or the `SavePlan` of a save.
-        kind: what it is the state of.
-        index: which of the models or optimizers it is, from 0.
-        layout: how it is written.
-        flat: for ``"local"``, that it holds FSDP1's flat parameters.
-
-    Raises:
-        ValueError: the folder has a manifest, which lists what the save of the whole checkpoint wrote.
-        RuntimeError: writing failed on some rank; raised on all of them.
+    ValueError for a folder with a manifest. `flat`: a local state of FSDP1's flat parameters.
     """
     rank, size = state.rank_and_size()
     shards, name = usual_names(kind, index)
@@ -340,9 +287,7 @@ def write(
     def put() -> None:
         os.makedirs(folder, exist_ok=True)
         if os.path.exists(os.path.join(folder, NAME)):
-            raise ValueError(
-                f"{os.fspath(folder)!r} is a checkpoint of save_state, with a manifest. Save to another folder."
-            )
+            raise ValueError(f"{os.fspath(folder)!r} is a checkpoint of save_state. Save to another folder.")
         if owns and layout != "sharded":
             formats.write_torch(os.path.join(folder, name), values, rank)
         current = [manifest.rank_file(stem, number) for number in range(size)]
@@ -380,20 +325,10 @@ def read_for_model(
     over: bool = False,
     **getter: Any,
 ) -> tuple[dict[str, Any], ModelState, Layout, Callable[[], None] | None]:
-    """Read a model's state from a checkpoint, whatever wrote it, as `apply_model` takes it. All ranks; all could read it.
+    """Read a model's state, whatever wrote it, as `apply_model` takes it. All ranks; all could read it.
 
-    Args:
-        model: of any kind.
-        folder: the checkpoint's folder.
-        index: which of the models it is.
-        prefer: the layout to take if the folder has several.
-        strict: raise when a name is missing or unexpected.
-        verify: False if the checkpoint has been verified already.
-        over: the caller loads a verified checkpoint, and the model cannot refuse it: read over what it has, later.
-        **getter: of `state.model_state`.
-
-    Returns:
-        The state, the model's own, the layout of both, and what reads the state over the model's own; None if it is read.
+    With `over`, for a verified checkpoint and a model that cannot refuse it, it is read later, over what there is.
+    Returns the state, the model's own, the layout of both, and what reads over the model's own; None if it is read.
     """
     stored = together(lambda: required(folder, "model", index, prefer, verify).open())
     flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
@@ -408,19 +343,7 @@ def read_for_model(
 
 
 def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: Any) -> dict[str, Any]:
-    """Read what `load.read_model` does not find: a model's weights in whatever layout they were written. Any rank, alone.
-
-    Args:
-        model: the model, wrapped or not; it is not changed.
-        folder: the checkpoint's folder.
-        index: which of the models it is, from 0.
-        **options: of `load.read_model`.
-
-    Raises:
-        FileNotFoundError: the folder has no weights for this model.
-        RuntimeError: names or shapes differ; the message lists them.
-        DamagedCheckpoint: the shards are damaged.
-    """
+    """Read a model's weights in whatever layout, with the errors of `load.read_model`. Any rank, alone."""
     found = find(folder, "model", index)
     if found is None or found.layout == "local":
         return load.read_model(model, folder, index, **options)

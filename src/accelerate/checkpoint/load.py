@@ -64,13 +64,7 @@ def read_file(
 ) -> Any:
     """Read safetensors, or torch's format without running code of the file. Any rank, alone.
 
-    Args:
-        folder: The checkpoint's folder.
-        file: The file in it.
-        what: Whose state it is; where that is empty, a file that is not there is None.
-        map_location: Where tensors go; the CPU by default.
-        load_kwargs: Passed to ``torch.load``.
-        mapped: The memory of tensors on the CPU may be the file's; see `mapped_file`.
+    A file that is missing is None if `what`, whose state it is, is empty. `mapped` allows memory that is the file's.
     """
     path, device = os.path.join(folder, file), str(map_location or "cpu")
     if not os.path.exists(path):
@@ -96,12 +90,7 @@ def read_optimizer(folder: Path, index: int = 0, **options: Any) -> Any:
 def mapped_file(path: str) -> Any:
     """Return what a file of tensors holds; their memory is the file's, read when it is touched and not written back.
 
-    Args:
-        path: a file in safetensors' or torch's format.
-
-    Raises:
-        UnpicklingError: it holds objects that are not plain data; no code of it ran.
-        DamagedCheckpoint: it is damaged.
+    UnpicklingError if it holds what is not plain data, of which no code ran; DamagedCheckpoint if it is damaged.
     """
     with _reported(path):
         if path.endswith(".safetensors"):
@@ -120,24 +109,10 @@ def weights_file(folder: Path, index: int = 0) -> str | None:
 
 
 def read_model(model: nn.Module, folder: Path, index: int = 0, strict: bool = True, **options: Any) -> dict[str, Any]:
-    """Read a model's weights under the names that the model has, checked against it. Any rank, alone.
+    """Return a model's weights for ``load_state_dict`` of the module inside, which stays as it is. Any rank, alone.
 
-    Names match whatever wrappers wrote them (a leading ``module.``, the parts that torch.compile puts in), and tied
-    weights that the file has once are filled in. ``state_dict`` of the model is called once.
-
-    Args:
-        model: The model, wrapped or not; it is not changed. The names returned are those of the module inside.
-        folder: The checkpoint's folder.
-        index: Which of the models it is, from 0.
-        strict: Raise when a name is missing or unexpected.
-        **options: ``map_location`` and ``load_kwargs`` of `read_file`.
-
-    Returns:
-        A state dict for ``load_state_dict`` of the module inside; the memory of its tensors may be the file's.
-
-    Raises:
-        FileNotFoundError: The folder has no weights for this model.
-        RuntimeError: Names or shapes differ; the message lists them.
+    Names match whatever wrappers wrote them, and tied weights that the file has once are filled in. ``state_dict``
+    of the model is called once. FileNotFoundError without weights; RuntimeError lists what differs.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     file = weights_file(folder, index)
@@ -176,14 +151,7 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
 
 
 def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = "") -> None:
-    """Raise if weights do not fit a model.
-
-    Args:
-        origin: where the weights come from.
-        model: what they are for.
-        problems: a line for each difference; none if they fit.
-        more: what else the user may do.
-    """
+    """Raise RuntimeError if weights do not fit a model: `problems` has a line for each difference."""
     if problems:
         lines = "\n  ".join(manifest.first_of(problems))
         advice = f"Build the model as it was when the checkpoint was saved{more}."
@@ -191,7 +159,7 @@ def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = 
 
 
 def loads_by_name(model: Any) -> bool:
-    """Say whether loading looks for exactly the names of the state dict, and cannot fail once they and the shapes fit.
+    """Say whether loading takes exactly the names of the state dict, and cannot fail once they and the shapes fit.
 
     Hooks and overrides may rename on the way, and they and what takes an extra state may refuse it.
     """
@@ -254,15 +222,11 @@ class Contents:
     them has come so far. Then `complete` does what cannot fail once names and shapes are compared, or all `undo`.
 
     Attributes:
-        folder: Where it was read from, for messages.
-        common: The objects that every strategy saves alike, and the rank.
-        models: Modules and their state dicts.
-        optimizers: Optimizers, their states, and the names of the files.
-        objects: Other objects with ``load_state_dict``, their states, and the names of the files.
-        dataloaders: Loaders, the states of those that are stateful, and their positions.
-        random: Random states and step count of this rank, or None.
-        is_new: This rank has none; ``random`` has those of the first rank, if any, from which its own are derived.
-        remaining: What `complete` calls; a reader adds what reads over the tensors that are there.
+        optimizers: with their states, and the names of the files, as `objects`.
+        dataloaders: with the states of those that are stateful, and their positions.
+        random: random states and step count of this rank, or None.
+        is_new: this rank has none; ``random`` has those of the first rank, if any, from which its own are derived.
+        remaining: what `complete` calls; a reader adds what reads over the tensors that are there.
     """
 
     folder: str
@@ -325,9 +289,7 @@ class Contents:
         file = manifest.random_states_file(rank)
         attributes = {"step": states.pop("step")} if "step" in states else {}
         if self.random is None:
-            logger.warning(
-                f"{self.folder} has no {file}: rank {rank} keeps its random states, and draws other numbers."
-            )
+            logger.warning(f"{self.folder} has no {file}: rank {rank} keeps its random states, draws other numbers.")
         elif self.is_new:
             resume.derive_generators(states, rank, device, f"{self.folder} has no {file}")
         else:
@@ -395,21 +357,13 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
 
 
 def in_memory(state: Any) -> Any:
-    """Return a state with plain tensors of its own memory, where those of `mapped_file` are the file's.
-
-    Args:
-        state: nested containers; they are not changed.
-    """
+    """Return a state with plain tensors of its own memory, where those of `mapped_file` are the file's."""
     plain_tensors = (torch.Tensor, torch.nn.Parameter)
     return formats.rebuilt(state, lambda value: value.clone() if type(value) in plain_tensors else value)
 
 
 def storages(state: Any) -> set[int]:
-    """Return the addresses of the memory that the plain tensors of a state have.
-
-    Args:
-        state: nested containers.
-    """
+    """Return the addresses of the memory that the plain tensors of a state have."""
     if type(state) is torch.Tensor:
         return {state.untyped_storage().data_ptr()}
     children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
@@ -424,14 +378,7 @@ def _kind(tensor: Any) -> Any:
 def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None = None) -> Contents:
     """Read the states of what every strategy saves alike. Any rank, alone.
 
-    Args:
-        common: The objects, and the rank.
-        folder: The checkpoint's folder.
-        load_kwargs: Passed to ``torch.load``.
-
-    Raises:
-        FileNotFoundError: The folder lacks a file; the message names it.
-        ValueError: An interrupted epoch cannot go on with its loader, because that has other data.
+    FileNotFoundError names a missing file; ValueError an interrupted epoch whose loader has other data now.
     """
     own = _read_own(folder, common.process_index)
     random = own if own is not None else _read_own(folder, 0)

@@ -144,12 +144,7 @@ class DamagedCheckpoint(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype, as safetensors names it: ``"F32"``, ``"BF16"``.
-    """
+    """A tensor in a file; `dtype` as safetensors names it: ``"F32"``, ``"BF16"``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -164,7 +159,6 @@ class FileEntry:
     """A file of a checkpoint.
 
     Attributes:
-        size: in bytes.
         checksum: see `accelerate.runtime.durable`.
         rank: the one that wrote it.
         tensors: for a file of weights its tensors by name, else None.
@@ -217,11 +211,9 @@ class Manifest:
 
     Attributes:
         files: entries by path within the folder, with ``/`` between parts.
-        format: version of the format.
         created: when, in UTC, ISO 8601.
         versions: of Python and of the libraries that wrote it.
-        save: name of the save, the same on all machines that have a part of it, and no other save's; empty if it had none.
-        world_size: number of ranks that saved.
+        save: name of the save, the same on all machines that have a part of it, and no other save's.
         strategy: name of the backend that saved: ``"single"``, ``"ddp"``, ...
         mesh: sizes of the mesh dims by name, or None without a mesh.
         step: the run's count of batches within the accumulation window, as upstream counts.
@@ -240,11 +232,7 @@ class Manifest:
     iteration: int = 0
 
     def to_json(self, **more: Any) -> str:
-        """Return the text of the manifest, with a line for each value and for each file, so that people and `diff` can read it.
-
-        Args:
-            more: values in front of its own.
-        """
+        """Return the text, `more` values first, with a line for each value and file, for people and `diff`."""
         values = {**more, **vars(self), "checksum": _CHECKSUM}
         lines = [f" {json.dumps(key)}: {json.dumps(values[key])}" for key in (*more, *_MANIFEST) if key != "files"]
         files = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(self.files.items())]
@@ -252,15 +240,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
-        """Return the manifest of a text.
-
-        Args:
-            text: JSON; nothing in it is trusted.
-            origin: where it comes from, for messages.
-
-        Raises:
-            DamagedCheckpoint: it is not a manifest, or one of a later format.
-        """
+        """Return the manifest of a text that is not trusted; DamagedCheckpoint if it is none, or of a later format."""
         try:
             values = _checked(json.loads(text), _MANIFEST, ("format", "checksum", "files"))
             if values["format"] > FORMAT:
@@ -276,12 +256,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Return the manifest in a local folder. Any rank, alone.
-
-        Raises:
-            FileNotFoundError: there is none.
-            DamagedCheckpoint: it cannot be read, or is not one.
-        """
+        """Return the manifest in a local folder; FileNotFoundError without one, DamagedCheckpoint for a bad one."""
         path = os.path.join(folder, NAME)
         if os.path.lexists(path) and not os.path.isfile(path):  # a pipe, for one, would be waited for
             raise DamagedCheckpoint(f"{path} is no file, so that the manifest cannot be read.")
@@ -353,25 +328,9 @@ def is_of(value: Any, kind: Any) -> bool:
 
 
 def problems(
-    folder: Path,
-    manifest: Manifest,
-    *,
-    deep: bool = False,
-    only: Callable[[str], bool] | None = None,
-    threads: int = 2,
+    folder: Path, manifest: Manifest, *, deep: bool = False, only: Callable[[str], bool] | None = None
 ) -> list[str]:
-    """Return what is wrong with the files of a checkpoint; nothing if it is whole. Any rank, alone.
-
-    Args:
-        folder: its local folder.
-        manifest: its manifest.
-        deep: read the files and compare their checksums, too.
-        only: which files to look at; all by default.
-        threads: how many pieces of a file are hashed at a time.
-
-    Returns:
-        A line per file, with what was expected and what is there.
-    """
+    """Return a line for each file of a checkpoint that is wrong, none if it is whole; `deep` reads the files."""
     found = []
     for name in filter(only, sorted(manifest.files)):
         entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
@@ -380,7 +339,7 @@ def problems(
             if size != entry.size:
                 found.append(difference(name, entry.size, size))
             elif deep:
-                found += changed(name, entry, durable.of_file(path, threads)[1])
+                found += changed(name, entry, durable.of_file(path)[1])
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
     if only is None:

@@ -50,23 +50,13 @@ _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 class ObjectStore(CheckpointStorage):
     """A checkpoint in an object store, or wherever else fsspec reaches.
 
-    A save on one node is the same as for a local folder: `stage`, write, `publish`. On several nodes, one rank of each stages for
-    the ranks of its node (`shared` is False). Then they all take the `generation` of the rank that publishes, and `upload` what the
-    ranks of their nodes have written. When all have uploaded, that one rank calls `publish`. A rank uses the same object from
-    beginning to end.
+    A save on one node is the same as for a local folder: `stage`, write, `publish`. On several nodes, one rank of each
+    stages for the ranks of its node (`shared` is False). Then they all take the `generation` of the rank that
+    publishes, and `upload` what the ranks of their nodes have written. When all have uploaded, that one rank calls
+    `publish`. A rank uses the same object from beginning to end.
 
     The credentials and the address of the store come from the environment or from fsspec's configuration.
-
-    Args:
-        location: a URL, such as ``s3://bucket/run``.
-
-    Attributes:
-        shared: False, because other nodes do not see the local folder in which a rank stages.
-        generation: the name of the save that was staged; None before and after.
-
-    Raises:
-        ImportError: fsspec, or the package that it needs for this kind of URL, is not installed.
-        ValueError: the URL is of no kind that fsspec knows, or is chained.
+    ImportError names a package that a URL needs; ValueError says that no checkpoint can lie there.
     """
 
     shared = False
@@ -102,12 +92,7 @@ class ObjectStore(CheckpointStorage):
             former = published
 
     def _published(self) -> "_Published":
-        """Return which files count.
-
-        Raises:
-            FileNotFoundError: there is nothing.
-            DamagedCheckpoint: what is here must not be loaded.
-        """
+        """Return which files count; FileNotFoundError for none, DamagedCheckpoint for what must not be loaded."""
         entries = self._objects.entries()
         if not entries:
             raise FileNotFoundError(f"There is no checkpoint at {self.location!r}: nothing lies there.")
@@ -153,18 +138,11 @@ class ObjectStore(CheckpointStorage):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
-        """Return a temporary folder of this process with the checkpoint's files and its manifest.
+        """Return a temporary folder of this process with the wanted files, by their path in the manifest, and that.
 
-        What was fetched before is not fetched again. The folder is removed by `release`, or when the process exits. Sizes are
-        compared here; the loader of a file compares its checksum. Any rank, alone; one rank of a node may fetch for all.
-
-        Args:
-            wanted: which files, by their path in the manifest; all by default.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            DamagedCheckpoint: a file is missing or has another size than the manifest says, or the save did not come to its end.
-            OSError: the store or the local disk refuses.
+        What was fetched before is not fetched again. `release`, or the end of the process, removes the folder. Sizes
+        are compared here, checksums by who loads. Any rank, alone; one rank of a node may fetch for all. Raises
+        FileNotFoundError for nothing, DamagedCheckpoint for what is not whole, OSError if store or disk refuses.
         """
         try:
             for published in self._looks():
@@ -213,12 +191,9 @@ class ObjectStore(CheckpointStorage):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def stage(self) -> str:
-        """Make an empty folder in ``$TMPDIR``, and remove what killed saves left in the store. One process of each node.
+        """Make an empty folder in ``$TMPDIR``, and remove what killed saves left in the store. One process a node.
 
-        The folder is removed by `publish` or `abandon`, or with this object: on the other nodes neither is called.
-
-        Raises:
-            OSError: the store or the local disk refuses.
+        The folder is removed by `publish` or `abandon`, or with this object: on other nodes neither is called.
         """
         self.abandon()
         self._clear()
@@ -227,14 +202,7 @@ class ObjectStore(CheckpointStorage):
         return self._staged.name
 
     def upload(self, staged: str) -> None:
-        """Move what a node has written to the store, but for the manifest. The process of each node that staged calls this.
-
-        Args:
-            staged: the folder that `stage` returned.
-
-        Raises:
-            OSError: an object could not be written; its name is in the message.
-        """
+        """Move what a node has written to the store, but for the manifest. The process of each node that staged."""
 
         def put(name: str) -> None:
             file = os.path.join(staged, name)
@@ -245,11 +213,9 @@ class ObjectStore(CheckpointStorage):
         _move(put, {name: size for name, size in files_below(staged).items() if name != NAME})
 
     def publish(self) -> None:
-        """Upload what is not there yet, and let it be the checkpoint. The process with the manifest; all others have uploaded.
+        """Upload the rest, and let it be the checkpoint. The process with the manifest; all others have uploaded.
 
-        Raises:
-            DamagedCheckpoint: objects that the manifest names have not arrived whole; what was here before is still here.
-            OSError: the store refuses; what was here before is still here.
+        If it raises OSError, or DamagedCheckpoint for objects that are not whole, what was here before stays.
         """
         listing = Manifest.read(self._staged.name)
         self.upload(self._staged.name)
@@ -324,10 +290,9 @@ class ObjectStore(CheckpointStorage):
 
 
 class _Published(NamedTuple):
-    """The files that count.
+    """The files that count; the manifest is None if another library saved them.
 
     Attributes:
-        manifest: None if another library saved them.
         generation: the folder that holds them; empty if they lie beside the manifest.
         text: the manifest as it was read: another one means another checkpoint.
     """

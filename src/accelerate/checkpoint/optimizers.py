@@ -80,12 +80,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A state whose tensors are those of the object that takes it, until `finish` reads over them.
-
-    Attributes:
-        state: the state.
-        finish: called once every rank has given its objects their states. Any rank, alone.
-    """
+    """A state with the tensors of the object that takes it; once every rank has given it, `finish` reads over them."""
 
     state: Any
     finish: Callable[[], None]
@@ -156,19 +151,9 @@ def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
 
 @state.quietly()
 def read_optimizer(goal: Target, stored: "Stored", found: Found) -> dict[str, Any]:
-    """Read an optimizer's state into new memory, each rank its shards; nothing else changes. Any rank, alone.
+    """Read a state into new memory, each rank its shards, keyed by the optimizer's own names, in its own groups.
 
-    Args:
-        goal: what the optimizer needs.
-        stored: what is stored.
-        found: where that is.
-
-    Returns:
-        The state, keyed by the optimizer's own names, in its own groups.
-
-    Raises:
-        RuntimeError: it is the state of other parameters; the message says which.
-        DamagedCheckpoint: a file is damaged.
+    Nothing else changes. Any rank, alone. RuntimeError names parameters that differ; DamagedCheckpoint a bad file.
     """
     raw = optimizer_values(stored)
     if not is_named(raw):
@@ -205,9 +190,7 @@ def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, 
     return goal.order
 
 
-def _own_groups(
-    goal: Target, groups: Sequence[Mapping[str, Any]], states: Iterable[Any], origin: str
-) -> list[dict[str, Any]]:
+def _own_groups(goal: Target, groups: Sequence[Mapping[str, Any]], states: Iterable[Any], origin: str) -> list[Any]:
     """Return the optimizer's own groups with the stored options: a group has those of the parameters in it."""
     home = {name: number for number, group in enumerate(groups) for name in group["params"]}
     made, problems = [], []
@@ -222,9 +205,8 @@ def _own_groups(
         options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
         made.append({**options, "params": list(of_group)})
     known = {other for name in goal.order for other in goal.also_called(name)}
-    problems += [
-        f"a state for {name}, which is not among them" for name in states if name in home and name not in known
-    ]
+    strange = [name for name in states if name in home and name not in known]
+    problems += [f"a state for {name}, which is not among them" for name in strange]
     if problems:
         raise RuntimeError(
             f"For the optimizer's parameters {origin} has {', '.join(manifest.first_of(problems))}; nothing was loaded. {_REMEDY}"
@@ -252,9 +234,8 @@ def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
             if made is None and isinstance(before, torch.Tensor) and hasattr(value, "stored_key"):
                 made = like(before, value, stored)
         if made is None:
-            here, there = (
-                tuple(one.size() if hasattr(value, "stored_key") else state.part(one).shape) for one in (own, value)
-            )
+            known = hasattr(value, "stored_key")
+            here, there = [tuple(one.size() if known else state.part(one).shape) for one in (own, value)]
             raise RuntimeError(
                 f"{key} of {name} has the shape {there} in {stored.origin}, and the parameter {here}; nothing was loaded. If such "
                 "values differ from their parameters, let the optimizer step once before loading: that shows their shards."
@@ -296,17 +277,7 @@ def read_for_optimizer(
 ) -> Deferred:
     """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; all could read it.
 
-    Args:
-        optimizer: wrapped or not.
-        model: the model that it updates.
-        folder: the checkpoint's folder.
-        index: which of the optimizers it is.
-        prefer: the layout to take if the folder has several.
-        verify: False if the checkpoint has been verified already.
-        over: the caller loads a verified checkpoint, and the optimizer cannot refuse it: read over what it has, later.
-
-    Returns:
-        The state; to finish it reads over what the optimizer has, if that was asked for.
+    With `over`, for a verified checkpoint and an optimizer that cannot refuse it, it is read over what there is.
     """
     goal = target(optimizer, model)
 
@@ -323,19 +294,9 @@ def read_for_optimizer(
 def read_whole_optimizer(
     optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int = 0, **options: Any
 ) -> Mapping[str, Any]:
-    """Read an optimizer's state with the numbers that the optimizer has, in whatever layout it was written. Any rank, alone.
+    """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Any rank, alone.
 
-    Args:
-        optimizer: wrapped or not; it is not changed.
-        models: the models of the run; one of them has the optimizer's parameters.
-        folder: the checkpoint's folder.
-        index: which of the optimizers it is, from 0.
-        **options: of `load.read_optimizer`.
-
-    Raises:
-        FileNotFoundError: the folder has no state for this optimizer.
-        RuntimeError: it is the state of other parameters; the message says which.
-        DamagedCheckpoint: the shards are damaged.
+    FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
     """
     file = manifest.optimizer_file(index)
     if os.path.exists(os.path.join(folder, file)):

@@ -32,13 +32,7 @@ WRITERS = 2
 
 
 class SavePlan(os.PathLike[str]):
-    """Files of one rank for the folder of a checkpoint.
-
-    Args:
-        folder: the local folder in which they are written.
-        rank: this process.
-        writes_shared: whether it writes the files of what all ranks have alike.
-    """
+    """Files of one rank for the local folder of a checkpoint; `writes_shared`: those too that all ranks have alike."""
 
     def __init__(self, folder: str, rank: int = 0, writes_shared: bool = True) -> None:
         self.folder = folder
@@ -51,58 +45,30 @@ class SavePlan(os.PathLike[str]):
         return self.folder
 
     def add_tensors(self, file: str, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
-        """Add a file of tensors in safetensors' format.
-
-        Args:
-            file: its name in the folder.
-            tensors: by name.
-            **options: ``metadata`` and ``aliases`` of `formats.write_safetensors`.
-        """
+        """Add a file of tensors in safetensors' format, with options of `formats.write_safetensors`."""
         self._jobs[file] = (formats.write_safetensors, dict(tensors), options)
 
     def add_object(self, file: str, obj: Any) -> None:
-        """Add a file in torch's format.
-
-        Args:
-            file: its name in the folder.
-            obj: what `torch.save` takes.
-        """
+        """Add a file in torch's format."""
         self._jobs[file] = (formats.write_torch, obj, {})
 
     def add_bytes(self, file: str, data: bytes) -> None:
-        """Add a file that is its bytes.
-
-        Args:
-            file: its name in the folder.
-            data: its content.
-        """
+        """Add a file that is its bytes."""
         self._jobs[file] = (formats.write_bytes, data, {})
 
     def add_shards(self, name: str, state: dict[str, Any]) -> None:
-        """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks.
-
-        Args:
-            name: of the folder.
-            state: nested dictionaries of what this rank has.
-        """
+        """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks."""
         self._shards[name] = state
 
     def replace(self, change: Callable[[Any], Any]) -> None:
-        """Replace all that was added by what a function returns for it.
-
-        Args:
-            change: called with the content of each file, and each state of shards.
-        """
+        """Replace the content of each file, and each state of shards, by what a function returns for it."""
         self._jobs = {file: (write, change(obj), options) for file, (write, obj, options) in self._jobs.items()}
         self._shards = {name: change(state) for name, state in self._shards.items()}
 
     def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
-        """Write the files, durably, and return what the manifest says of them. All ranks if any has shards, else any rank, alone.
+        """Write the files durably, `writers` at a time; return the entries. All ranks of `group` if any has shards.
 
-        Args:
-            writers: files that are written at a time. An interpreter that is about to exit starts no more threads, so what
-                may run then takes one.
-            group: the ranks that write shards, and how they talk; the default group by default.
+        An interpreter that is about to exit starts no more threads, so what may run then takes one writer.
         """
         entries: dict[str, FileEntry] = {}
         for name, state in self._shards.items():
@@ -159,11 +125,7 @@ def write_model(
     safe_serialization: bool = True,
     save_on_each_node: bool = False,
 ) -> None:
-    """Write the state dict of model number `index`. All ranks call it, one process writes.
-
-    Raises:
-        ValueError: safetensors cannot hold a value of the state dict; the message names it.
-    """
+    """Write the state dict of model number `index`; ValueError names a value that safetensors lacks. All ranks."""
     file = manifest.model_file(index, safe_serialization)
     with planned(folder, save_on_each_node) as plan:
         if not plan.writes_shared:
@@ -187,14 +149,7 @@ def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_ea
 
 
 def write_common(common: Common, folder: durable.Path, step: int, save_on_each_node: bool = False) -> None:
-    """Write the states of what every strategy saves alike. All ranks call it: one writes what is shared, and each its own.
-
-    Args:
-        common: The objects, and the rank.
-        folder: The checkpoint's folder, or a plan for it.
-        step: The step count.
-        save_on_each_node: Each node has a folder of its own.
-    """
+    """Write what every strategy saves alike. All ranks call it: one writes what is shared, and each its own."""
     shared = {file: obj.state_dict() for obj, file, _ in common.shared()}
     loaders = common.loaders()
     # Ranks stand at different places of their data.
@@ -221,11 +176,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
 
 
 def shard_group(made: dict[Any, Any]) -> Any | None:
-    """Return the process group in which ranks write shards: apart from the training's, which goes on meanwhile. All ranks.
-
-    Args:
-        made: the one that was made for the ranks there are; it is kept here.
-    """
+    """Return the process group in which ranks write shards, apart from the training's; `made` keeps it. All ranks."""
     if rank_and_size()[1] < 2:
         return None
     world = dist.group.WORLD
@@ -239,16 +190,11 @@ def shard_group(made: dict[Any, Any]) -> Any | None:
 class Save:
     """The saving of one checkpoint. Each rank makes one and goes through the same steps.
 
-    Args:
-        storage: Where the checkpoint goes.
-        group: The ranks.
+    Attributes:
         facts: What the manifest says of the run.
         refusing: Called with the storage by the leader before it stages; raises where the storage must not be taken.
         rotating: Called with the storage by the rank that published, once the checkpoint is there.
         shards: The process group of the ranks that write shards together; None for the default one.
-
-    Attributes:
-        barrier: Where the ranks meet.
         plan: What takes the files of this rank; from `begin` on.
         problem: Why this rank cannot go on; the next step of all ranks reports it.
     """
@@ -267,14 +213,9 @@ class Save:
         self.barrier = SaveBarrier("save_state", self.storage.location, self.group, default_store())
 
     def begin(self, former: BaseException | None = None) -> None:
-        """Meet the other ranks, and learn where to write.
+        """Meet the other ranks, and learn where to write; a `former` problem of a rank is raised, nothing saved.
 
-        Args:
-            former: What this rank has to raise anyhow; then all raise, and nothing is saved.
-
-        Raises:
-            CollectiveMisuse: the others do something else.
-            RuntimeError: the folder could not be made; on the rank that tried, its own error.
+        CollectiveMisuse if the others do something else; RuntimeError if another rank could not make the folder.
         """
         self.barrier.begin()
         self._leader = self.barrier.leader()
@@ -291,21 +232,13 @@ class Save:
         return self._leader == self.group.rank
 
     def settle(self) -> None:
-        """Learn whether all ranks could collect their state; before the rest is done in the background. All ranks.
-
-        Raises:
-            RuntimeError: another rank could not; this one's own error is raised as it is.
-        """
+        """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
         self._exchange(None)
 
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
 
-        Args:
-            writers: files that are written at a time.
-
-        Raises:
-            RuntimeError: another rank failed; this one's own error is raised as it is.
+        The error of this rank is raised as it is, that of another one as a RuntimeError.
         """
         entries = self._attempt(lambda: self.plan.write(writers, self.shards))
         notes = self._exchange([self._leader, _listed(entries)])
@@ -364,17 +297,7 @@ def _listed(entries: Mapping[str, FileEntry] | None) -> dict[str, Any]:
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
-    """Return entries of the files in a folder that no rank has listed. One process per folder.
-
-    Args:
-        folder: the staged folder.
-        known: paths that are accounted for.
-        rank: who speaks for them.
-        threads: how many pieces of a file are hashed at a time.
-
-    Raises:
-        ValueError: a file has a name that no manifest may have.
-    """
+    """Return entries of the files in a staged folder that no rank has listed. One process per folder."""
     names = sorted(manifest.files_below(folder).keys() - {*known, manifest.NAME})
     if bad := [name for name in names if not manifest.is_inside(name)]:
         raise ValueError(

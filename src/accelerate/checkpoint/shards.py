@@ -46,9 +46,8 @@ class Stored:
         origin: the folder or file, for messages.
         state: nested; in a folder of shards, each tensor is a placeholder on the meta device; in files, it is mapped.
         reader: reads the tensors of the state that have a key; None if there is nothing more to read.
-        metadata: of the reader.
         aliases: names of tensors that are stored under another name, to that name.
-        verified: the files have been compared with their checksums, so that they may be read over what is there (`over`).
+        verified: files were compared with their checksums, so that they may be read over what is there (`over`).
     """
 
     origin: str
@@ -63,15 +62,7 @@ class Stored:
 
     @classmethod
     def in_folder(cls, folder: durable.Path, verified: bool = False) -> "Stored":
-        """Return what a folder in torch's format holds.
-
-        Args:
-            folder: a local folder with a ``.metadata`` file.
-            verified: the file has been compared with its checksum.
-
-        Raises:
-            DamagedCheckpoint: see `read_metadata`.
-        """
+        """Return what a local folder in torch's format holds; DamagedCheckpoint as `read_metadata`."""
         metadata = read_metadata(folder)
         reader = dcp.FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, True)
@@ -92,15 +83,7 @@ class Stored:
 
     @classmethod
     def in_files(cls, files: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> "Stored":
-        """Return what files of whole tensors hold.
-
-        Args:
-            files: what `load.mapped_file` returned for each; the state dict of one model if they are several.
-            aliases: names that are not in the files, to those that have their values.
-
-        Raises:
-            DamagedCheckpoint: a file holds no state dict, or what another one holds.
-        """
+        """Return what files of whole tensors hold, each as `load.mapped_file` returns it; several are one model's."""
         origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
         state: dict[Any, Any] = {}
         found: dict[str, str] = {}
@@ -118,20 +101,11 @@ class Stored:
         return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), found)
 
     def into(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Let `fill` read a tensor of the state into memory, and return that.
-
-        Args:
-            value: a tensor of `state` with a ``stored_key``.
-            memory: a tensor of its shape, or the shards that this rank has of it (DTensor, ShardedTensor).
-        """
+        """Let `fill` read a tensor of the state into memory, plain or this rank's shards, and return that."""
         return self._wanted.setdefault(value.stored_key, memory)
 
     def whole(self, value: Any) -> Any:
-        """Return a part of the state in which placeholders are memory that `fill` reads into.
-
-        Args:
-            value: a tensor, or nested dictionaries and lists.
-        """
+        """Return a part of the state, of any nesting, in which placeholders are memory that `fill` reads into."""
 
         def in_memory(leaf: Any) -> Any:
             is_placeholder = isinstance(leaf, torch.Tensor) and leaf.is_meta
@@ -140,22 +114,13 @@ class Stored:
         return mapped_leaves(value, in_memory)
 
     def over(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Let `finish` read a tensor of the state over what memory has, and return that.
-
-        Args:
-            value: as for `into`.
-            memory: as for `into`.
-        """
+        """Let `finish` read a tensor of the state over what memory has, and return that."""
         self._over.setdefault(value.stored_key, []).append(memory)
         return memory
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Read what `over` asked for. Any rank, alone.
-
-        Raises:
-            DamagedCheckpoint: as `fill`; some of the memory may have changed then.
-        """
+        """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
         self._wanted = {key: first for key, (first, *_) in self._over.items()}
         self.fill()
         for first, *others in self._over.values():
@@ -164,11 +129,7 @@ class Stored:
         self._over = {}
 
     def fill(self) -> dict[str, Any]:
-        """Read what `into` and `whole` asked for.
-
-        Raises:
-            DamagedCheckpoint: a file does not hold what the metadata says.
-        """
+        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says."""
         wanted, self._wanted = self._wanted, {}
         if not wanted:
             return {}
@@ -180,11 +141,7 @@ class Stored:
         return wanted
 
     def read(self, value: Any) -> Any:
-        """Return a part of the state, read. Any thread: torch writes several files in as many threads.
-
-        Args:
-            value: as for `whole`.
-        """
+        """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
         with self._reading:
             value = self.whole(value)
             self.fill()
@@ -378,16 +335,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: durable.Path) -> Metadata:
-    """Return what a sharded checkpoint says of its tensors, after comparing that with the files. Any rank, alone.
+    """Return what a folder of shards says of its tensors, compared with the files; no code of the file runs.
 
-    No code of the file runs.
-
-    Args:
-        folder: a local folder with a ``.metadata`` file.
-
-    Raises:
-        FileNotFoundError: it has none.
-        DamagedCheckpoint: it is not metadata, or a file with tensors is missing or too short.
+    FileNotFoundError without metadata; DamagedCheckpoint if it is none, or a file is missing or too short.
     """
     path = os.path.join(folder, METADATA)
     with open(path, "rb") as file, _damage_named(path):

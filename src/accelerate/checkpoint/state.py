@@ -40,14 +40,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do something on every rank; if it fails on one of them, raise on all. All ranks.
-
-    Args:
-        work: contains no collectives, so that a rank which fails keeps none waiting.
-
-    Raises:
-        RuntimeError: it failed on another rank. Where it failed, its own error is raised.
-    """
+    """Do something without collectives on every rank; raise its error where it fails, RuntimeError elsewhere."""
     result, error = None, None
     try:
         result = work()
@@ -88,12 +81,7 @@ def quietly() -> Iterator[None]:
 
 
 def mapped_leaves(state: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a state whose values, in nested dictionaries and lists, have been changed.
-
-    Args:
-        state: it is not changed itself.
-        change: called with each value that is neither.
-    """
+    """Return a new state whose values, in nested dictionaries and lists, have been changed."""
     if isinstance(state, Mapping):
         return {name: mapped_leaves(value, change) for name, value in state.items()}
     if isinstance(state, list):
@@ -150,11 +138,7 @@ def _fsdp1(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that mean one parameter, as the user wrote them.
-
-    Args:
-        model: of any kind.
-    """
+    """Return the groups of names that mean one parameter, as the user wrote them."""
     model = _unwrapped(model)
     groups: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -176,16 +160,7 @@ POSITIONS = "dataloader_positions"
 
 @dataclass(frozen=True)
 class Common:
-    """The objects that every strategy saves alike, all but models and optimizers, in order; and the rank whose they are.
-
-    Attributes:
-        schedulers: The learning rate schedulers.
-        dataloaders: Prepared loaders.
-        custom: Registered objects.
-        scaler: The gradient scaler, or None.
-        process_index: This rank.
-        device: Its device.
-    """
+    """The objects that every strategy saves alike, all but models and optimizers, in order; and their rank."""
 
     schedulers: Sequence[Any]
     dataloaders: Sequence[Any]
@@ -197,10 +172,8 @@ class Common:
     @classmethod
     def of(cls, accelerator: Run, schedulers: Sequence[Any]) -> "Common":
         """Return those of an Accelerator, with the schedulers that its strategy saves."""
-        objects, rank = accelerator.prepared, accelerator.process_index
-        return cls(
-            schedulers, objects.dataloaders, objects.custom_objects, accelerator.scaler, rank, accelerator.device
-        )
+        made, rank = accelerator.prepared, accelerator.process_index
+        return cls(schedulers, made.dataloaders, made.custom_objects, accelerator.scaler, rank, accelerator.device)
 
     def shared(self) -> list[tuple[Any, str, str]]:
         """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""
@@ -225,27 +198,17 @@ def keeps_state(loader: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModelState:
-    """A model's state, and what its names are in the model.
-
-    Attributes:
-        values: tensors, by the names of the user: DTensors and ShardedTensors where ranks have parts. They are no copies.
-        own: for each name the one in the model's own state dict.
-    """
+    """A model's state, no copy, by the names of the user, and for each the name in the model's own state dict."""
 
     values: dict[str, Any]
     own: dict[str, str]
 
 
 @quietly()
-def model_state(
-    model: nn.Module, getter: Callable[..., dict[str, Any]] | None = None, layout: Layout = "sharded"
-) -> ModelState:
+def model_state(model: nn.Module, getter: Callable[..., Any] | None = None, layout: Layout = "sharded") -> ModelState:
     """Return a model's state by the names the user wrote, each rank with its shards. It is no copy. All ranks.
 
-    Args:
-        model: of any kind.
-        getter: takes the model and ``sd_options``, torch's options or None, and returns the state dict.
-        layout: ``"local"`` for FSDP1's flat parameters.
+    A `getter` takes the model and ``sd_options``, torch's options or None; ``"local"`` is for FSDP1's flat parameters.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -260,28 +223,12 @@ def model_state(
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the names of an optimizer's parameters, for each of its groups, as the user wrote them. Any rank, alone.
-
-    Args:
-        optimizer: wrapped or not.
-        model: the model that it updates, of any kind.
-
-    Raises:
-        ValueError: the optimizer has a parameter that the model does not have.
-    """
+    """Return the user's names of an optimizer's parameters, for each group; ValueError for one of no model."""
     return [[canonical_name(name) for name in group] for group in _names_in_modules(optimizer, model)]
 
 
 def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tuple[nn.Module | None, list[list[str]]]:
-    """Return the model that an optimizer updates, and the names of its parameters, for each group. Any rank, alone.
-
-    Args:
-        optimizer: wrapped or not.
-        models: the models of the run.
-
-    Returns:
-        None and no names if no single model has all of its parameters.
-    """
+    """Return the model that an optimizer updates, or None, and the names of its parameters, for each group."""
     for model in models:
         with contextlib.suppress(ValueError):
             return model, parameter_names(optimizer, model)
@@ -289,12 +236,7 @@ def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tupl
 
 
 def names_file(optimizers: Iterable[torch.optim.Optimizer], models: Collection[nn.Module]) -> bytes | None:
-    """Return the content of the file that says which parameters the numbers in the optimizers' files mean; None without any.
-
-    Args:
-        optimizers: those of the run, in order.
-        models: the models of the run.
-    """
+    """Return the content of the file that says which parameters the optimizers' numbers mean; None without any."""
     names = [owner(optimizer, models)[1] for optimizer in optimizers]
     known = {index: groups for index, groups in enumerate(names) if groups}
     return names_text(known) if known else None
@@ -325,11 +267,7 @@ def _names_in_modules(optimizer: torch.optim.Optimizer, model: nn.Module) -> lis
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer out of what wraps it.
-
-    Args:
-        optimizer: wrapped or not.
-    """
+    """Return torch's optimizer out of what wraps it."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -337,16 +275,10 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 @quietly()
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state keyed by the names of parameters, each rank with its shards. It is no copy. All ranks.
+    """Return an optimizer's state keyed by the names of parameters, each rank with its shards; no copy. All ranks.
 
     Unlike torch's `get_optimizer_state_dict` it does not step an optimizer that has not stepped yet: that would count.
-
-    Args:
-        optimizer: wrapped or not.
-        model: the model that it updates.
-
-    Raises:
-        ValueError: the optimizer has a parameter that the model does not have.
+    ValueError for a parameter that the model does not have.
     """
     inner = inner_optimizer(optimizer)
     groups = parameter_names(optimizer, model)
@@ -373,11 +305,7 @@ def _group(model: nn.Module) -> Any:
 
 @quietly()
 def gathered(state: Any) -> Any:
-    """Return a state with whole tensors in the memory of rank 0's host, one gathered after the other. All ranks.
-
-    Args:
-        state: nested dictionaries and lists. Ranks other than 0 get None for what is in them.
-    """
+    """Return a state with whole tensors on rank 0's host, gathered one by one; None for them elsewhere. All ranks."""
     main = rank_and_size()[0] == 0
 
     def gather(value: Any) -> Any:
@@ -414,12 +342,7 @@ def _gather_shards(value: Any) -> torch.Tensor | None:
 
 @quietly()
 def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return new memory of the host for what this rank has of a tensor, with the same knowledge of the whole.
-
-    Args:
-        value: a tensor, DTensor or ShardedTensor.
-        dtype: of the new one, if it is another.
-    """
+    """Return new memory of the host for what this rank has of a tensor, with the same knowledge of the whole."""
     dtype = dtype or value.dtype
     if not is_sharded_tensor(value):
         return torch.empty_like(value.detach(), dtype=dtype, device="cpu")
@@ -428,22 +351,13 @@ def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def is_memory(value: Any) -> bool:
-    """Say whether a value is a tensor or DTensor whose part on this rank is plain memory.
-
-    Args:
-        value: of a model's or optimizer's state.
-    """
+    """Say whether a value is a tensor or DTensor whose part on this rank is plain memory."""
     tensor = value.to_local() if is_dtensor(value) else value
     return type(tensor) in (torch.Tensor, nn.Parameter)
 
 
 def is_models_memory(state: ModelState, model: nn.Module) -> bool:
-    """Say whether the values of a model's state are the model's own memory: hooks may return copies, and FSDP1 does.
-
-    Args:
-        state: what `model_state` returned.
-        model: of any kind.
-    """
+    """Say whether a model's state is the model's own memory: hooks may return copies, and FSDP1 does."""
     values, own = list(state.values.values()), (*model.parameters(), *model.buffers())
     if is_fsdp1(model) or not all(map(is_memory, (*values, *own))):
         return False
@@ -452,11 +366,7 @@ def is_models_memory(state: ModelState, model: nn.Module) -> bool:
 
 
 def part(value: Any) -> torch.Tensor:
-    """Return what this rank has of a tensor; empty, if nothing. It is no copy.
-
-    Args:
-        value: a tensor, DTensor or ShardedTensor.
-    """
+    """Return what this rank has of a tensor; empty, if nothing. It is no copy."""
     if is_dtensor(value):
         return value.to_local().detach()
     if is_spread(value):
@@ -467,11 +377,7 @@ def part(value: Any) -> torch.Tensor:
 
 @quietly()
 def plain_part(value: Any) -> Any:
-    """Return a value as plain data: of a ShardedTensor, which is none, what this rank has of it.
-
-    Args:
-        value: anything.
-    """
+    """Return a value as plain data: of a ShardedTensor, which is none, what this rank has of it."""
     if not isinstance(value, torch.Tensor):
         return value
     return part(value).cpu() if is_sharded_tensor(value) else value.detach()
@@ -479,12 +385,7 @@ def plain_part(value: Any) -> Any:
 
 @quietly()
 def filled_like(value: Any, stored: torch.Tensor) -> torch.Tensor | None:
-    """Return `like` with what a rank wrote of its own; None if that is sharded in another way. Any rank, alone.
-
-    Args:
-        value: a tensor, DTensor or ShardedTensor.
-        stored: what the file of this rank has for it.
-    """
+    """Return `like` with what a rank wrote of its own; None if that is sharded in another way. Any rank, alone."""
     made, theirs = like(value, stored.dtype), part(stored)
     both = is_dtensor(stored) and is_dtensor(value)
     if both and (stored.size(), stored.placements) != (value.size(), value.placements):
@@ -504,18 +405,9 @@ def apply_model(
     layout: Layout = "sharded",
     strict: bool = True,
 ) -> Any:
-    """Give a model its state. All ranks.
+    """Give a model a state, sharded as its own, by the user's names; return missing and unexpected keys. All ranks.
 
-    Args:
-        model: of any kind.
-        state: by the names of the user, with shards as the model has them.
-        own: the model's own state, as `model_state` returns it.
-        setter: takes the model, the state and ``sd_options``, torch's options or None, and loads it.
-        layout: of the state.
-        strict: all names must be there.
-
-    Returns:
-        What the setter returns: missing and unexpected keys.
+    A `setter` takes the model, the state and ``sd_options``, torch's options or None, loads it and returns the keys.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -545,13 +437,7 @@ def apply_model(
 
 @quietly()
 def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as its `load_state_dict` takes it. All ranks.
-
-    Args:
-        optimizer: wrapped or not.
-        model: the model that it updates.
-        state: keyed by names, with shards as the model has them, and with the optimizer's own groups of names.
-    """
+    """Return a state, keyed by names, sharded as the model, as the optimizer's `load_state_dict` takes it. All ranks."""
     if not is_fsdp1(model):
         return numbered(state)
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -569,11 +455,7 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state keyed by numbers, as torch's optimizers take it; what belongs to no parameter comes last.
-
-    Args:
-        state: keyed by names, with the optimizer's own groups of names.
-    """
+    """Return a state keyed by names as torch takes it: by numbers, and what belongs to no parameter last."""
     order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
     states = sorted(state["state"].items(), key=lambda item: order.get(item[0], len(order)))
     return {**state, **renamed({**state, "state": dict(states)}, lambda name: order.get(name, name))}

@@ -36,13 +36,11 @@ class Busy(RuntimeError):
 
 @dataclass(frozen=True)
 class State:
-    """What lies at a location.
+    """What lies at a location, why it is not complete, and its manifest if that could be read.
 
     Attributes:
-        kind: ``"complete"`` with a manifest and its files; ``"foreign"`` for a folder of another library or of an older
-            version, which cannot be verified; ``"incomplete"`` for what must not be loaded; ``"absent"`` for nothing.
-        reason: why it is not complete.
-        manifest: if it is complete, or if the manifest could be read.
+        kind: ``"complete"`` with a manifest and its files; ``"foreign"`` for a folder of another library or of an
+            older version, which cannot be verified; ``"incomplete"`` for what must not be loaded; ``"absent"``.
     """
 
     kind: Literal["complete", "foreign", "incomplete", "absent"]
@@ -57,12 +55,7 @@ class State:
 
 @dataclass(frozen=True)
 class Stored:
-    """A file, or a folder with all that is in it.
-
-    Attributes:
-        size: in bytes.
-        modified: when it was last written, in seconds since 1970; None where that is not known.
-    """
+    """The bytes of a file or folder, and when it was last written, in seconds since 1970; None where not known."""
 
     size: int
     modified: float | None = None
@@ -70,14 +63,11 @@ class Stored:
 
 @dataclass(unsafe_hash=True)
 class CheckpointStorage(ABC):
-    """Where a checkpoint is, or will be.
-
-    Args:
-        location: absolute path or URL, without a slash at its end.
+    """Where a checkpoint is, or will be: an absolute path or URL, without a slash at its end.
 
     Attributes:
         shared: whether every process that reaches the location sees what one of them stages.
-        generation: the name of what is being staged, where several ranks stage apart: they all take that of the rank that publishes.
+        generation: the name of what is being staged, where several ranks stage apart: that of the rank that publishes.
     """
 
     location: str
@@ -102,11 +92,7 @@ class CheckpointStorage(ABC):
         return type(self)(os.path.dirname(self.location))
 
     def state(self) -> State:
-        """Return what lies here, without reading the files themselves. Any rank, alone.
-
-        Raises:
-            OSError: the disk or the store refuses, or does not answer.
-        """
+        """Return what lies here, without reading the files themselves; OSError if the store fails. Any rank, alone."""
         try:
             listing, found = self._verified()
         except FileNotFoundError:
@@ -121,12 +107,9 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def _verified(self) -> tuple[Manifest | None, list[str]]:
-        """Return the manifest, None if another library saved what is here, and what is wrong with the names and sizes of its files.
+        """Return the manifest, None for another library's save, and what is wrong with the names and sizes of files.
 
-        Raises:
-            FileNotFoundError: there is nothing.
-            NotADirectoryError: there is a file.
-            DamagedCheckpoint: what is here must not be loaded.
+        FileNotFoundError for nothing, NotADirectoryError for a file, DamagedCheckpoint for what must not be loaded.
         """
 
     @abstractmethod
@@ -151,11 +134,7 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
-        """Return a local folder with the checkpoint's files.
-
-        Args:
-            wanted: which of them, by their path in the manifest; all by default.
-        """
+        """Return a local folder with the wanted files, by their path in the manifest; all by default."""
 
     def release(self) -> None:
         """Remove what `fetch` made, if that was a copy."""
@@ -186,14 +165,7 @@ class CheckpointStorage(ABC):
 
 
 def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
-    """Return the storage of a path or URL.
-
-    Args:
-        path: a local path, a ``file://`` URL, or a URL that fsspec understands, such as ``s3://bucket/run``.
-
-    Raises:
-        ImportError: the URL needs fsspec or a package that it names.
-    """
+    """Return the storage of a path, a ``file://`` URL, or one of fsspec; ImportError names a missing package."""
     text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
     if "://" in text:
         from accelerate.checkpoint.object_store import ObjectStore
@@ -214,14 +186,7 @@ def refuse_unfinished(entries: Collection[str]) -> None:
 
 
 def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], list[str]]:
-    """Return the checkpoints in a folder that may be loaded, newest first, and what was passed over. Any rank, alone.
-
-    Args:
-        folder: where numbered checkpoints are, or a checkpoint itself.
-
-    Returns:
-        The checkpoints, and a line for each one that is not complete.
-    """
+    """Return the checkpoints in a folder that may be loaded, newest first, and a line for each passed over."""
     states = [(storage, storage.state()) for _, storage in reversed(folder.checkpoints())]
     if all(state.kind == "absent" for _, state in states):
         state = folder.state()
@@ -232,14 +197,10 @@ def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], li
 
 
 def prune(folder: CheckpointStorage, limit: int | None, keep: Collection[str | None]) -> None:
-    """Remove the oldest checkpoints beyond a limit, once the newest one is at its location. One rank per file system calls it.
+    """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`.
 
-    Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at.
-
-    Args:
-        folder: where the checkpoints are.
-        limit: how many complete ones stay, at least one; None keeps all.
-        keep: locations of checkpoints that stay whatever their number: the one just written, and the one the run began from.
+    One rank per file system calls it, once the newest one is at its location. Only complete ones count and go, and
+    what killed saves left; a damaged checkpoint stays, so that it can be looked at.
     """
     folder.sweep()
     if limit is None:
@@ -259,7 +220,7 @@ def prune(folder: CheckpointStorage, limit: int | None, keep: Collection[str | N
 
 
 class LocalStorage(CheckpointStorage):
-    """A folder of a file system that is mounted here.
+    """A folder of a file system that is mounted here; it need not exist.
 
     A checkpoint called X changes places by hidden folders beside it, in the order of a publish::
 
@@ -270,9 +231,6 @@ class LocalStorage(CheckpointStorage):
         .removed_X   being removed
 
     The file .lock_X is locked while a process saves or removes.
-
-    Args:
-        path: the folder; it need not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -302,10 +260,7 @@ class LocalStorage(CheckpointStorage):
         return listing, problems(folder, listing)
 
     def entries(self) -> list[CheckpointStorage]:
-        """Return the folders that lie here, by name; hidden ones are left out.
-
-        Of links those count that are named as a checkpoint is; their location is where they lead to, which may be elsewhere.
-        """
+        """Return the visible folders here, by name; of links those named as a checkpoint, with where they lead to."""
         folders = [entry for entry in _scan(self.location) if entry.is_dir()]
         shown = [entry.name for entry in folders if not entry.is_symlink() or number_of(entry.name) is not None]
         found = {name.removeprefix(manifest.READY_PREFIX).removeprefix(manifest.REPLACED_PREFIX) for name in shown}
@@ -343,13 +298,7 @@ class LocalStorage(CheckpointStorage):
     # -- publishing ----------------------------------------------------------------------------------------------------
 
     def stage(self) -> str:
-        """Make the hidden folder, empty, beside this one.
-
-        Raises:
-            NotADirectoryError: a file has the location.
-            OSError: the folder cannot be renamed, so no checkpoint can take its place.
-            Busy: another process is saving here.
-        """
+        """Make the hidden, empty folder; OSError if no checkpoint can take the location, Busy if one is saved."""
         if os.path.isdir(self.location):
             self._refuse_what_stays()
         elif os.path.exists(self.location):
@@ -465,11 +414,7 @@ class LocalStorage(CheckpointStorage):
 
 
 def _locks(descriptor: int, path: str) -> bool:
-    """Lock a file unless another process has; return whether this process may go on.
-
-    Source:
-        https://man7.org/linux/man-pages/man2/flock.2.html
-    """
+    """Lock a file (flock) unless another process has; return whether this process may go on."""
     try:
         import fcntl
 
@@ -512,9 +457,9 @@ def _remove(path: str) -> None:
 
 
 def _remove_parts(folder: str) -> None:
-    """Remove what belongs to the checkpoint in a folder, the manifest last; all that stays is the user's own.
+    """Remove a checkpoint's parts from a folder, the manifest last; all that stays is the user's own.
 
-    The parts are what the manifest lists, and in the folder itself what has a name that only files of checkpoints have.
+    The parts are what the manifest lists, and in the folder itself what has a name of checkpoints alone.
     """
     listed: list[str] = []
     with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):

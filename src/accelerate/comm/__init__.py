@@ -17,7 +17,7 @@ def for_type(distributed_type: DistributedType | str) -> base.Communicator:
 
 def current() -> base.Communicator:
     """Return the communicator of this process's state, which is built with the defaults if there is none."""
-    return for_type(storage.ensure("process")["distributed_type"])
+    return for_type(storage.process.filled()["distributed_type"])
 
 
 def forget() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.data import adapter, iterable, resume
+from accelerate.data import adapter, iterable, resume, workers
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
 from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
@@ -68,7 +68,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return
         watch = self.gradient_state._step_watch
         if watch is not None:
-            watch.before_loop(self)
+            watch.leave_if_due(self)
         pending = resume.settle(self)
         self._progress.extra_samples = 0 if pending is None else pending.extra_samples
         self.begin()
@@ -200,7 +200,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         replaying, progress.replaying = progress.replaying, False
         drawn: dict[str, Any] | None = None
         watch = self.gradient_state._step_watch
-        with nullcontext() if watch is None else watch.masked_start(base):
+        with nullcontext() if watch is None else workers.masked_start(base, watch.numbers):
             if replaying:
                 # What opening the loader and drawing the order draw was drawn before the interruption. It is drawn again
                 # from the states at the start of the epoch, and the present states stay as they are.

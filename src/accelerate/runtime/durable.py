@@ -35,17 +35,9 @@ _SMALL = 64 << 10
 
 
 def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T]:
-    """Return what a task returns for each item, in order. Any rank, alone.
+    """Return what a task returns for each item, in order, or raise its first error once no task runs. Any rank, alone.
 
     An interpreter that is about to exit starts no threads any more; then all is done in the one that calls.
-
-    Args:
-        task: called once with each item.
-        items: what it is called with.
-        threads: how many may be at work at a time.
-
-    Raises:
-        Exception: what the task raised first, in the order of the items; the others have ended, or have not begun.
     """
     items = list(items)
     if min(threads, len(items)) < 2:
@@ -64,14 +56,7 @@ def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T
 
 
 class Checksum:
-    """The checksum of a file that is written or read from its beginning to its end.
-
-    Example:
-        >>> checksum = Checksum()
-        >>> checksum.update(b"some bytes")
-        >>> checksum.size, len(checksum.hexdigest())
-        (10, 32)
-    """
+    """The checksum of a file that is written or read from its beginning to its end."""
 
     def __init__(self) -> None:
         import xxhash
@@ -83,11 +68,7 @@ class Checksum:
         self.size = 0
 
     def update(self, data: Any) -> None:
-        """Add bytes.
-
-        Args:
-            data: a contiguous buffer.
-        """
+        """Add the bytes of a contiguous buffer."""
         view = memoryview(data).cast("B")
         self.size += len(view)
         while len(view):
@@ -112,15 +93,7 @@ def threads() -> int:
 
 
 def of_file(path: Path, threads: int = 2) -> tuple[int, str]:
-    """Return the size and the checksum of a file. Any rank, alone.
-
-    Args:
-        path: the file.
-        threads: how many pieces are read at a time.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the size and the checksum of a file, of which threads read pieces. Any rank, alone."""
     size = os.stat(path).st_size
     return size, combined(digests(path, range(0, size, CHUNK), size, threads))
 
@@ -133,17 +106,7 @@ def combined(pieces: Iterable[bytes]) -> str:
 
 
 def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> list[bytes]:
-    """Return the digests of pieces of a file. Any rank, alone.
-
-    Args:
-        path: the file.
-        starts: where the pieces begin, each a multiple of ``CHUNK``.
-        size: of the file, in bytes.
-        threads: how many pieces are read at a time.
-
-    Raises:
-        OSError: the file cannot be read, or is shorter.
-    """
+    """Return the digests of pieces of a file of `size`, each of which starts at a multiple of ``CHUNK``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return each(
@@ -177,14 +140,8 @@ def _digest(descriptor: int, start: int, end: int, path: str) -> bytes:
 class DurableFile:
     """A file that is written once, from its beginning to its end, hashed, and on the disk when it is closed.
 
-    The disk begins with each block while the next one is written, so that it has little left to do when the file is closed.
-
-    Args:
-        path: the file; it must not exist.
-
-    Attributes:
-        checksum: of what was written.
-        problem: why it could not be written.
+    The disk begins with each block while the next one is written, so that it has little left to do at the end.
+    `problem` is why it could not be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,14 +154,7 @@ class DurableFile:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: Any) -> int:
-        """Write bytes.
-
-        Args:
-            data: a contiguous buffer.
-
-        Returns:
-            How many were written, which is all.
-        """
+        """Write all of a contiguous buffer, and return how many bytes that are."""
         view = memoryview(data).cast("B")
         self._held += view[:_SMALL] if len(view) <= _SMALL else b""
         if len(view) > _SMALL or len(self._held) > _STEP:
@@ -259,11 +209,7 @@ class DurableFile:
 
 @contextlib.contextmanager
 def durable(path: Path) -> Iterator[DurableFile]:
-    """Write a file aside that takes its place, complete and on the disk, when the block ends well; else nothing has changed.
-
-    Args:
-        path: the file. An older one of that name is replaced.
-    """
+    """Write a file aside that takes its place, complete and on the disk, when the block ends well, else nothing."""
     folder, name = os.path.split(os.fspath(path))
     aside = os.path.join(folder, STAGING_PREFIX + name)
     with contextlib.suppress(FileNotFoundError):
@@ -285,13 +231,10 @@ def durable(path: Path) -> Iterator[DurableFile]:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[str]:
-    """Give the name of a temporary file that replaces a file when the block ends well, and is removed when it does not.
+    """Give the name of a temporary file that replaces a file when the block ends well, else is removed.
 
-    A process that dies while it writes leaves the old file, never half of the new one. Unlike `durable`, for what writes by name,
-    and for files that several processes may write at a time; the disk gets it when it likes.
-
-    Args:
-        path: the file; its folder must exist.
+    A process that dies while it writes leaves the old file, never half of the new one. Unlike `durable`, for what
+    writes by name, and for files that several processes may write at a time; the disk gets it when it likes.
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}-{threading.get_ident()}")
@@ -309,12 +252,7 @@ _resting = threading.local()
 
 @contextlib.contextmanager
 def resting(rest: float, hurry: threading.Event) -> Iterator[None]:
-    """Let this thread rest after each block of a large file that it writes.
-
-    Args:
-        rest: for how long, as a multiple of the time that the block took.
-        hurry: ends all rests when it is set.
-    """
+    """Let this thread rest after each block that it writes, `rest` times as long as it took, until `hurry` is set."""
     _resting.how = rest, hurry
     try:
         yield
@@ -332,11 +270,7 @@ def _rest(took: float) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Write a folder's own entries to the disk, where the system can.
-
-    Args:
-        path: the folder.
-    """
+    """Write a folder's own entries to the disk, where the system can."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
@@ -350,36 +284,27 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(path: str) -> None:
-    """Write the entries of a folder and of those below it to the disk.
-
-    Args:
-        path: the folder.
-    """
+    """Write the entries of a folder and of those below it to the disk."""
     for folder, _, _ in os.walk(path, topdown=False):
         sync_folder(folder)
 
 
 @functools.cache
-def _call(name: str, arguments: str) -> Callable[..., int] | None:
+def _call(name: str, *kinds: str) -> Callable[..., int] | None:
     """Return a function of the C library that Python does not offer; None where there is none."""
     import ctypes
 
-    kinds = {"i": ctypes.c_int, "q": ctypes.c_int64, "I": ctypes.c_uint, "s": ctypes.c_char_p}
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):
         return None
-    function.argtypes = [kinds[letter] for letter in arguments]
+    function.argtypes = [getattr(ctypes, f"c_{kind}") for kind in kinds]
     return function
 
 
 def _start_writing(descriptor: int, start: int, size: int) -> None:
-    """Let the disk begin with a part of a file. Only fsync waits for it.
-
-    Source:
-        https://man7.org/linux/man-pages/man2/sync_file_range.2.html
-    """
-    begin = _call("sync_file_range", "iqqI")
+    """Let the disk begin with a part of a file (sync_file_range). Only fsync waits for it."""
+    begin = _call("sync_file_range", "int", "int64", "int64", "uint")
     if begin is not None:  # where it fails, fsync does all of it, and reports what is wrong
         begin(descriptor, start, size, 2)  # SYNC_FILE_RANGE_WRITE
 
@@ -388,16 +313,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def exchange(left: str, right: str) -> bool:
-    """Exchange two folders in one step; say whether the system could.
-
-    Args:
-        left: a path.
-        right: another one on the same file system.
-
-    Source:
-        https://man7.org/linux/man-pages/man2/rename.2.html
-    """
-    rename = _call("renameat2", "isisI")
+    """Exchange two folders of one file system in one step (renameat2); say whether the system could."""
+    rename = _call("renameat2", "int", "char_p", "int", "char_p", "uint")
     if rename is None:
         return False
     return rename(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0

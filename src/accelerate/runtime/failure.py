@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from accelerate.runtime.durable import written_whole
 
@@ -40,14 +40,12 @@ _LONGEST_SUMMARY = 2_000
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _former: Hook = sys.__excepthook__
-_faults: TextIO | None = None
 
 
 def watch() -> None:
     """Leave what ends this process to the launcher, if it is one of the launcher's ranks.
 
-    A hook that the program had set before is called as well, and then prints in its own way. One that is set later replaces
-    this one.
+    A hook that the program had set before is called as well, and prints in its own way. A later one replaces this one.
     """
     global _former
     if not _is_rank() or sys.excepthook is _hook:
@@ -61,20 +59,15 @@ def _is_rank() -> bool:
 
 
 def _watch_faults() -> None:
-    global _faults
     if faulthandler.is_enabled():
         return  # the program's own choice
     with contextlib.suppress(OSError, ValueError):
-        _faults = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
-        faulthandler.enable(_faults)
+        file = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+        faulthandler.enable(file)  # which holds it
 
 
 def fault_file(error_file: str) -> str:
-    """Return where a rank writes of a fault that the system killed it for.
-
-    Args:
-        error_file: its error file.
-    """
+    """Return where the rank with this error file writes of a fault that the system killed it for."""
     return os.path.join(os.path.dirname(error_file), FAULTS)
 
 
@@ -91,21 +84,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def record(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, shown: bool = False
 ) -> dict[str, Any]:
-    """Return what the launcher reads about an exception.
-
-    Args:
-        kind: its type.
-        error: the exception.
-        trace: where it was raised.
-        shown: whether it is printed here as well.
-
-    Example:
-        >>> try:
-        ...     raise ValueError("too small")
-        ... except ValueError as error:
-        ...     record(ValueError, error, error.__traceback__)["summary"]
-        'ValueError: too small'
-    """
+    """Return what the launcher reads about an exception; `shown`: it is printed here as well."""
     frames = traceback.extract_tb(trace)
     summary = traceback.format_exception_only(kind, error)[-1].strip()
     where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
@@ -130,18 +109,7 @@ def _shortened(text: str, longest: int) -> str:
 
 
 def leave(path: str, report: Mapping[str, Any]) -> bool:
-    """Write our part of an error file. What torch's `record` wrote there stays, whatever its handler made of it.
-
-    Args:
-        path: the error file.
-        report: what `record` returned.
-
-    Returns:
-        True.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write our part of an error file, and return True. What torch's `record` wrote there stays."""
     data: Any = None
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         data = json.load(file)

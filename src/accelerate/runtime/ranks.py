@@ -13,6 +13,7 @@ process is believed:
    The batch script itself has most of these too, and is one process; see `accelerate.runtime.slurm`.
 """
 
+import contextlib
 import os
 import zlib
 from collections.abc import Mapping
@@ -30,10 +31,7 @@ class Ranks:
     """Where a process stands among the processes of a run.
 
     Args:
-        rank: number among all processes.
-        world_size: how many processes there are.
-        local_rank: number among the processes of this machine.
-        local_world_size: how many of them there are; None where no launcher says.
+        local_world_size: how many processes this machine has; None where no launcher says.
         source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", "Slurm", "process group" or "single".
     """
 
@@ -46,19 +44,18 @@ class Ranks:
 
 ALONE = Ranks(0, 1, 0, 1, "single")
 
+
+def _after(prefix: str) -> tuple[str, ...]:
+    return tuple(prefix + number for number in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+
+
 # name of the launcher, then its variables for rank, world size, local rank, local world size
 SCHEMES = (
     ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-    ("jsrun", ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")),
-    (
-        "Open MPI",
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ),
+    ("jsrun", _after("JSM_NAMESPACE_")),
+    ("Open MPI", _after("OMPI_COMM_WORLD_")),
     ("MPI", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    (
-        "MVAPICH",
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ),
+    ("MVAPICH", _after("MV2_COMM_WORLD_")),
 )
 _MPI = frozenset(dict(SCHEMES[1:]))
 # How Hydra, which MPICH and Intel MPI start processes with, gives its helper on each machine the address of mpirun.
@@ -66,30 +63,14 @@ _HYDRA_OPTIONS = (("--control-port",), ("--upstream-host", "--upstream-port"))
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
-    """Read ranks and sizes from the environment.
-
-    Args:
-        environ: the variables; None takes those of this process.
-
-    Returns:
-        None where no launcher speaks.
-
-    Raises:
-        ValueError: a variable is no integer, is missing, or contradicts another one.
-
-    Example:
-        >>> resolve({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-        Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2, source='torchrun')
-    """
+    """Read ranks and sizes from the environment; None where no launcher speaks, ValueError for a contradiction."""
     environ = os.environ if environ is None else environ
     found = [(source, names, [integer(environ, name) for name in names]) for source, names in SCHEMES]
     rank, size = found[0][2][:2]
     if rank is not None and size is not None:
         return _checked(*found[0])
     if rank is not None and rank > 0:
-        raise ValueError(
-            f"RANK is {rank} but WORLD_SIZE is not set. Set it to the number of processes, or unset RANK."
-        )
+        raise ValueError(f"RANK is {rank} but WORLD_SIZE is not set. Set the number of processes, or unset RANK.")
     others = [entry for entry in found[1:] if entry[2][0] is not None]
     if size is not None and size > 1:
         # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must be equal.
@@ -100,9 +81,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
             )
         _, names, numbers = others[0]
         if numbers[1] not in (None, size):
-            raise ValueError(
-                f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset WORLD_SIZE, or make them equal."
-            )
+            raise ValueError(f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset it, or make them equal.")
         return _checked(*others[0])
     for source, names, numbers in others:
         if numbers[1] is not None and numbers[1] > 1:
@@ -120,9 +99,7 @@ def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> 
     if not 0 <= rank < size:
         raise ValueError(f"{names[0]} is {rank} but {names[1]} is {size}: ranks go from 0 to {size - 1}.")
     if local_size is not None and not 1 <= local_size <= size:
-        raise ValueError(
-            f"{names[3]} is {local_size} but {names[1]} is {size}: a machine cannot run that many of them."
-        )
+        raise ValueError(f"{names[3]} is {local_size} but {names[1]} is {size}: a machine cannot run that many.")
     if local_rank is None or local_rank < 0:
         if local_size not in (None, 1, size):
             raise ValueError(f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process.")
@@ -142,11 +119,7 @@ def _slurm(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where the tasks of a Slurm step can meet: its first node, and a port that comes from the numbers of the job.
-
-    Raises:
-        ValueError: a variable of Slurm is malformed.
-    """
+    """Return where the tasks of a Slurm step can meet: its first node, and a port from the numbers of the job."""
     host = slurm.first_node(environ)
     return None if host is None else (host, slurm.port(environ) or slurm.PORTS[0])
 
@@ -154,18 +127,8 @@ def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def mpi_port(environ: Mapping[str, str]) -> int | None:
     """Return a port that all processes of an mpirun compute alike, and other runs most likely otherwise.
 
-    It comes from what identifies this one mpirun, or else from the number of the job. Steps of Slurm do not count: only helpers of
-    mpirun run in them.
-
-    Args:
-        environ: the variables.
-
-    Returns:
-        None where nothing identifies the run.
-
-    Example:
-        >>> mpi_port({"PMIX_NAMESPACE": "2071330817"})
-        26082
+    It comes from what identifies this one mpirun, or else from the number of the job; None without either. Steps of
+    Slurm do not count: only helpers of mpirun run in them.
     """
     run = environ.get("PMIX_NAMESPACE", "").strip() or (_hydra() if environ.get("PMI_RANK", "").strip() else None)
     return port_of(run) if run else job_port(environ)
@@ -174,12 +137,7 @@ def mpi_port(environ: Mapping[str, str]) -> int | None:
 def job_port(
     environ: Mapping[str, str], names: tuple[str, ...] = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 ) -> int | None:
-    """Return a port that all processes of a job compute alike; None outside of a job.
-
-    Args:
-        environ: the variables.
-        names: those that may hold the number of the job; the first one that does decides.
-    """
+    """Return a port that all processes of a job compute alike, from the first name set; None outside of a job."""
     for name in names:
         if number := environ.get(name, "").strip():
             return port_of(number + (environ.get("LSB_JOBINDEX", "") if name == "LSB_JOBID" else ""))
@@ -187,41 +145,31 @@ def job_port(
 
 
 def port_of(name: str) -> int:
-    """Return the port of a run.
-
-    Args:
-        name: what identifies it.
-    """
+    """Return the port of a run that has this name."""
     return slurm.PORTS[zlib.crc32(name.encode("utf-8", "surrogateescape")) % len(slurm.PORTS)]
 
 
 def _hydra() -> str | None:
-    """Return where the mpirun listens that has started this process through Hydra, whose variables do not distinguish runs.
+    """Return where the Hydra mpirun listens that started this process: its variables do not distinguish runs.
 
     Its helper, from which the processes of a machine descend, has it in its arguments.
     """
     import psutil  # slow, and needed here alone
 
-    try:
+    with contextlib.suppress(psutil.Error, OSError):
         for ancestor in psutil.Process().parents():
             words = ancestor.cmdline()
             if words and os.path.basename(words[0]).startswith(("hydra_", "pmi_proxy")):
                 for options in _HYDRA_OPTIONS:
                     if set(options) <= set(words[:-1]):
                         return ":".join(words[words.index(option) + 1] for option in options)
-    except (psutil.Error, OSError):
-        pass
     return None
 
 
 def export(ranks: Ranks) -> None:
     """Write ranks and meeting point to torchrun's variables, which torch and other libraries read; set ones stay.
 
-    Args:
-        ranks: what `resolve` returned.
-
-    Raises:
-        ValueError: processes run on several machines and no variable says where they meet.
+    ValueError if processes run on several machines and no variable says where they meet.
     """
     environ = os.environ
     numbers = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size)

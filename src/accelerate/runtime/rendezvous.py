@@ -1,6 +1,7 @@
 """How a process finds the others: from ranks to a process group. `runtime.ranks` reads the ranks from the environment."""
 
 import atexit
+import functools
 import os
 import socket
 import time
@@ -15,32 +16,11 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
 
-__all__ = [
-    "ALONE",
-    "Ranks",
-    "check_devices_are_distinct",
-    "export",
-    "init_process_group",
-    "live_ranks",
-    "live_timeout",
-    "resolve",
-    "set_live_timeout",
-]
-
 
 def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
-    """Join the other processes. Every rank must call it.
-
-    Args:
-        ranks: where this process stands.
-        backend: a `torch.distributed` backend.
-        settings: further arguments of `torch.distributed.init_process_group`: `timeout`, `init_method`, `store`, ...;
-            None stands for torch's default.
-
-    Source: https://pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
-    """
+    """Join the other processes, with settings of torch's function; None is torch's default. Every rank must call it."""
     settings = {name: value for name, value in settings.items() if value is not None}
-    if ranks.source == "single":
+    if ranks == ALONE:
         # A group of one needs no meeting point, so it cannot collide with another job's port either.
         settings.setdefault("store", dist.HashStore())
         settings.pop("init_method", None)
@@ -59,8 +39,8 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
 def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
     """Return a store that the ranks share and that holds nothing yet.
 
-    The first group's store serves the following ones as well, each under a prefix of its own. A store per group would not
-    do: torchrun's is the same one, with the old addresses in it, so a process that is early connects to a listener that is
+    The first group's store serves the following ones as well, each under a prefix. A store per group would not do:
+    torchrun's is the same one, with the old addresses in it, so a process that is early connects to a listener that is
     gone; and the one of rank 0 goes down with its group, possibly after another rank has connected to it again.
     """
     place = (url, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), ranks.rank, ranks.world_size)
@@ -84,10 +64,9 @@ _SETTLING_S = 0.05
 def _leave() -> None:
     """Leave a gloo group before the interpreter ends: its threads abort a process that ends beside them (torch 2.13).
 
-    A thread of gloo drops its last references to tensors after the collective that used them has returned, and needs the
-    interpreter lock for that. If the interpreter is ending by then, the process dies with "terminate called without an
-    active exception" although the program was done. Torch offers nothing to wait for, not even `destroy_process_group`
-    where a DDP reducer still holds the group, so the lock is let go of for a moment. Plain torch programs abort likewise.
+    A thread of gloo drops its last references to tensors after the collective has returned, and needs the interpreter
+    lock for that; a process whose interpreter is ending then dies with "terminate called without an active exception".
+    Torch offers nothing to wait for, so the lock is let go of for a moment. Plain torch programs abort likewise.
     """
     time.sleep(_SETTLING_S)
     if dist.is_initialized() and dist.get_backend() == "gloo":
@@ -129,13 +108,10 @@ def set_live_timeout(timeout: timedelta) -> bool:
 
 
 def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str) -> None:
-    """Fail on every rank if two processes would use one accelerator through a backend that forbids it.
+    """Raise ValueError on every rank if two processes would use one accelerator through a backend that forbids it.
 
     NCCL and its relatives hang or abort in the first collective then. Only called where a machine runs more processes
     than it shows devices to them; every rank of that machine must call it.
-
-    Raises:
-        ValueError: two processes share a device; the message names the way out.
     """
     properties = getattr(torch, device.type).get_device_properties(device)
     identity = str(getattr(properties, "uuid", None) or device)
@@ -172,23 +148,20 @@ _LIMIT_S = 0.2
 # On a busy machine a thread may miss its turn once.
 _ROUNDS, _ROUND_S = 4, 0.001
 
-_registered = False
 
-
+@functools.cache
 def fork_when_quiet() -> None:
     """Let every later `os.fork` of this process, and its end, wait for torch's threads. Linux only; calling it again does nothing."""
-    global _registered
-    if not _registered and _TASKS.is_dir():
-        _registered = True
+    if _TASKS.is_dir():
         os.register_at_fork(before=_rest)
         atexit.register(wait_for_threads)
 
 
 def wait_for_threads() -> None:
-    """Wait until torch's threads are done with collectives that are over. Any rank, alone; before a process group is given up.
+    """Wait until torch's threads are done with collectives that are over. Any rank, before a group is given up.
 
-    A caller that frees a process group waits for its threads, and holds the interpreter meanwhile. A thread that is about to enter the
-    interpreter, to free what belonged to the last collective, and this process would wait for each other for ever.
+    A caller that frees a group waits for its threads, and holds the interpreter meanwhile. A thread that is about to
+    enter it, to free what belonged to the last collective, and this process would wait for each other for ever.
     """
     for _ in range(_ROUNDS if _TASKS.is_dir() else 0):
         time.sleep(_ROUND_S)  # a thread that waits for the interpreter gets it now, or is seen to want to run

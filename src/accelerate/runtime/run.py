@@ -14,10 +14,6 @@ class Prepared(Protocol):
     """What an Accelerator has prepared and registered; `training.prepared.PreparedObjects` is it.
 
     Attributes:
-        models: The prepared models, in order.
-        optimizers: The prepared optimizers.
-        schedulers: The prepared schedulers.
-        dataloaders: The prepared loaders.
         custom_objects: Those of ``register_for_checkpointing``.
         moved: The `modules.repoint.MovedParameters`: what became of parameters that preparing replaced.
         sequence_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.

@@ -20,16 +20,7 @@ _ENTRY = r"(?:[^\[\],\s]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
 
 @dataclass(frozen=True)
 class Step:
-    """A task of an `srun` step, and the step.
-
-    Attributes:
-        rank: number of the task in the step.
-        size: how many tasks the step has, at least two.
-        local_rank: number of the task on its node; None where Slurm does not say.
-        local_size: how many tasks its node has; None where Slurm does not say.
-        node: number of the node in the step.
-        nodes: how many nodes the step has.
-    """
+    """A task of an `srun` step of at least two; `local_rank` and `local_size` are None where Slurm does not say."""
 
     rank: int
     size: int
@@ -40,20 +31,10 @@ class Step:
 
 
 def integer(environ: Mapping[str, str], name: str) -> int | None:
-    """Return a variable as an integer; None if it is not set.
-
-    Args:
-        environ: the variables.
-        name: which one.
-
-    Raises:
-        ValueError: it is set to something else.
-    """
-    text = environ.get(name)
-    if text is None or not text.strip():
-        return None
+    """Return a variable as an integer; None if it is not set, ValueError if it is something else."""
+    text = environ.get(name, "")
     try:
-        return int(text)
+        return int(text) if text.strip() else None
     except ValueError:
         raise ValueError(
             f"The environment variable {name} is {text!r}; a launcher sets it to an integer. Correct or unset it."
@@ -61,19 +42,7 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def hosts(text: str, name: str = "SLURM_NODELIST") -> list[str]:
-    """Expand a list of nodes.
-
-    Args:
-        text: the list, such as "gpu[03-05,09],login1" or "rack[0-1]blade[2-3]".
-        name: the variable it comes from, for messages.
-
-    Raises:
-        ValueError: it is malformed.
-
-    Example:
-        >>> hosts("gpu[08-10],login1")
-        ['gpu08', 'gpu09', 'gpu10', 'login1']
-    """
+    """Return the nodes of a list such as "gpu[03-05,09],login1"; ValueError names the variable of a malformed one."""
     if re.fullmatch(rf"\s*{_ENTRY}\s*(,\s*{_ENTRY}\s*)*", text) is None:
         raise ValueError(
             f"The environment variable {name} is {text!r}, which is no list of nodes: names are parted by commas, and have lists "
@@ -97,23 +66,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> int | None:
-    """Return how many tasks a node has.
-
-    Args:
-        text: one number a node, with repetitions: "4(x2),3" is three nodes with 4, 4 and 3 tasks.
-        node: the number of the node.
-        name: the variable it comes from, for messages.
-
-    Returns:
-        None where the text speaks of fewer nodes.
-
-    Raises:
-        ValueError: it is malformed.
-
-    Example:
-        >>> [tasks_on("4(x2),3", node) for node in range(4)]
-        [4, 4, 3, None]
-    """
+    """Return how many tasks a node has; "4(x2),3" is three nodes with 4, 4 and 3. None if the text has fewer nodes."""
     if not text:
         return None
     for part in text.split(","):
@@ -132,16 +85,9 @@ def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> i
 def step(environ: Mapping[str, str]) -> Step | None:
     """Return the task that this process is, in a step of several tasks.
 
-    Args:
-        environ: the variables.
-
-    Returns:
-        None outside of a step, in a step of one task, and where the variables are those of another step: a batch script that
-        was submitted from within a step inherits that step's. Also None for what is typed into the shell of `srun --pty`:
-        Slurm starts the shell in all tasks, but it ends at once where there is no terminal.
-
-    Raises:
-        ValueError: a variable is malformed.
+    None outside of a step, in a step of one task, and where the variables are those of another step: a batch script
+    that was submitted from within a step inherits that step's. Also None for what is typed into the shell of
+    `srun --pty`: Slurm starts the shell in all tasks, but it ends at once where there is no terminal.
     """
     if not in_step(environ):
         return None
@@ -168,21 +114,13 @@ def step(environ: Mapping[str, str]) -> Step | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Say whether the variables are those of a step that a user has started with srun.
-
-    Args:
-        environ: the variables.
-    """
+    """Say whether the variables are those of a step that a user has started with srun."""
     number = environ.get("SLURM_STEP_ID", "").strip()
     return number.isdecimal() and int(number) < _SPECIAL_STEPS
 
 
 def is_terminal(environ: Mapping[str, str]) -> bool:
-    """Say whether this process was started by hand from a shell of `srun --pty`, or of salloc.
-
-    Args:
-        environ: the variables.
-    """
+    """Say whether this process was started by hand from a shell of `srun --pty`, or of salloc."""
     # Steps that are started from the shell inherit the variable, but not the terminal.
     return bool(environ.get("SLURM_PTY_PORT")) and _has_terminal()
 
@@ -200,25 +138,14 @@ def _has_terminal() -> bool:
 
 
 def node_list(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the nodes of the step, or else of the job: the list and the name of its variable.
-
-    Args:
-        environ: the variables.
-    """
+    """Return the nodes of the step, or else of the job: the list and the name of its variable."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     name = next((name for name in names if environ.get(name)), names[0])
     return environ.get(name, ""), name
 
 
 def first_node(environ: Mapping[str, str]) -> str | None:
-    """Return the name of node 0 of the step, or else of the job.
-
-    Args:
-        environ: the variables.
-
-    Raises:
-        ValueError: a list is malformed.
-    """
+    """Return the name of node 0 of the step, or else of the job; None if no variable has it."""
     text, name = node_list(environ)
     if not text:
         return None
@@ -232,14 +159,7 @@ def first_node(environ: Mapping[str, str]) -> str | None:
 
 
 def port(environ: Mapping[str, str]) -> int | None:
-    """Return a port that all tasks of a step compute alike, and other steps and jobs most likely otherwise.
-
-    Args:
-        environ: the variables.
-
-    Raises:
-        ValueError: the number of the job or the step is malformed.
-    """
+    """Return a port that all tasks of a step compute alike, and other steps and jobs most likely otherwise."""
     job = integer(environ, "SLURM_JOB_ID")
     if job is None:
         return None

@@ -3,7 +3,7 @@
 This table and the backend registry are the only places that look at the type itself; all other code asks an ability.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from accelerate.config.enums import DistributedType
@@ -21,10 +21,6 @@ class Traits:
         places_batches: prepared loaders move batches to the device.
         reduces_on_step: gradients are reduced in `optimizer.step`, not during `backward`.
         distributed: more than one process may cooperate.
-        torch_distributed: the processes talk through `torch.distributed`.
-        xla: tensors live on XLA devices.
-        sharded: parameters are split over processes by torch's FSDP.
-        deepspeed: DeepSpeed is the engine.
     """
 
     custom_device_placement: bool = False
@@ -40,33 +36,19 @@ class Traits:
     deepspeed: bool = False
 
 
+_ENGINE = Traits(custom_device_placement=True, scales_loss=False, clips_by_value=False)
 _ROWS: dict[DistributedType, Traits] = {
     # Devices on which replicas cooperate, one process each.
     **{kind: Traits(joins_uneven_inputs=True) for kind in DistributedType if kind.value.startswith("MULTI_")},
     DistributedType.NO: Traits(distributed=False, torch_distributed=False),
     DistributedType.FSDP: Traits(custom_device_placement=True, clips_by_value=False, sharded=True),
-    DistributedType.DEEPSPEED: Traits(
-        custom_device_placement=True, scales_loss=False, clips_by_value=False, deepspeed=True
-    ),
-    DistributedType.MEGATRON_LM: Traits(
-        custom_device_placement=True, scales_loss=False, clips_by_value=False, places_batches=False
-    ),
+    DistributedType.DEEPSPEED: replace(_ENGINE, deepspeed=True),
+    DistributedType.MEGATRON_LM: replace(_ENGINE, places_batches=False),
     DistributedType.XLA: Traits(reduces_on_step=True, torch_distributed=False, xla=True),
 }
 
 
 @cache
 def of(distributed_type: DistributedType | str) -> Traits:
-    """Return the abilities of a way of cooperating.
-
-    Args:
-        distributed_type: a member, or its name as a plain string.
-
-    Raises:
-        ValueError: there is no such type; the message lists the known ones.
-
-    Example:
-        >>> of("MULTI_CPU").torch_distributed
-        True
-    """
+    """Return the abilities of a way of cooperating, a member or its name; ValueError lists the known ones."""
     return _ROWS[DistributedType(distributed_type)]

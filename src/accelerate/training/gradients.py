@@ -11,7 +11,6 @@ rescaled once, right before its backward pass, and are exact after it.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import master
 from accelerate.runtime import traits
-from accelerate.training.prepared import Facade
+from accelerate.training.prepared import Facade, warn_caller
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Window:
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
         warned: Whether the note about short windows was given.
         unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
-        joining: Whether ranks may run out of batches at different steps, so that their windows close at different ones.
+        joining: Whether ranks may run out of batches, and close windows, at different steps.
         apart: Whether a strategy keeps whole gradients beside the shards, where nothing can be rescaled.
     """
 
@@ -71,13 +70,7 @@ class Window:
 
 
 class Accumulation:
-    """The context of one micro-batch: decides whether gradients are synchronised in it, and with which weight.
-
-    Args:
-        accelerator: Whose window it belongs to.
-        models: The models trained in it.
-        num_items: How many items this rank's micro-batch has, or None.
-    """
+    """The context of one micro-batch: decides whether gradients are synchronised in it, and with which weight."""
 
     __slots__ = ("accelerator", "models", "num_items", "held")
 
@@ -131,7 +124,7 @@ def no_sync(accelerator: Facade, backend: Backend, model: nn.Module) -> Iterator
 def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
-    Those that FSDP keeps whole meanwhile are out of reach, so windows whose weights settle at their end exchange each time.
+    Those that FSDP keeps whole are out of reach, so windows whose weights settle at their end exchange each time.
     """
     if accelerator._sync_each_batch:
         return True
@@ -141,12 +134,9 @@ def _syncs_each(accelerator: Facade, counted: bool) -> bool:
 def advance(accelerator: Facade) -> None:
     """Count one micro-batch, and set whether gradients are synchronised in it."""
     state = accelerator.gradient_state
-    if state.sync_with_dataloader and state.end_of_dataloader:
-        accelerator.step = 0
-        state._set_sync_gradients(True)
-    else:
-        accelerator.step += 1
-        state._set_sync_gradients(accelerator.step % state.num_steps == 0)
+    ended = state.sync_with_dataloader and state.end_of_dataloader
+    accelerator.step = 0 if ended else accelerator.step + 1
+    state._set_sync_gradients(accelerator.step % state.num_steps == 0)
 
 
 def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) -> None:
@@ -167,26 +157,18 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
     elif not window.warned:
         window.warned = True
         if accelerator.is_main_process:
-            warnings.warn(
+            warn_caller(
                 f"The last accumulation window of this epoch has {length} micro-batches instead of "
                 f"gradient_accumulation_steps={steps}: it counts {length}/{steps} of a full one. Pass "
-                f"GradientAccumulationPlugin(num_steps={steps}, exact=True) to divide by its real length.",
-                UserWarning,
-                stacklevel=3,
+                f"GradientAccumulationPlugin(num_steps={steps}, exact=True) to divide by its real length."
             )
 
 
 def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
     """Weigh the current micro-batch by its items; in the last one of a window, settle the weights over all ranks.
 
-    Args:
-        accelerator: Whose window is open.
-        num_items: Items of this rank's micro-batch: an integer, or a tensor with one element.
-        models: The models whose kept gradients are rescaled; all prepared ones when empty.
-
-    Raises:
-        ValueError: The count is missing in some micro-batches of the window, it is negative, or ranks may run out of
-            batches at different steps.
+    `models` have the gradients that are rescaled; all prepared ones by default. ValueError for a count that is missing
+    in some micro-batches, is negative, or cannot be settled.
     """
     window = accelerator._window
     if window.joining:
@@ -219,9 +201,7 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     copies = layout.tp_size if layout is not None else 1
     total = accelerator._communicator.all_reduce(total.to(accelerator.device), "sum").item() / copies
     if total == 0:
-        raise ValueError(
-            "num_items is 0 on every rank and in every micro-batch of this window: there is no loss to average."
-        )
+        raise ValueError("num_items is 0 on every rank in every micro-batch of this window: no loss to average.")
     # The wrapper averages over its replicas; the mean over items needs their sum.
     scale = accelerator.num_processes // copies / total
     _rescale(accelerator, models, window.reference * scale)
@@ -236,16 +216,9 @@ def _mixed(window: Window, num_items: Any) -> ValueError:
 
 
 def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
-    """Scale a loss for its window, and run the backend's backward pass.
-
-    Raises:
-        TypeError: The loss is not a tensor.
-        ValueError: ``num_items`` came twice for this micro-batch, or not for every one of the window.
-    """
+    """Scale a loss for its window, and run the backend's backward pass; refuse what is no loss, or no clear count."""
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"backward() got loss={loss!r} ({type(loss).__name__}); pass the loss tensor itself, not `loss.item()`."
-        )
+        raise TypeError(f"backward() got loss={loss!r} ({type(loss).__name__}); pass the tensor, not `loss.item()`.")
     window = accelerator._window
     if num_items is not None:
         if not window.inside:  # without `accumulate` each call is a micro-batch
@@ -294,11 +267,7 @@ def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: 
 
 
 def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
-    """Unscale, and clip each gradient element.
-
-    Raises:
-        NotImplementedError: The strategy holds shards, whose elements it cannot clip one by one.
-    """
+    """Unscale, and clip each gradient element; NotImplementedError where the strategy holds shards."""
     if not traits.of(accelerator.distributed_type).clips_by_value:
         raise NotImplementedError(
             f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
@@ -328,17 +297,14 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
 def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
-    Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks that
-    close it; gradients are exchanged after every micro-batch, because windows close at different steps.
+    Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks
+    that close it; gradients are exchanged after every micro-batch, because windows close at different steps.
     """
     row = traits.of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:
         if row.distributed:
-            warnings.warn(
-                f"join_uneven_inputs does nothing with {accelerator.distributed_type}: it needs data parallelism.",
-                UserWarning,
-                stacklevel=3,
-            )
+            kind = accelerator.distributed_type
+            warn_caller(f"join_uneven_inputs does nothing with {kind}: it needs data parallelism.")
         yield
         return
     overridden: list[tuple[Any, bool]] = []
@@ -346,15 +312,13 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
         for loader in accelerator.prepared.dataloaders:
             sampler = getattr(loader, "batch_sampler", None)
             if sampler is None or not hasattr(sampler, "even_batches"):
-                warnings.warn(
+                warn_caller(
                     f"even_batches={even_batches} does not reach a prepared {type(loader).__name__}: only map-style "
-                    "datasets are sharded by batch. Its batches stay as they are.",
-                    UserWarning,
-                    stacklevel=3,
+                    "datasets are sharded by batch. Its batches stay as they are."
                 )
-                continue
-            overridden.append((sampler, sampler.even_batches))
-            sampler.even_batches = even_batches
+            else:
+                overridden.append((sampler, sampler.even_batches))
+                sampler.even_batches = even_batches
     window = accelerator._window
     window.joining = True
     try:
@@ -367,11 +331,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
 
 
 def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float | None) -> None:
-    """Run the fused backward pass and step of the prepared LOMO optimizers.
-
-    Raises:
-        ValueError: There is no learning rate, or no LOMO optimizer was prepared.
-    """
+    """Run the fused backward pass and step of the prepared LOMO optimizers; ValueError without them or a rate."""
     if learning_rate is None:
         raise ValueError("A LOMO optimizer updates in its backward pass: pass `learning_rate=` to `backward`.")
     optimizers = lomo_optimizers(accelerator)

@@ -15,18 +15,16 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.base import Communicator
-from accelerate.data import workers
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import tracking
@@ -58,15 +56,7 @@ class Preempted(SystemExit):
 
 
 def install(accelerator: Facade) -> None:
-    """Watch the signals that an Accelerator's project configuration names, in place of what watched them before. All ranks.
-
-    Args:
-        accelerator: The Accelerator, complete but for this.
-
-    Raises:
-        ValueError: One of them is not a signal that can be watched, there is no folder to save to, or this is not the main
-            thread.
-    """
+    """Watch the signals that the project configuration names, in place of what watched before, or raise ValueError."""
     global _installed, _follows_forks
     project = accelerator.project_configuration
     if project.save_on_signal is None:
@@ -95,18 +85,7 @@ def install(accelerator: Facade) -> None:
 
 
 def signals_of(given: Any) -> tuple[signal.Signals, ...]:
-    """Return the signals that numbers, names and members of ``signal.Signals`` stand for, each once.
-
-    Args:
-        given: One of them, or several.
-
-    Raises:
-        ValueError: One of them is no signal, or cannot be watched.
-
-    Example:
-        >>> [found.name for found in signals_of(["SIGTERM", signal.SIGINT, "term"])]
-        ['SIGTERM', 'SIGINT']
-    """
+    """Return the signals that numbers, names and members of ``signal.Signals`` stand for, each once, or ValueError."""
     each = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     return tuple(dict.fromkeys(_signal(value) for value in each))
 
@@ -126,14 +105,9 @@ def _signal(value: Any) -> signal.Signals:
 
 
 class Watch:
-    """What a process knows of the signals it watches, and of the training between two batches.
+    """What a process knows of the signals it watches, and of the training between two batches; `GradientState` has it.
 
-    ``GradientState`` holds it, where prepared optimizers and loaders find it.
-
-    Args:
-        accelerator: Whose run is saved; when it is gone, the signals go to those who handled them before.
-        numbers: The signals.
-        received: The signal that came before, or 0.
+    It lets go of a dead Accelerator: the signals go to those who handled them before. `received` came before, or is 0.
     """
 
     def __init__(self, accelerator: Facade, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
@@ -212,47 +186,25 @@ class Watch:
 
     # -- loaders -----------------------------------------------------------------------------------------------------
 
-    def before_loop(self, loader: Any) -> None:
-        """Leave if it is time, before a loader's iteration begins. All ranks.
+    def leave_if_due(self, loader: Any) -> None:
+        """Leave right after a step, where a loader of the loop that took it goes on, or begins its next epoch. All ranks.
 
-        After the last batch of an epoch this is where a run leaves, so that what a program does between two epochs is done.
-
-        Args:
-            loader: A prepared loader.
+        So an evaluation in the middle of a training loop, or after it, is never cut off, and what a program does
+        between two epochs is done.
         """
-        if self._is_due(loader):
+        if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
+            return
+        self._stepped = False
+        if not self.closed and self.stops:
             self._leave()
 
     def watched(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
-        """Yield a loader's batches, and look before each but the first whether it is time to leave.
-
-        Args:
-            batches: A generator of what the loader yields.
-            loader: The loader.
-        """
+        """Yield a loader's batches, and look before each but the first whether it is time to leave."""
         with closing(batches):
             for batch in batches:
                 yield batch
-                if not loader._progress.at_end and self._is_due(loader):
-                    self._leave()
-
-    def masked_start(self, loader: DataLoader) -> AbstractContextManager[None]:
-        """Return a context in which a torch loader starts workers that the signals do not reach.
-
-        Args:
-            loader: The loader.
-        """
-        return workers.masked_start(loader, self.numbers)
-
-    def _is_due(self, loader: Any) -> bool:
-        """Whether the run leaves here: right after a step, and where a loader of the loop that took it goes on.
-
-        So an evaluation in the middle of a training loop, or after it, is never cut off.
-        """
-        if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
-            return False
-        self._stepped = False
-        return not self.closed and self.stops
+                if not loader._progress.at_end:
+                    self.leave_if_due(loader)
 
     def _leave(self) -> NoReturn:
         accelerator, number = self.accelerator(), signal.Signals(self.number)
@@ -261,11 +213,8 @@ class Watch:
         self.leaving = True
         if accelerator.is_main_process:
             logger.warning(
-                "%s came: the run is saved in %s, and ends with status %d. Submitted again, it goes on there with "
-                "load_state(latest=True, missing_ok=True).",
-                number.name,
-                location,
-                PREEMPTED,
+                f"{number.name} came: the run is saved in {location}, and ends with status {PREEMPTED}. Submitted again, it "
+                "goes on there with load_state(latest=True, missing_ok=True)."
             )
         tracking.finish(accelerator)
         accelerator.wait_for_everyone()

@@ -56,16 +56,9 @@ def kind_of(obj: Any) -> str | None:
 
 
 def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
-    """Check the arguments, let the backend prepare them, and return them in their order.
-
-    Raises:
-        ValueError: Nothing was given, or ``device_placement`` does not match the objects.
-        TypeError: A string or a number was given.
-    """
+    """Check the arguments, let the backend prepare them, and return them in their order."""
     if not objects:
-        raise ValueError(
-            "prepare() got no objects. Pass the model, optimizer, data loaders and schedulers to prepare."
-        )
+        raise ValueError("prepare() got no objects. Pass the model, optimizer, data loaders and schedulers.")
     for position, obj in enumerate(objects):
         if isinstance(obj, _PLAIN):
             raise TypeError(
@@ -95,13 +88,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
 def in_order(
     accelerator: Facade, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None
 ) -> tuple[Any, ...]:
-    """Prepare models, then loaders and optimizers, which follow their parameters, then schedulers, which look for optimizers.
-
-    Args:
-        accelerator: The Accelerator; each object goes through its ``_prepare_one``.
-        objects: What the user gave to ``prepare``.
-        device_placement: For each object whether it moves to the device; None leaves it to the Accelerator.
-    """
+    """Prepare models, then loaders and optimizers, which follow parameters, then schedulers, which seek optimizers."""
     placements = device_placement if device_placement is not None else [None] * len(objects)
     made = list(objects)
     for models_alone in (True, False):
@@ -116,11 +103,7 @@ def in_order(
 
 @contextlib.contextmanager
 def own_states(accelerator: Facade) -> Iterator[None]:
-    """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones.
-
-    Args:
-        accelerator: Whose states are in force meanwhile.
-    """
+    """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones."""
     state, gradient = accelerator.state.__dict__, accelerator.gradient_state.__dict__
     if storage.accelerator.current is state and storage.gradient.current is gradient and storage.process.current:
         yield
@@ -213,18 +196,11 @@ def _convert(accelerator: Facade, objects: Sequence[Any], device_placement: Any)
 
 
 def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
-    """Detect an object that was prepared before, and return the registered object; None when it has to be prepared.
-
-    Args:
-        accelerator: Whose registry is asked, and then those of the other live Accelerators.
-        obj: What the user gave to ``prepare`` or a ``prepare_*`` method.
-        kind: Its kind.
-        evaluation: Whether a model is wanted for evaluation alone.
-    """
+    """Return the registered object of what was prepared before, also by another Accelerator; None to prepare it."""
     registry = accelerator.prepared
     entry = registry.find(obj)
     if entry is None:
-        entry = prepared.find_elsewhere(registry, obj)
+        entry = next(filter(None, (other.find(obj) for other in prepared.live(registry))), None)
         adoptable = entry is not None and _adoptable(accelerator, entry, obj, evaluation)
         return _adopt(accelerator, entry) if adoptable else None
     outer = entry.outer()
@@ -317,19 +293,13 @@ def settings_of(accelerator: Facade) -> dict[str, str]:
 def _chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
     found: list[nn.Module] = []
-    while True:
-        if is_compiled_module(model):
-            model = model._orig_mod
-        elif is_parallel_wrapper(model):
-            model = model.module
-        else:
-            return found
+    while (compiled := is_compiled_module(model)) or is_parallel_wrapper(model):
+        model = model._orig_mod if compiled else model.module
         found.append(model)
+    return found
 
 
-def prepare_model(
-    accelerator: Facade, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
-) -> nn.Module:
+def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> Any:
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
@@ -512,7 +482,7 @@ def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -
     if entry is None:
         accelerator.prepared.record(kind, result, [given], settings=settings_of(accelerator))
     elif accelerator.prepared.find(given) is None:  # the replacement prepared another object in place of this one
-        accelerator.prepared.link(entry, given)
+        entry.inners.append(prepared.reference(given))
     return result
 
 
@@ -533,11 +503,7 @@ def device_mesh(accelerator: Facade) -> None:
 
 
 def mesh_rank(accelerator: Facade, dimension: str, what: str) -> int:
-    """Return this rank's place in a dimension of the mesh, 0 where its size is 1. Any rank, also before the mesh is built.
-
-    Raises:
-        RuntimeError: There is no ParallelismConfig; NotImplementedError for context parallelism.
-    """
+    """Return this rank's place in a dimension of the mesh, 0 where its size is 1; also before the mesh is built."""
     layout = accelerator.parallelism_config
     if layout is None:
         kind = NotImplementedError if dimension == "cp" else RuntimeError

@@ -29,21 +29,20 @@ class Facade(Run, Protocol):
         """Return any attribute."""
 
 
-def _reference(obj: Any) -> Any:
+def reference(obj: Any) -> Any:
+    """Return a weak reference to an object, or what returns it where its class allows none."""
     try:
         return weakref.ref(obj)
-    except TypeError:  # an object with slots; it is held, as the Accelerator's own lists hold it
+    except TypeError:  # it has slots, and is held, as the Accelerator's own lists hold it
         return lambda: obj
 
 
 @dataclass(eq=False)
 class Entry:
-    """One prepared object.
+    """One prepared object: weak references to what ``prepare`` returned, and to what it was made from.
 
     Attributes:
         kind: ``"model"``, ``"optimizer"``, ``"loader"`` or ``"scheduler"``.
-        outer: Weak reference to what ``prepare`` returned.
-        inners: Weak references to what it was made from.
         evaluation: Whether it was prepared for evaluation alone, so not wrapped for training.
         frozen: Whether no parameter of a model was trainable then, so that it was not wrapped either.
         settings: Those of the Accelerator that prepared it, as text.
@@ -64,17 +63,7 @@ class Entry:
 
 
 class PreparedObjects:
-    """The prepared objects of one Accelerator, in lists and by identity, and the parameters that preparing replaced.
-
-    The attributes are those of `runtime.run.Prepared`.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> registry = PreparedObjects()
-        >>> _ = registry.record("model", model)
-        >>> registry.find(model).outer() is model, registry.find(nn.Linear(1, 1)) is None
-        (True, True)
-    """
+    """The `runtime.run.Prepared` of one Accelerator: objects in lists and by identity, and replaced parameters."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -97,24 +86,13 @@ class PreparedObjects:
         self.__dict__.update(state)
 
     def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:
-        """Remember a prepared object and what it was made from; a former entry of the same objects is replaced.
-
-        Args:
-            kind: ``"model"``, ``"optimizer"``, ``"loader"`` or ``"scheduler"``.
-            outer: What ``prepare`` returns.
-            inners: What it was made from.
-            **details: Further fields of the entry.
-        """
+        """Remember a prepared object and what it was made from; a former entry of the same objects is replaced."""
         objects = [outer, *inners]
         former = [self.find(obj) for obj in objects]
         self._entries = [known for known in self._entries if known not in former and known.outer() is not None]
-        entry = Entry(kind, _reference(outer), [_reference(inner) for inner in objects[1:]], **details)
+        entry = Entry(kind, reference(outer), [reference(inner) for inner in objects[1:]], **details)
         self._entries.append(entry)
         return entry
-
-    def link(self, entry: Entry, inner: Any) -> None:
-        """Add one more object that an entry's was made from."""
-        entry.inners.append(_reference(inner))
 
     def find(self, obj: Any) -> Entry | None:
         """Return the entry that an object belongs to, as the outer or as an inner one; None once the outer one is gone."""
@@ -137,21 +115,14 @@ class PreparedObjects:
                 yield outer
 
 
-def find_elsewhere(registry: PreparedObjects, obj: Any) -> Entry | None:
-    """Return the entry that another live Accelerator holds for an object, if one does."""
-    for other in list(_LIVE):
-        if other is not registry and (entry := other.find(obj)) is not None:
-            return entry
-    return None
+def live(registry: PreparedObjects) -> list[PreparedObjects]:
+    """Return the registries of all live Accelerators, that of this one first."""
+    return [registry, *(other for other in list(_LIVE) if other is not registry)]
 
 
 def histories(registry: PreparedObjects) -> list[MovedParameters]:
-    """Return what became of replaced parameters: of an Accelerator first, then of the other live ones.
-
-    Args:
-        registry: The Accelerator's registry.
-    """
-    return [registry.moved, *(other.moved for other in list(_LIVE) if other is not registry)]
+    """Return what became of replaced parameters: of an Accelerator first, then of the other live ones."""
+    return [known.moved for known in live(registry)]
 
 
 def optimizers() -> list[torch.optim.Optimizer]:
@@ -160,24 +131,13 @@ def optimizers() -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer in inside if isinstance(optimizer, torch.optim.Optimizer)]
 
 
-def models() -> Iterator[nn.Module]:
-    """Yield the prepared models that are alive, of all live Accelerators."""
-    for registry in list(_LIVE):
-        yield from registry.alive("model")
-
-
 def check_optimizers(objects: Sequence[Any]) -> None:
     """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
 
     An optimizer of something else than a prepared model is left alone: only one of the same shapes is refused.
-
-    Args:
-        objects: What `prepare` returns.
-
-    Raises:
-        ValueError: No step of an optimizer would change a prepared model of the same shapes.
     """
-    trained = {id(parameter) for model in models() for parameter in model.parameters()}
+    models = [model for registry in list(_LIVE) for model in registry.alive("model")]
+    trained = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in objects:
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
@@ -199,12 +159,7 @@ def check_optimizers(objects: Sequence[Any]) -> None:
 
 
 def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
-    """Say which part a new model shares with one that is prepared already; None when it shares none.
-
-    Args:
-        registry: The Accelerator's registry.
-        model: A module that is not registered itself.
-    """
+    """Say which part a new model shares with one that is prepared already; None when it shares none."""
     # What has no parameters (an activation, a dropout) shares nothing that is trained.
     owners = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
     for name, module in model.named_modules():
@@ -223,12 +178,9 @@ def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
 
 
 def warn_caller(message: str) -> None:
-    """Issue a UserWarning that points at the first line outside this package.
-
-    Args:
-        message: What happened, what it would have done, and what to do.
-    """
+    """Issue a UserWarning that points at the first line outside this package."""
     depth, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
+    inside = ("accelerate", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
         depth, frame = depth + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=depth)

@@ -24,39 +24,20 @@ Folder = str | os.PathLike[str]
 
 def load_state(
     accelerator: Facade,
-    input_dir: Folder | None = None,
-    load_kwargs: dict[str, Any] | None = None,
-    latest: bool = False,
-    missing_ok: bool = False,
-    **load_model_func_kwargs: Any,
+    input_dir: Folder | None,
+    load_kwargs: dict[str, Any] | None,
+    latest: bool,
+    missing_ok: bool,
+    **model_options: Any,
 ) -> Path | str | None:
     """Load what ``save_state`` saved into everything prepared or registered. All ranks call it.
 
-    The checkpoint is verified, read in full and compared with the objects before any of them is changed. If one of them refuses
-    its state all the same, on any rank, all are given back what they had.
-
-    Args:
-        accelerator: The Accelerator, with the same objects prepared and registered in the same order.
-        input_dir: The checkpoint; a path or a URL. None takes the newest complete one of the project.
-        load_kwargs: Passed to ``torch.load``; ``{"weights_only": False}`` for states that hold objects of your own.
-        latest: Take the newest complete checkpoint in ``input_dir``, or in the project's folder.
-        missing_ok: Return None where there is no checkpoint yet, instead of raising. One that is damaged still raises.
-        **load_model_func_kwargs: ``map_location`` (``"cpu"`` or ``"on_device"``), and arguments of the models'
-            ``load_state_dict``, such as ``strict``.
-
-    Returns:
-        Where the checkpoint is that was loaded, or None.
-
-    Raises:
-        ValueError: The folder does not exist, or there is no folder to look in.
-        FileNotFoundError: There is no checkpoint yet, or it lacks a file.
-        DamagedCheckpoint: It is not whole.
-        RuntimeError: It does not fit the objects; the message lists the differences. Or another rank could not load it.
-        CollectiveMisuse: Other ranks do something else; raised on all that called it.
+    The checkpoint is verified, read in full and compared with the objects before any of them is changed. If one of
+    them refuses its state all the same, on any rank, all are given back what they had.
     """
     background = accelerator._background
     former = background.settle("load_state()") if background.pending else None
-    location = tensor_device(load_model_func_kwargs.pop("map_location", None), accelerator.device)
+    location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     latest = latest or input_dir is None
     storage = _storage(accelerator, input_dir)
@@ -67,15 +48,16 @@ def load_state(
     contents, problem, chosen, following = None, None, None, None
     try:
         chosen, folder, following = _choose(accelerator, barrier, group, storage, latest)
-        contents = _read(accelerator, folder, options, load_model_func_kwargs)
-        contents.begin(**load_model_func_kwargs)
+        contents = _read(accelerator, folder, options, model_options)
+        contents.begin(**model_options)
     except _Refused as refused:  # every rank raises it, so no rank waits for another's
         barrier.leave()
+        refusal, nothing = refused.args
         # One that cannot be read is no reason to begin anew, and to save over it.
-        if missing_ok and refused.nothing:
-            logger.info("%s Nothing was loaded.", refused.problem)
+        if missing_ok and nothing:
+            logger.info("%s Nothing was loaded.", refusal)
             return None
-        raise refused.problem from None
+        raise refusal from None
     except BaseException as error:  # the other ranks would wait for a rank that leaves now
         problem = error
     try:
@@ -89,10 +71,8 @@ def load_state(
     return Path(chosen.location) if isinstance(chosen, LocalStorage) else chosen.location
 
 
-def _complete(
-    accelerator: Facade, barrier: SaveBarrier, contents: Contents | None, problem: BaseException | None
-) -> None:
-    """Put the rest into the objects if all ranks got this far, else give back what they had."""
+def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents | None, problem: Any) -> None:
+    """Put the rest into the objects if no rank has a problem so far, else give back what they had."""
     try:
         barrier.exchange(None, problem)
     except BaseException:
@@ -109,16 +89,7 @@ def _complete(
 
 
 class _Refused(Exception):
-    """A problem that all ranks have found together.
-
-    Args:
-        problem: What is raised.
-        nothing: There is no checkpoint at all, whole or not.
-    """
-
-    def __init__(self, problem: Exception, nothing: bool = False) -> None:
-        super().__init__(str(problem))
-        self.problem, self.nothing = problem, nothing
+    """A problem that all ranks have found together, and whether it is that there is no checkpoint, whole or not."""
 
 
 def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:
@@ -134,12 +105,7 @@ def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage
 
 
 def _on_all(barrier: SaveBarrier, work: Callable[[], tuple[Any, list[str]]]) -> tuple[list[Any], list[str]]:
-    """Do something on every rank; return what each has, None where it failed, and the problems of all. All ranks.
-
-    Args:
-        barrier: The barrier of the ranks.
-        work: Returns what this rank has, and the problems that it found; an error is one, too.
-    """
+    """Do something on every rank; return what each has, None where it failed, and the problems of all. All ranks."""
     value, found = None, []
     try:
         value, found = work()
@@ -168,7 +134,8 @@ def _choose(
     if latest:
         notes, problems = _on_all(barrier, search)
         if problems:
-            raise _Refused(OSError(f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"))
+            text = f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"
+            raise _Refused(OSError(text), False)
         candidates, passed = notes[0]
         for line in passed if group.rank == 0 else ():
             logger.warning("Passed over %s", line)
@@ -182,15 +149,13 @@ def _choose(
             if problems[0].startswith(_ABSENT):
                 reason = problems[0].removeprefix(_ABSENT)
                 refusal = ValueError(f"load_state({candidate.location!r}): {reason}.")
-            raise _Refused(refusal, nothing=all(line.startswith(_ABSENT) for line in problems))
+            raise _Refused(refusal, all(line.startswith(_ABSENT) for line in problems))
         passed.append(f"{candidate.location}: {'; '.join(problems)}")
         if group.rank == 0:
             logger.warning("Passed over %s", passed[-1])
     more = "".join(f"\n  passed over {line}" for line in passed)
-    problem = FileNotFoundError(
-        f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
-    )
-    raise _Refused(problem, nothing=not passed)
+    text = f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
+    raise _Refused(FileNotFoundError(text), not passed)
 
 
 def _verified(
@@ -218,9 +183,7 @@ def _verified(
 
     notes, problems = _on_all(barrier, fetch)
     if not problems and len({save for _, save, _ in notes}) > 1:
-        problems = [
-            "the machines have checkpoints of different saves: not all of them had published when the run ended"
-        ]
+        problems = ["the machines have checkpoints of different saves: not all had published when the run ended"]
     if problems:
         return None, problems, None
     folder = notes[group.rank][0] or notes[leader][0]
@@ -263,8 +226,8 @@ def _pieces(listing: Manifest, name: str) -> range:
 def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
     backend = accelerator._backend
     custom = accelerator.prepared.custom_objects
-    pattern = re.compile(re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl")
-    if (saved := sum(bool(pattern.fullmatch(file)) for file in os.listdir(folder))) != len(custom):
+    pattern = re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl"
+    if (saved := sum(re.fullmatch(pattern, file) is not None for file in os.listdir(folder))) != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
@@ -286,11 +249,7 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
 
 
 def _read_models(
-    accelerator: Facade,
-    contents: Contents,
-    folder: str,
-    options: dict[str, Any],
-    model_options: dict[str, Any],
+    accelerator: Facade, contents: Contents, folder: str, options: dict[str, Any], model_options: dict[str, Any]
 ) -> None:
     """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
     backend = accelerator._backend
@@ -307,12 +266,8 @@ def _read_models(
             hook(left, folder)
         # A hook takes out of the list what it loaded itself.
         kept = {id(model) for model in left}
-        pairs = [
-            (outer, model)
-            for outer, model in zip(accelerator.prepared.models, inner, strict=True)
-            if id(model) in kept
-        ]
-        for index, (outer, model) in enumerate(pairs):
+        pairs = zip(accelerator.prepared.models, inner, strict=True)
+        for index, (outer, model) in enumerate([pair for pair in pairs if id(pair[1]) in kept]):
             state = backend.load_model(accelerator, outer, folder, index, **options)
             if isinstance(state, tuple):  # what takes the state, and the state
                 contents.models.append(state)
@@ -328,11 +283,8 @@ def _warn_of_fewer_processes(accelerator: Facade, folder: str) -> None:
     beyond = manifest.random_states_file(accelerator.num_processes)
     if accelerator.process_index == 0 and os.path.exists(os.path.join(folder, beyond)):
         logger.warning(
-            "%s was saved by more processes than the %d running now (it has %s). Its weights and positions in the data "
-            "load, but the ranks draw other random numbers and other samples than they would have.",
-            folder,
-            accelerator.num_processes,
-            beyond,
+            f"{folder} was saved by more processes than the {accelerator.num_processes} running now (it has {beyond}). Its "
+            "weights and positions in the data load, but the ranks draw other random numbers and other samples than before."
         )
 
 

@@ -30,11 +30,7 @@ from accelerate.utils.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.utils.modeling import (
-    convert_file_size_to_int,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-)
+from accelerate.utils.modeling import convert_file_size_to_int, has_offloaded_params
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +42,15 @@ Folder = str | os.PathLike[str]
 
 def save_state(
     accelerator: Facade,
-    output_dir: Folder | None = None,
-    safe_serialization: bool = True,
-    blocking: bool | None = None,
-    **save_model_func_kwargs: Any,
+    output_dir: Folder | None,
+    safe_serialization: bool,
+    blocking: bool | None,
+    **model_options: Any,
 ) -> Path | str:
-    """Save everything prepared or registered as one checkpoint. All ranks call it.
+    """Save everything prepared or registered as one checkpoint, and return where it is, or will be. All ranks call it.
 
     It is written aside and takes its place when all of it is there. With automatic naming the place is
     ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
-
-    Args:
-        accelerator: The Accelerator.
-        output_dir: The folder, or a URL; not used with automatic naming.
-        safe_serialization: Save models as safetensors instead of torch's pickle format.
-        blocking: Whether to wait until the checkpoint is in its place; False waits only until the state is copied. None
-            takes what the project configuration says.
-        **save_model_func_kwargs: Passed to the strategy's own saving of models.
-
-    Returns:
-        Where the checkpoint is, or will be: the path as it was given.
-
-    Raises:
-        ValueError: There is no folder to save to, or the automatically named one exists.
-        CollectiveMisuse: Other ranks do something else; raised on all that called it.
-        RuntimeError: Another rank failed to save, or the last save in the background did.
     """
     background = accelerator._background
     former = background.settle("save_state()") if background.pending else None
@@ -82,19 +62,16 @@ def save_state(
     backend = accelerator._backend
     save = Save(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
-        warn_caller(
-            "save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in meanwhile."
-        )
+        warn_caller("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
     if backend.saves_shards:
         save.shards = shard_group(background.groups)
     try:
-        plan = save.plan
-        _collect(accelerator, backend, plan, save.group.each_node, safe_serialization, save_model_func_kwargs)
+        _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options)
         if not blocking:
-            snapshot(plan, background.buffers)
+            snapshot(save.plan, background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
         save.problem = error
     if blocking:
@@ -105,14 +82,14 @@ def save_state(
         save.finish()
         accelerator._unfinished_save = None
         project.iteration += 1
-        return _as_given(storage, path)
-    project.iteration += 1  # on all ranks, whatever becomes of it on one of them
-    try:
-        save.settle()
-    except BaseException:
-        background.buffers.release()
-        raise
-    background.start(lambda: save.finish(writers=1), what=storage.location)
+    else:
+        project.iteration += 1  # on all ranks, whatever becomes of it on one of them
+        try:
+            save.settle()
+        except BaseException:
+            background.buffers.release()
+            raise
+        background.start(lambda: save.finish(writers=1), what=storage.location)
     return _as_given(storage, path)
 
 
@@ -192,14 +169,10 @@ def _path(accelerator: Facade, output_dir: Folder | None) -> Folder:
 
 
 def _collect(
-    accelerator: Facade,
-    backend: Backend,
-    plan: SavePlan,
-    each_node: bool,
-    safe_serialization: bool,
-    model_options: dict[str, Any],
+    accelerator: Facade, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a plan."""
+    backend = accelerator._backend
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     whole = [] if backend.saves_shards else accelerator.prepared.models
@@ -227,15 +200,7 @@ def _collect(
 
 
 def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
-    """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order.
-
-    Args:
-        accelerator: The Accelerator.
-        *objects: Objects with ``state_dict`` and ``load_state_dict``.
-
-    Raises:
-        ValueError: Some have not; the message lists them.
-    """
+    """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order."""
     bad = [
         f"argument {position} ({other.get_pretty_name(obj)})"
         for position, obj in enumerate(objects)
@@ -250,15 +215,7 @@ def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
 
 
 def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[..., None]) -> RemovableHandle:
-    """Add a function that is called before models are saved or loaded.
-
-    Args:
-        hooks: The hooks of that kind.
-        hook: The function.
-
-    Returns:
-        A handle whose ``remove()`` takes the function away.
-    """
+    """Add a function that is called before models are saved or loaded; return its removable handle."""
     if not callable(hook):
         raise TypeError(f"A hook is called, but got {hook!r} ({type(hook).__name__}).")
     handle = RemovableHandle(hooks)
@@ -270,54 +227,22 @@ def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable
 
 
 def get_state_dict(
-    accelerator: Facade,
-    model: nn.Module,
-    unwrap: bool = True,
-    offloaded: Callable[[nn.Module], dict[str, Any]] = get_state_dict_offloaded_model,
+    accelerator: Facade, model: nn.Module, unwrap: bool, offloaded: Callable[[nn.Module], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the full state dict of a model. All ranks call it.
-
-    Args:
-        accelerator: The Accelerator.
-        model: A model, prepared or not.
-        unwrap: Return the names of the user's model rather than those of its wrappers.
-        offloaded: Collects the state of a model whose weights are offloaded.
-    """
-    hooked = [module for module in model.modules() if "_hf_hook" in module.__dict__]
-    if any(has_offloaded_params(module) or _is_hollow(module) for module in hooked):
-        return offloaded(model)
+    """Return the full state dict of a model; `offloaded` collects that of offloaded weights. All ranks call it."""
+    for module in model.modules():
+        # Of several hooks of a module, one may keep its weights elsewhere.
+        hooked = "_hf_hook" in module.__dict__
+        if hooked and (has_offloaded_params(module) or any(w.is_meta for w in module.parameters(recurse=False))):
+            return offloaded(model)
     state = accelerator._backend.model_state(accelerator, model, unwrap=unwrap)
     return plain_names(state) if unwrap else state
 
 
-def _is_hollow(module: nn.Module) -> bool:
-    """Whether a hook among several of a module keeps its weights elsewhere."""
-    return any(weight.is_meta for weight in module.parameters(recurse=False))
-
-
 def save_model(
-    accelerator: Facade,
-    model: nn.Module,
-    save_directory: Folder,
-    max_shard_size: int | str = "10GB",
-    safe_serialization: bool = True,
+    accelerator: Facade, model: nn.Module, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
 ) -> None:
-    """Save a model's weights alone, in shards if they are large. All ranks call it, one process writes.
-
-    Args:
-        accelerator: The Accelerator.
-        model: A model, prepared or not.
-        save_directory: The folder. It is made when it is missing.
-        max_shard_size: Largest size of a file: bytes, or text such as ``"5GB"``.
-        safe_serialization: Write safetensors instead of torch's pickle format.
-
-    Raises:
-        NotADirectoryError: ``save_directory`` is a file.
-        RuntimeError: Some weights are on the meta device, so there is nothing to save.
-
-    Source:
-        https://huggingface.co/docs/huggingface_hub/package_reference/serialization
-    """
+    """Save a model's weights alone, in shards if they are large. All ranks call it, one process writes."""
     if os.path.isfile(save_directory):
         raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; pass a folder.")
     convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone

@@ -59,12 +59,7 @@ def project(config: ProjectConfiguration | None, folder: str | os.PathLike | Non
 
 
 def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsHandler | None]:
-    """Return each handler under the attribute it becomes.
-
-    Raises:
-        TypeError: Something that is none of these handlers was given.
-        ValueError: Two of one kind were given.
-    """
+    """Return each handler under the attribute it becomes; TypeError for others, ValueError for two of a kind."""
     found: dict[str, KwargsHandler | None] = dict.fromkeys(HANDLERS.values())
     for handler in handlers or ():
         # The most derived kind wins: the general fp8 recipe derives from two others.
@@ -81,12 +76,7 @@ def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsH
 
 
 def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backend: Any) -> dict[str, Any]:
-    """Return the plugins that were given as arguments of ``AcceleratorState``, which builds those of the environment.
-
-    Raises:
-        TypeError: A plugin is of another class than its argument asks for.
-        ValueError: ``dynamo_plugin`` and ``dynamo_backend`` were both given.
-    """
+    """Return the plugins that are arguments of ``AcceleratorState``, which builds those of the environment."""
     if dynamo is not None and dynamo_backend is not None:
         raise ValueError("Pass either dynamo_plugin or dynamo_backend, not both: the plugin has a `backend` field.")
     if dynamo_backend is not None:
@@ -105,11 +95,7 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
 
 
 def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """Return the accumulation plugin; without one, or where it has no steps, those given or set in the environment.
-
-    Raises:
-        ValueError: Both were given, or the number of steps is not positive.
-    """
+    """Return the accumulation plugin; without one, or where it has no steps, those given or set in the environment."""
     option = BY_NAME["gradient_accumulation_steps"]
     if plugin is not None and plugin.num_steps is not None:
         if steps != 1:
@@ -126,11 +112,7 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
 
 
 def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
-    """Return the loader settings; ``split_batches`` beside them is the old spelling.
-
-    Raises:
-        ValueError: ``split_batches`` was given in both places with different values.
-    """
+    """Return the loader settings; ``split_batches`` beside them is the old spelling."""
     config = config if config is not None else DataLoaderConfiguration()
     if split_batches is not None:
         if config.split_batches and not split_batches:
@@ -147,18 +129,11 @@ def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) 
 
 
 def rng_types(given: list[str | RNGType] | None) -> list[str | RNGType]:
-    """Return which generators are synchronised at the start of an epoch.
-
-    Raises:
-        ValueError: One of them is unknown.
-    """
-    kinds = ["generator"] if given is None else given
-    for kind in kinds:
-        try:
-            RNGType(kind)
-        except ValueError:
-            raise ValueError(f"rng_types got {kind!r}; choose among {[member.value for member in RNGType]}.") from None
-    return list(kinds)
+    """Return which generators are synchronised at the start of an epoch; ValueError for an unknown one."""
+    kinds, known = ["generator"] if given is None else list(given), [member.value for member in RNGType]
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ValueError(f"rng_types got {unknown[0]!r}; choose among {known}.")
+    return kinds
 
 
 @contextlib.contextmanager
@@ -174,17 +149,7 @@ def undone_if_refused() -> Iterator[None]:
 
 
 def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
-    """Return the layout of the device mesh: the one given, or the one that the launcher asked for.
-
-    Args:
-        given: The ParallelismConfig that was passed, or None.
-        make: Builds one, from the environment where it gets no sizes.
-        tensor_parallel: The superseded ``torch_tp_plugin``.
-
-    Raises:
-        TypeError: ``given`` is no configuration.
-        ValueError: The superseded plugin and the configuration disagree.
-    """
+    """Return the layout of the device mesh: the one given, or what `make` builds if the launcher asked for one."""
     if given is not None and not hasattr(given, "get_device_mesh"):
         raise TypeError(f"parallelism_config={given!r} is a {type(given).__name__}; pass a ParallelismConfig.")
     if given is None and env.value_of("use_parallelism_config"):

@@ -1,26 +1,29 @@
-"""The trackers of an Accelerator: starting them, logging to them, finishing them.
+"""What a run measures: samples gathered for metrics, each once, and the trackers that log them.
 
 A run must not die of its tracker: what goes wrong while it logs or finishes is a warning. What goes wrong while a tracker
 starts is an error, because then nothing is lost yet.
 """
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+import torch
 
 from accelerate.config.enums import LoggerType
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS
 from accelerate.training.prepared import Facade
+from accelerate.utils import operations
 
 logger = logging.getLogger(__name__)
 
+# -- trackers ----------------------------------------------------------------------------------------------------------
+
 
 def needs_every_rank(accelerator: Facade) -> bool:
-    """Say whether some tracker works on every rank, so that the calls must reach all of them.
-
-    Args:
-        accelerator: The Accelerator.
-    """
+    """Say whether some tracker works on every rank, so that the calls must reach all of them."""
     return any(not _class_of(choice).main_process_only for choice in (*accelerator.log_with, *accelerator.trackers))
 
 
@@ -32,21 +35,12 @@ def _class_of(choice: Any) -> Any:
 
 
 def init_trackers(
-    accelerator: Facade,
-    project_name: str,
-    config: dict[str, Any] | None = None,
-    init_kwargs: dict[str, dict] | None = None,
+    accelerator: Facade, project_name: str, config: dict[str, Any] | None, init_kwargs: dict[str, dict] | None
 ) -> None:
     """Start the trackers of ``log_with`` and store the configuration. Each tracker decides on which ranks it works.
 
     A tracker that runs already is finished before one of its name is started again, so that there are no two runs.
     One that was finished is started again.
-
-    Args:
-        accelerator: The Accelerator.
-        project_name: Name of the project, or of the run where a library knows only runs.
-        config: The configuration to store. Each tracker gets a copy.
-        init_kwargs: For each tracker's name the arguments of its class.
     """
     options = init_kwargs or {}
     trackers = []
@@ -75,42 +69,19 @@ def _without(trackers: list[GeneralTracker], others: list[GeneralTracker]) -> li
     return [tracker for tracker in trackers if not any(tracker is other for other in others)]
 
 
-def get_tracker(accelerator: Facade, name: str, unwrap: bool = False) -> Any:
-    """Return a tracker that was started; on a rank without trackers one whose methods do nothing.
-
-    Args:
-        accelerator: The Accelerator.
-        name: The tracker's name, such as ``"tensorboard"``.
-        unwrap: Return the library's own object.
-
-    Raises:
-        ValueError: There is no such tracker; the message lists those that were started.
-    """
+def get_tracker(accelerator: Facade, name: str, unwrap: bool) -> Any:
+    """Return a tracker, or with `unwrap` its library's object; on a rank without trackers one that does nothing."""
     if not accelerator.trackers:
         return GeneralTracker(_blank=True)
     for tracker in accelerator.trackers:
         if tracker.name == name:
             return tracker.tracker if unwrap else tracker
     started = [tracker.name for tracker in accelerator.trackers]
-    raise ValueError(
-        f"{name} is not an available tracker stored inside the `Accelerator`; those started are {started}."
-    )
+    raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`; started are {started}.")
 
 
-def log(
-    accelerator: Facade,
-    values: dict[str, Any],
-    step: int | None = None,
-    log_kwargs: dict[str, dict] | None = None,
-) -> None:
-    """Log values to every running tracker.
-
-    Args:
-        accelerator: The Accelerator.
-        values: Names and values. Each tracker gets a copy.
-        step: The step they belong to.
-        log_kwargs: For each tracker's name the arguments of its ``log``.
-    """
+def log(accelerator: Facade, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict] | None) -> None:
+    """Log a copy of the values to every running tracker, with the arguments that `log_kwargs` has for its name."""
     options = log_kwargs or {}
     for tracker in accelerator.trackers:
         arguments = options.get(tracker.name) or {}
@@ -118,11 +89,7 @@ def log(
 
 
 def finish(accelerator: Facade) -> None:
-    """Finish every tracker that runs. They stay in ``accelerator.trackers``, for what can be asked of a finished run.
-
-    Args:
-        accelerator: The Accelerator.
-    """
+    """Finish every tracker that runs. They stay in ``accelerator.trackers``, for questions to a finished run."""
     for tracker in _without(accelerator.trackers, accelerator._finished_trackers):
         _guarded(tracker, "finish", tracker.finish)
     accelerator._finished_trackers = list(accelerator.trackers)
@@ -132,11 +99,62 @@ def _guarded(tracker: GeneralTracker, what: str, call: Any, *args: Any, **kwargs
     try:
         call(*args, **kwargs)
     except Exception as error:
-        logger.warning(
-            "The tracker %r failed in `%s`; training goes on. %s: %s",
-            tracker.name,
-            what,
-            type(error).__name__,
-            error,
-            exc_info=logger.isEnabledFor(logging.DEBUG),
-        )
+        message = f"The tracker {tracker.name!r} failed in `{what}`; training goes on. {type(error).__name__}: {error}"
+        logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) -> Any:
+    """Gather predictions or labels, and drop the samples that only filled up the last batch."""
+    by_tensor = not use_gather_object
+    try:
+        operations.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        by_tensor = False
+    gather = operations.gather_with if by_tensor else operations.gather_object_with
+    gathered = gather(accelerator._communicator, data)
+    state = accelerator.gradient_state
+    layout = accelerator.parallelism_config
+    # A stream that several worker processes share out may have a completed round before the last one.
+    counts = getattr(state.active_dataloader, "batch_counts", None)
+    whole = counts is None and (not state.end_of_dataloader or state.remainder == 0)
+    keep = state.remainder if counts is None else sum(counts)
+    if layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None:
+        limit = None if whole or keep < 0 else keep
+        pick = partial(_of_distinct, layout=layout, ranks=accelerator.num_processes, keep=limit)
+        return operations.recursively_apply(pick, gathered) if by_tensor else pick(gathered)
+    if whole:
+        return gathered
+    if keep < 0:
+        logger.info("The dataset has no length: gather_for_metrics returns all gathered samples, duplicates included.")
+        return gathered
+    return _first(gathered, keep, by_tensor)
+
+
+def _of_distinct(gathered: Any, *, layout: Any, ranks: int, keep: int | None) -> Any:
+    """Return what ranks gathered, once from those that share each layer, and `keep` samples of all replicas.
+
+    Ranks that have parts of one sequence may differ in what they computed, so all of theirs stay.
+    """
+    whole = isinstance(gathered, torch.Tensor) and gathered.ndim == 0
+    if whole or not isinstance(gathered, (torch.Tensor, list)) or len(gathered) % ranks:
+        return gathered
+    each, inner = len(gathered) // ranks, layout.non_data_parallel_size
+    chosen = [
+        rank * each + sample
+        for rank in range(0, ranks, layout.tp_size)
+        for sample in range(each)
+        if keep is None or rank // inner * each + sample < keep
+    ]
+    return gathered[chosen] if isinstance(gathered, torch.Tensor) else [gathered[index] for index in chosen]
+
+
+def _first(gathered: Any, keep: int, by_tensor: bool) -> Any:
+    """Return the first samples of what was gathered; on one process too, where a caller may have filled it up himself."""
+    if by_tensor:
+        return operations.recursively_apply(lambda tensor: tensor[:keep] if tensor.ndim else tensor, gathered)
+    # One process gets its own object back, which may be anything: a number or a dict has no first samples.
+    has_samples = isinstance(gathered, Sequence) or (isinstance(gathered, torch.Tensor) and gathered.ndim > 0)
+    return gathered[:keep] if has_samples else gathered

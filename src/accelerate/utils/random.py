@@ -49,7 +49,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         layout = storage.accelerator.current.get("parallelism_config")
         # The ranks of tensor parallelism are innermost in the mesh.
-        place = storage.ensure("process")["process_index"] // (layout.tp_size if layout is not None else 1)
+        place = storage.process.filled()["process_index"] // (layout.tp_size if layout is not None else 1)
         value = (value + place) % (_LARGEST_SEED + 1)
     random.seed(value)
     np.random.seed(value)

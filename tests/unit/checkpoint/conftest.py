@@ -51,7 +51,6 @@ def memory():
 
 @pytest.fixture(params=["memory", "s3"])
 def base(request):
-    """A URL for the checkpoints of one test."""
     if request.param == "s3":
         request.getfixturevalue("s3")
         return f"s3://bucket/{uuid.uuid4().hex}"

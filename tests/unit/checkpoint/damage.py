@@ -1,8 +1,7 @@
 """Ways to damage a checkpoint: by accident, and on purpose, by an attacker who corrects the manifest afterwards.
 
-Each function of `KINDS` takes a `Site` and damages the checkpoint there, or builds a bad one. With it goes what must come of it, unless
-it returns something else: `REFUSED`, `ACCEPTED` for what does no harm, or `EITHER`, where a checkpoint is refused or is loaded as it
-was saved.
+Each function of `KINDS` damages a `Site`. With it goes what must come of it, unless it returns something else: `REFUSED`,
+`ACCEPTED` for what does no harm, or `EITHER`, where a checkpoint is refused or is loaded as it was saved.
 """
 
 import functools
@@ -34,28 +33,16 @@ NASTY = (
 
 @dataclass
 class Site:
-    """A checkpoint that is about to be damaged.
-
-    Attributes:
-        draw: every choice comes from here.
-        folder: the checkpoint.
-        other: a whole one of the same program at another step.
-        marker: a file that hostile files create when they are executed.
-        names: what was damaged; one of these is in the error's message.
-    """
-
-    draw: random.Random
+    draw: random.Random  # of every choice
     folder: Path
-    other: Path
-    marker: Path
-    names: list[str] = field(default_factory=list)
+    other: Path  # a whole one of the same program at another step
+    marker: Path  # a file that hostile files create when they are executed
+    names: list[str] = field(default_factory=list)  # what was damaged; one of these is in the error's message
 
     def files(self) -> list[str]:
-        """Return the names of its files, without the manifest."""
         return sorted(name for name in os.listdir(self.folder) if name != NAME)
 
     def pick(self, *among: str) -> Path:
-        """Choose a file to damage."""
         known = [name for name in among if (self.folder / name).exists()] if among else self.files()
         self.names.append(self.draw.choice(known))
         return self.folder / self.names[-1]
@@ -77,11 +64,7 @@ KINDS: list[tuple[Callable[[Site], str | None], str]] = []
 
 
 def kind(outcome: str = REFUSED) -> Callable[[Any], Any]:
-    """Add a way to damage a checkpoint, and what must come of it."""
     return lambda function: KINDS.append((function, outcome)) or function
-
-
-# -- accidents ---------------------------------------------------------------------------------------------------------
 
 
 def _flip_some_bits(site: Site, path: Path) -> None:
@@ -152,9 +135,6 @@ def old_and_broken(site: Site) -> str | None:
     return EITHER if path.name == RANDOM else None  # a run of fewer processes lacks it
 
 
-# -- manifests ---------------------------------------------------------------------------------------------------------
-
-
 @kind(EITHER)
 def manifest_flipped(site: Site) -> None:
     _flip_some_bits(site, site.folder / NAME)
@@ -185,9 +165,6 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(inner)
 
 
-# -- files made by an attacker, with a manifest that agrees --------------------------------------------------------------
-
-
 class Hostile:
     """Runs a command when it is unpickled by a reader that trusts it."""
 
@@ -201,7 +178,6 @@ class Hostile:
 
 @kind()
 def hostile_pickle(site: Site) -> None:
-    """Where a checkpoint has pickles, and of all the forms that torch reads."""
     path = site.pick(*PICKLED, "pytorch_model.bin")
     evil: Any = Hostile(site.marker, site.draw)
     state = torch.load(path, weights_only=False)
@@ -218,7 +194,6 @@ def hostile_pickle(site: Site) -> None:
 
 
 def _replace_structure(path: Path, text: bytes) -> None:
-    """Leave a file in torch's format whole, but for its pickle."""
     made = io.BytesIO()
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
         for record in old.infolist():

@@ -46,13 +46,11 @@ class Ranks:
             self.raised[rank] = error
 
     def join(self, *ranks):
-        """Wait for ranks, by default for all."""
         for rank in ranks or self.threads:
             self.threads[rank].join(LIMIT_S)
             assert not self.threads[rank].is_alive(), f"rank {rank} hangs"
 
     def play(self, function, *ranks):
-        """Let ranks, by default all, run a function of their number to its end."""
         self.start(function, *ranks)
         self.join()
 
@@ -72,7 +70,6 @@ def ranks(monkeypatch):
 
 @pytest.fixture
 def asking(ranks, monkeypatch):
-    """Return ranks that soon ask where the others are."""
     for name in ("ASK_AFTER_S", "ASK_AGAIN_S", "ASK_WRITERS_AFTER_S", "ASK_WRITERS_AGAIN_S"):
         monkeypatch.setattr(barrier, name, 0.05)
     monkeypatch.setattr(barrier, "REPORT_AFTER_S", 0)
@@ -82,8 +79,6 @@ def asking(ranks, monkeypatch):
 
 
 def stand_in_collective(lock):
-    """Stand still where torch would wait for other ranks."""
-
     def wait_for_all(lock):
         lock.acquire()
 

@@ -21,13 +21,11 @@ from sharded_io import same
 
 
 def converted(weights, dtype):
-    """Weights whose floating-point tensors have a dtype; None leaves them as they are."""
     new = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}[dtype]
     return {name: value.to(new) if new and value.is_floating_point() else value for name, value in weights.items()}
 
 
 def foreign(folder, content, **options):
-    """A folder with a file in torch's format."""
     folder.mkdir()
     torch.save(content, folder / "pytorch_model.bin", **options)
     return folder
@@ -183,9 +181,6 @@ def test_dtypes(tmp_path, dtype, safe):
     source = samples.write(tmp_path / "checkpoint_0", weights=stored, safe=safe)
     export(source, tmp_path / "out", dtype=dtype)
     assert same(loaded(tmp_path / "out"), converted({**weights, **small}, dtype) if dtype else stored)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_damaged_and_incomplete_ones(tmp_path, caplog):

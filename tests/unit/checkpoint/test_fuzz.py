@@ -28,8 +28,6 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="makes pipes and
 
 
 class Notes:
-    """A registered object."""
-
     def __init__(self) -> None:
         self.step, self.data = 0, torch.zeros(3)
 
@@ -51,9 +49,8 @@ class Bench:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         loader = DataLoader(torch.randn(40, 6), batch_size=4, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
-        )
+        made = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = made
         self.notes = Notes()
         self.accelerator.register_for_checkpointing(self.notes)
         self.batches: Iterator[torch.Tensor] = iter(self.loader)
@@ -67,14 +64,12 @@ class Bench:
         self.train(1)
 
     def train(self, steps: int) -> None:
-        """Take some steps."""
         for batch in (next(self.batches) for _ in range(steps)):
             self.accelerator.backward(self.model(batch).square().mean() + random.random() + np.random.rand())
             self.optimizer.step(), self.scheduler.step(), self.optimizer.zero_grad()
             self.notes.step, self.notes.data = self.notes.step + 1, torch.rand(3)
 
     def everything(self) -> Any:
-        """All that a load may change, in a form that can be compared."""
         parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler", "notes")}
         return plain(
             {
@@ -87,7 +82,6 @@ class Bench:
         )
 
     def attempt(self, number: int) -> None:
-        """Damage a checkpoint in the way that a number stands for, and load it."""
         draw = random.Random(f"{SEED} {number}")
         hurt, outcome = damage.KINDS[number % len(damage.KINDS)]
         base = "unsafe" if hurt is damage.hostile_pickle and draw.random() < 0.5 else "safe"
@@ -118,7 +112,6 @@ class Bench:
 
 
 def plain(value: Any) -> Any:
-    """Nested values with bytes in place of tensors and arrays."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), plain(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()), value.shape
     if isinstance(value, np.ndarray):

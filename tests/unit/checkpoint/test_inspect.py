@@ -16,9 +16,6 @@ def found(folder):
     return inspect.survey(storage_of(folder))
 
 
-# -- which there are ---------------------------------------------------------------------------------------------------
-
-
 def test_a_project_folder(tmp_path):
     samples.write(tmp_path / "checkpoints" / "checkpoint_2", age=50, iteration=2)
     samples.write(tmp_path / "checkpoints" / "checkpoint_10", age=40, iteration=10)
@@ -52,9 +49,6 @@ def test_where_no_manifest_says_when_it_was_saved(tmp_path, date):
     assert 499 < one.age < 560 and one.to_json()["step"] == (None if date is None else 0)
 
 
-# -- whether they are whole --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("damage", "unread"),
     [
@@ -71,9 +65,6 @@ def test_of_what_is_incomplete_verify_says_why(tmp_path, damage, unread):
     damage(folder)
     summary = inspect.summarize(storage_of(folder))
     assert (inspect.verify(summary), summary.unread) == ([storage_of(folder).state().reason], unread)
-
-
-# -- what is in them ---------------------------------------------------------------------------------------------------
 
 
 def test_details_without_a_manifest(tmp_path):
@@ -108,9 +99,6 @@ def test_headers(tmp_path):
 def test_damaged_indexes(text):
     with pytest.raises(DamagedCheckpoint, match="no index"):
         inspect.weight_map(text, "x")
-
-
-# -- which may go ------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_one_that_can_be_verified_stays_whatever_is_newer(tmp_path):

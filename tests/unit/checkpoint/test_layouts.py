@@ -45,9 +45,6 @@ def load(model, optimizer, folder):
     sharded_io.load_optimizer(optimizer, model, folder)
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
 @pytest.mark.parametrize(
     ("layout", "use_dcp", "index", "names"),
@@ -203,9 +200,6 @@ def test_adapters(tmp_path):
     assert torch.equal(other.base_model.model.embedding.weight, base)
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
-
-
 def fails(folder, model, optimizer, kind, match, what="model"):
     before = state_of(model, optimizer)
     with pytest.raises(kind, match=match):
@@ -267,9 +261,6 @@ def test_another_number_of_ranks_for_local_files(tmp_path):
     assert not (tmp_path / "pytorch_model_fsdp_0_rank1.bin").exists()
 
 
-# -- what is damaged ---------------------------------------------------------------------------------------------------
-
-
 class Bomb:
     """Runs code when it is unpickled; its file must not run it."""
 
@@ -288,7 +279,6 @@ def saved(tmp_path):
 
 
 def rewritten(folder, change, protocol=None):
-    """Change the metadata of a folder as torch reads and writes it."""
     path = folder / ".metadata"
     told = pickle.loads(path.read_bytes())
     change(told)
@@ -337,7 +327,6 @@ def weight(told):
 
 
 def swapped(told):
-    """Exchange the places of two tensors."""
     where = {index.fqn: index for index in told.storage_data}
     a, b = where["model.weight"], where["model.bias"]
     told.storage_data[a], told.storage_data[b] = told.storage_data[b], told.storage_data[a]

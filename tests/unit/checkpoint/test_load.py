@@ -63,15 +63,9 @@ def test_names_of_wrappers_are_understood(tmp_path, prefix):
 def test_a_misfit_lists_what_differs(tmp_path):
     write_model({"weight": torch.ones(2, 2), **{f"a{n}": torch.ones(1) for n in range(12)}}, tmp_path)
     shapes = r"weight has \(2, 2\) in the file and \(2, 3\) in the model"
-    for width, strict, told in [
-        (
-            2,
-            True,
-            r"Linear.*bias is missing in the file\n  a0 is unexpected in the file\n.* and 3 more\n.*strict=False",
-        ),
-        (3, True, rf"model\.safetensors.*{shapes}\n.*missing"),
-        (3, False, shapes),
-    ]:
+    names = r"Linear.*bias is missing in the file\n  a0 is unexpected in the file\n.* and 3 more\n.*strict=False"
+    both = rf"model\.safetensors.*{shapes}\n.*missing"
+    for width, strict, told in [(2, True, names), (3, True, both), (3, False, shapes)]:
         with pytest.raises(RuntimeError, match=f"(?s){told}"):
             load.read_model(nn.Linear(width, 2), tmp_path, strict=strict)
     assert len(load.read_model(nn.Linear(2, 2), tmp_path, strict=False)) == 13
@@ -134,7 +128,6 @@ def test_other_ranks_write_no_shared_file(tmp_path, monkeypatch, caplog):
 
 
 def run(kind=torch.optim.AdamW, value=0.0, width=100):
-    """A model, and an optimizer that has been stepped."""
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
     optimizer = kind(model.parameters(), lr=0.1)
     for parameter in model.parameters():

@@ -45,7 +45,6 @@ def saved(folder, model, optimizer, layout):
 
 
 def shown(value):
-    """What differs between kinds, too."""
     if isinstance(value, torch.Tensor):
         return "tensor", value.dtype, value.tolist()
     if isinstance(value, dict):
@@ -54,8 +53,6 @@ def shown(value):
         return type(value), [shown(child) for child in value]
     return type(value), value
 
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
 
 STATES = {
     "numbers as keys": {0: torch.ones(3), 1: torch.zeros(3), "h": {0: 1.5, 1: 2.5}},
@@ -123,9 +120,6 @@ def test_parts_below_keys_that_are_no_texts_are_refused(tmp_path):
         dist.destroy_process_group()
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 class Extra(nn.Linear):
     def __init__(self, extra=None):
         super().__init__(2, 2)
@@ -159,9 +153,6 @@ def test_extra_states(tmp_path, layout, extra):
     sharded_io.load_model(other, folder)
     assert shown(other[0].extra) == shown(extra)
     assert torch.equal(other[0].weight, model[0].weight)
-
-
-# -- checksums ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full", "local"])

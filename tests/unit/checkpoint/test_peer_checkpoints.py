@@ -31,15 +31,11 @@ each_wheel = pytest.mark.parametrize("peer", sorted(path.name for path in PEERS.
 
 
 def wheel(peer, script, *arguments):
-    """Run a script beside the fixtures with a wheel of the peer's; return what it prints."""
     command = [sys.executable, "-W", "ignore", str(FIXTURES / script), *map(str, arguments)]
     variables = {**os.environ, "PYTHONPATH": str(PEERS / peer), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-# -- whole states ------------------------------------------------------------------------------------------------------
 
 
 @each_version
@@ -86,15 +82,11 @@ def test_what_our_last_version_wrote_loads_here(kind):
     assert all(kept["exp_avg"].abs().max() > 0 for kept in state["state"].values())
 
 
-# -- positions in the data ---------------------------------------------------------------------------------------------
-
-
 def values(loader):
     return [batch.tolist() for batch in loader]
 
 
 def hints(accelerator, folder, caplog):
-    """Load, and return what the log says about the epoch."""
     with caplog.at_level(logging.INFO, logger="accelerate.checkpoint"):
         accelerator.load_state(str(folder))
     return [record.message for record in caplog.records if "set_epoch" in record.message]

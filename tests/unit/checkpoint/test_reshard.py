@@ -10,6 +10,7 @@ import checkpoint_samples as samples
 import sharded_io
 from accelerate import Accelerator
 from accelerate.checkpoint import formats, optimizers
+from accelerate.checkpoint import manifest as manifest_module
 from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
 from accelerate.checkpoint.state import names_file
@@ -50,13 +51,9 @@ def sharded(tmp_path, full):
 
 
 def whole(folder):
-    """Require that a checkpoint is what its manifest says, and return that."""
     manifest = Manifest.read(folder)
     assert not problems(folder, manifest, deep=True)
-    there = {
-        os.path.relpath(os.path.join(parent, file), folder) for parent, _, files in os.walk(folder) for file in files
-    }
-    assert there == set(manifest.files) | {"accelerate_manifest.json"}
+    assert manifest_module.files_below(folder).keys() == {*manifest.files, "accelerate_manifest.json"}
     return manifest
 
 
@@ -72,12 +69,8 @@ def test_to_shards(sharded, full, trained):
     assert loads(sharded, *trained)
     manifest, before = whole(sharded), Manifest.read(full)
     assert (manifest.world_size, manifest.strategy, manifest.step, manifest.iteration) == (2, "ddp", 5, 7)
-    assert {name.split("/")[0] for name in manifest.files} == {
-        "pytorch_model_fsdp_0",
-        "optimizer_0",
-        "scheduler.bin",
-        "random_states_1.pkl",
-    }
+    expected = {"pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin", "random_states_1.pkl"}
+    assert {name.split("/")[0] for name in manifest.files} == expected
     for name in ("scheduler.bin", "random_states_1.pkl"):
         assert manifest.files[name] == before.files[name]
     files = [name for name in manifest.files if name.startswith("pytorch_model_fsdp_0/__")]
@@ -122,9 +115,8 @@ def test_what_a_sharded_save_wrote_into_a_folder_inside_of_it(tmp_path, trained)
     (folder / ".saving_optimizer_0" / "__0_0.distcp").touch()
     (folder / "notes.txt").touch()
     reshard(str(folder), str(folder / "whole"), "full")  # it has no manifest
-    assert set(whole(folder / "whole").files) == {
-        *("model.safetensors", "optimizer.bin", "parameter_names.json", "notes.txt")
-    }
+    files = {"model.safetensors", "optimizer.bin", "parameter_names.json", "notes.txt"}
+    assert set(whole(folder / "whole").files) == files
     assert loads(folder / "whole", *trained)
     assert same(torch.load(folder / "whole" / "optimizer.bin"), optimizer.state_dict())
 
@@ -160,9 +152,6 @@ def test_names_that_torch_keeps_and_its_format_in_several_files(tmp_path):
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert "param_names" not in its_optimizer.param_groups[0]
     assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def refused(source, target, kind, match, layout="sharded", **options):

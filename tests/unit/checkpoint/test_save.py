@@ -99,8 +99,6 @@ def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
 
 
 class Exchange:
-    """The collectives of ranks that are played by threads."""
-
     def __init__(self, size):
         self.barrier, self.said = threading.Barrier(size), {}
 

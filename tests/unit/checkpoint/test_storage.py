@@ -22,14 +22,12 @@ KILLED = 9
 
 
 def put(folder, *files: str, text: str = "mine") -> None:
-    """Write files with some text, and the folders that they need."""
     for name in files:
         Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
         Path(folder, name).write_text(text)
 
 
 def write(folder, text: str, files: tuple[str, ...] = FILES) -> LocalStorage:
-    """Stage a checkpoint whose files have some text."""
     made = LocalStorage(folder)
     staged = Path(made.stage())
     put(staged, *files, text=text)
@@ -38,7 +36,6 @@ def write(folder, text: str, files: tuple[str, ...] = FILES) -> LocalStorage:
 
 
 def make(folder, text: str = "old", files: tuple[str, ...] = FILES) -> LocalStorage:
-    """Save a checkpoint whose files have some text."""
     made = write(folder, text, files)
     made.publish()
     return made
@@ -55,7 +52,6 @@ def content(folder) -> str:
 
 
 def tree(folder) -> set[str]:
-    """The paths of all files in a folder."""
     return {path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}
 
 
@@ -84,9 +80,6 @@ def killed(at: int, folder, text: str, able: bool = True) -> bool:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-
-
-# -- publishing --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_there_until_it_is_published(tmp_path, monkeypatch):
@@ -183,9 +176,6 @@ def test_what_a_killed_publish_left_is_completed_first(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# -- what is the user's own --------------------------------------------------------------------------------------------
-
-
 def test_what_is_the_users_own_stays(tmp_path):
     accelerator = Accelerator(cpu=True)
 
@@ -257,9 +247,6 @@ def test_a_folder_that_cannot_be_renamed_is_refused_and_stays(tmp_path, monkeypa
     assert LocalStorage(folder / "inside").state().kind == "complete"
 
 
-# -- one writer --------------------------------------------------------------------------------------------------------
-
-
 def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, caplog):
     first, second, slept = LocalStorage(tmp_path / "c"), LocalStorage(tmp_path / "c"), []
     folder = first.stage()
@@ -309,9 +296,6 @@ def test_a_lock_whose_file_the_former_holder_removes_is_none(tmp_path, monkeypat
     assert path.exists() and held.parent().leftovers()
 
 
-# -- looking -----------------------------------------------------------------------------------------------------------
-
-
 def test_kinds_of_folders(tmp_path):
     made, folder = make(tmp_path / "c"), tmp_path / "c"
     (folder / "sub" / "more.bin").unlink()
@@ -346,9 +330,6 @@ def test_links_and_urls(tmp_path):
     assert storage_of(tmp_path / "link") == real == storage_of(f"file://{tmp_path}/real")
     assert LocalStorage(tmp_path).entries() == [real]
     assert storage_of("~/x").location == os.path.realpath(os.path.expanduser("~/x"))
-
-
-# -- which ones stay ---------------------------------------------------------------------------------------------------
 
 
 def numbered(folder: Path, number: int, kind: str = "complete") -> str:

@@ -5,8 +5,6 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """An embedding, a layer, and a head that shares the embedding's weight."""
-
     def __init__(self, width=4):
         super().__init__()
         self.embedding = nn.Embedding(7, width)

@@ -19,14 +19,11 @@ def error_file(tmp_path):
 
 @pytest.fixture
 def run(error_file):
-    """Run a program as this process's rank."""
-
     def run(program, **variables):
         own = {failure.LAUNCHER: str(os.getpid()), failure.ERROR_FILE: str(error_file), "RANK": "3"}
         environment = {**os.environ, **own, **variables}
-        return subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
-        )
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     return run
 
@@ -93,11 +90,7 @@ def test_strange_messages(run, error_file, text, fragment):
         ("raise SystemExit('a message')", 1, "a message"),
         ("raise SystemExit(3)", 3, ""),
         ("import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join()", 0, "ZeroDivisionError"),
-        (
-            "import os\nif os.fork() == 0:\n    raise ValueError('of the child')\nos.wait()",
-            0,
-            "ValueError: of the child",
-        ),
+        ("import os\nif os.fork() == 0:\n    raise ValueError('child')\nos.wait()", 0, "ValueError: child"),
     ],
 )
 def test_what_does_not_end_the_rank_is_printed_as_ever(run, error_file, program, code, printed):

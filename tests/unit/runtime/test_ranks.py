@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -9,14 +10,8 @@ import pytest
 from accelerate.runtime import ranks
 from accelerate.runtime.ranks import Ranks, resolve
 
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_NTASKS": "5",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "3,2",
-}
+SLURM = "STEP_ID=0 NTASKS=5 PROCID=3 LOCALID=0 NODEID=1 STEP_TASKS_PER_NODE=3,2"
+SLURM = dict(f"SLURM_{pair}".split("=") for pair in SLURM.split())
 
 
 @pytest.mark.parametrize(
@@ -36,21 +31,12 @@ def test_launchers(environ, found):
     assert resolve(environ) == found
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"LOCAL_RANK": "0"},
-        {"LOCAL_RANK": "-1"},
-        {"WORLD_SIZE": "1"},
-        {"RANK": "0"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1"},
-        {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"},  # the batch script
-        {**SLURM, "SLURM_NTASKS": "1"},  # an interactive shell
-    ],
-)
-def test_no_launcher(environ):
-    assert resolve(environ) is None
+def test_no_launcher():
+    alone = [{}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "-1"}, {"WORLD_SIZE": "1"}, {"RANK": "0"}]
+    batch_script = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}
+    interactive_shell = {**SLURM, "SLURM_NTASKS": "1"}
+    for environ in (*alone, {"PMI_RANK": "0", "PMI_SIZE": "1"}, batch_script, interactive_shell):
+        assert resolve(environ) is None, environ
 
 
 @pytest.mark.parametrize(
@@ -75,12 +61,9 @@ def test_contradictions_are_named(environ, fragments):
         assert fragment in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"), [("gpu[03-05,09],login1", "gpu03"), ("node7", "node7"), ("a1,a2", "a1"), ("x[2]", "x2")]
-)
-def test_slurm_meets_on_the_first_node(nodes, host):
-    address = ranks.slurm_address({"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123"})
-    assert address == (host, 20123)
+def test_slurm_meets_on_the_first_node():
+    variables = {"SLURM_STEP_NODELIST": "gpu[03-05,09],login1", "SLURM_JOB_ID": "123"}
+    assert ranks.slurm_address(variables) == ("gpu03", 20123)
 
 
 @pytest.fixture
@@ -124,10 +107,7 @@ def test_runs_of_hydra_are_told_apart_by_the_address_of_their_mpirun(helper):
 
 
 def test_ancestors_that_cannot_be_seen_are_no_error(monkeypatch):
-    def parents(self):
-        raise psutil.AccessDenied(1)
-
-    monkeypatch.setattr(psutil.Process, "parents", parents)
+    monkeypatch.setattr(psutil.Process, "parents", mock.Mock(side_effect=psutil.AccessDenied(1)))
     assert ranks.mpi_port({"PMI_RANK": "0"}) is None
 
 

@@ -2,23 +2,16 @@ import pytest
 
 from accelerate.runtime import ranks, slurm
 
+
+def slurm_variables(text):
+    return dict(f"SLURM_{pair}".split("=") for pair in text.split())
+
+
 # As srun of Slurm 22.05 writes them (`srun -N2 -n5`), less what nobody here reads.
-STEP = {
-    "SLURM_GTIDS": "4",
-    "SLURM_JOB_ID": "2",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NNODES": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "5",
-    "SLURM_PROCID": "4",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "4,1",
-}
+STEP = slurm_variables(
+    "GTIDS=4 JOB_ID=2 JOB_NODELIST=n[1-2] JOB_NUM_NODES=2 LOCALID=0 NNODES=2 NODEID=1 NTASKS=5 PROCID=4 STEP_ID=0 "
+    "STEP_NODELIST=n[1-2] STEP_NUM_NODES=2 STEP_NUM_TASKS=5 STEP_TASKS_PER_NODE=4,1"
+)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +62,7 @@ def test_special_steps_are_no_steps(number):
 
 def test_a_batch_script_that_was_submitted_from_a_step_inherits_its_variables():
     # Seen with `srun -n2 bash -c 'sbatch -n2 job.sh'`: all of SLURM_STEP_* is the outer step's, SLURM_GTIDS is not.
-    outer = {
-        **STEP,
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_PROCID": "0",
-        "SLURM_NODEID": "0",
-    }
+    outer = {**STEP, **slurm_variables("STEP_TASKS_PER_NODE=2 STEP_NUM_TASKS=2 PROCID=0 NODEID=0")}
     assert slurm.step({**outer, "SLURM_GTIDS": "0"}) is None
     assert slurm.step({**outer, "SLURM_GTIDS": "0,1"}).local_size == 2
     unset = {**STEP, "SLURM_GTIDS": ""}  # some users unset it
@@ -96,18 +83,10 @@ def test_the_shell_of_srun_pty_is_alone_and_steps_started_from_it_are_not(monkey
 
 # `srun --het-group=0,1` of a job whose first component is node n2 with one task, and whose second is n1 with two: the list is
 # sorted by name, and so are the counts; the numbers are not.
-HETEROGENEOUS = {
-    **STEP,
-    "SLURM_GTIDS": "0",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "3",
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-}
+HETEROGENEOUS = STEP | slurm_variables(
+    "GTIDS=0 HET_SIZE=2 JOB_NODELIST_HET_GROUP_0=n2 JOB_NODELIST_HET_GROUP_1=n1 NODEID=0 NTASKS=3 PROCID=0 "
+    "STEP_NUM_TASKS=3 STEP_TASKS_PER_NODE=2,1"
+)
 
 
 def test_heterogeneous_steps():

@@ -45,10 +45,9 @@ def test_what_is_assigned_on_a_state_class_takes_the_slots_place(kind, slot):
     assert kind._shared_state is slot.current is mine
 
 
-def test_ensure_builds_the_process_state_on_demand(monkeypatch):
+def test_the_process_state_is_built_on_demand():
     assert storage.process.current == {}
-    assert storage.ensure("process")["num_processes"] == 1
-    assert storage.ensure("process") is storage.process.current
-    monkeypatch.setattr(storage, "_builders", {})
+    assert storage.process.filled()["num_processes"] == 1
+    assert storage.process.filled() is storage.process.current
     with pytest.raises(RuntimeError, match="Accelerator"):
-        storage.ensure("accelerator")
+        storage.Slot().filled()

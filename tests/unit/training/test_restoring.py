@@ -61,15 +61,11 @@ class Versioned(nn.Linear):
 
 
 class Fussy(nn.Linear):
-    """A module that takes no state."""
-
     def load_state_dict(self, *args, **kwargs):
         raise RuntimeError("not this one")
 
 
 class Run:
-    """Everything that a checkpoint has a part of."""
-
     def __init__(self, seed: int = 1, second: type[nn.Linear] = Particular, **options) -> None:
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         self.accelerator = Accelerator(cpu=True, **options)
@@ -101,16 +97,12 @@ def numbered(folder, **options) -> ProjectConfiguration:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A checkpoint after three steps, and a run that has taken two others."""
     first = Run()
     first.steps(3)
     first.accelerator.save_state(tmp_path / "c")
     other = Run(seed=2)
     other.steps(2)
     return tmp_path / "c", first, other
-
-
-# -- all or nothing ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", ["counter", "module", "optimizer", "scheduler", "loader"])
@@ -257,9 +249,6 @@ def test_without_its_manifest_it_is_no_checkpoint(saved):
         other.accelerator.load_state(folder)
 
 
-# -- the newest --------------------------------------------------------------------------------------------------------
-
-
 def test_the_newest_whole_one_is_taken_and_the_others_are_named(tmp_path, caplog):
     run = Run(project_config=numbered(tmp_path))
     for _ in range(4):
@@ -312,9 +301,6 @@ def test_nothing_to_load(tmp_path):
         run.accelerator.load_state(tmp_path / "none")
 
 
-# -- in the background -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["argument", "configuration"])
 def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path, how):
     options = {} if how == "argument" else {"async_save": True}
@@ -351,9 +337,6 @@ def _refuse(descriptor):
     raise OSError("no space")
 
 
-# -- generators --------------------------------------------------------------------------------------------------------
-
-
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     random.seed(3), np.random.seed(4), torch.manual_seed(5)
     tensors, metadata = resume.encode_generators(resume.collect_generators(CPU))
@@ -365,10 +348,7 @@ def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     caplog.clear()
     resume.restore_generators(resume.decode_generators({}, {"generators": "no json"}), CPU, "there")
     assert caplog.text.count("could not be restored") == 3 and "description of the generators" in caplog.text
-    tensors, metadata = resume.encode_generators(
-        {"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7}
-    )
-    decoded = resume.decode_generators(tensors, metadata)
-    assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]] and decoded[
-        "xm_seed"
-    ] == 7
+    states = {"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7}
+    decoded = resume.decode_generators(*resume.encode_generators(states))
+    assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]]
+    assert decoded["xm_seed"] == 7

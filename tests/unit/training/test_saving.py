@@ -30,8 +30,6 @@ class Counter:
 
 
 class Run:
-    """An Accelerator with everything prepared, after a few steps."""
-
     def __init__(self, seed=0, steps=3, **kwargs):
         torch.manual_seed(seed)
         self.accelerator = Accelerator(cpu=True, **kwargs)
@@ -39,9 +37,8 @@ class Run:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
         loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2)), batch_size=2, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
-        )
+        made = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = made
         self.counter = Counter(seed)
         self.accelerator.register_for_checkpointing(self.counter)
         for _ in range(steps):
@@ -162,9 +159,6 @@ def test_options_that_nobody_uses_are_warned_about(tmp_path):
         accelerator.save_state()
 
 
-# -- hooks ---------------------------------------------------------------------------------------------------------
-
-
 def test_save_hooks_may_keep_models_from_being_saved(tmp_path):
     accelerator = Accelerator(cpu=True)
     first, second = nn.Linear(2, 2), nn.Linear(3, 3)
@@ -212,9 +206,6 @@ def test_registered_objects_have_states():
     assert accelerator._custom_objects == []
     with pytest.raises(TypeError, match="hook"):
         accelerator.register_save_state_pre_hook(3)
-
-
-# -- automatic naming ----------------------------------------------------------------------------------------------
 
 
 def listed(folder):
@@ -294,9 +285,6 @@ def test_loading_from_elsewhere_does_not_change_the_count(tmp_path):
     assert other.accelerator.save_state().name == "checkpoint_0"
 
 
-# -- loaders -------------------------------------------------------------------------------------------------------
-
-
 def batches(loader):
     return [batch[0].tolist() for batch in loader]
 
@@ -339,9 +327,6 @@ def test_a_stateful_loader_has_a_file_of_its_own(tmp_path):
     assert loader.position == 5
 
 
-# -- models and objects --------------------------------------------------------------------------------------------
-
-
 def shapes(folder):
     return {path.name for path in Path(folder).iterdir()}
 
@@ -364,18 +349,14 @@ def test_a_model_in_shards(tmp_path, safe):
     assert shapes(tmp_path) == {f"{stem}.{extension}"}
 
 
-def test_files_that_are_not_shards_stay(tmp_path):
+def test_tied_weights_are_written_once_and_files_that_are_not_shards_stay(tmp_path):
     for name in ("model.safetensors.backup", "my_model.safetensors", "config.json"):
         (tmp_path / name).touch()
-    Accelerator(cpu=True).save_model(nn.Linear(1, 1), tmp_path)
-    assert len(shapes(tmp_path)) == 4
-
-
-def test_tied_weights_are_written_once(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     Accelerator(cpu=True).save_model(model, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+    assert len(shapes(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -9,11 +9,7 @@ import accelerate.accelerator as home
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-    TorchTensorParallelPlugin,
-)
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchTensorParallelPlugin
 
 
 def test_a_second_project_folder_is_named():
@@ -29,12 +25,9 @@ def test_the_superseded_tensor_parallel_plugin_becomes_a_mesh():
     with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=1"):
         alone = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
     assert alone.parallelism_config == ParallelismConfig() and alone.tensor_parallel_rank == 0
-    both = {
-        "torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2),
-        "parallelism_config": ParallelismConfig(tp_size=4),
-    }
+    plugin, mesh = TorchTensorParallelPlugin(tp_size=2), ParallelismConfig(tp_size=4)
     with pytest.raises(ValueError, match="tp_size=2 and parallelism_config.tp_size=4 disagree"):
-        Accelerator(cpu=True, **both)
+        Accelerator(cpu=True, torch_tp_plugin=plugin, parallelism_config=mesh)
 
 
 def test_the_launchers_mesh_is_read_through_the_name_that_libraries_replace(monkeypatch):
