@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+
+from accelerate.utils.other import get_free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 240
@@ -72,6 +75,28 @@ def stop(programs: Iterable[subprocess.Popen]) -> None:
             program.wait()
 
 
+def begun(command: Iterable[str], **options: Any) -> subprocess.Popen:
+    """Begin a command, whose output and errors are read later."""
+    return subprocess.Popen(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options})
+
+
+def done(command: Iterable[str], **options: Any) -> subprocess.CompletedProcess:
+    """Run a command to its end."""
+    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": LIMIT_S, **options})
+
+
+def started_by_hand(
+    script: str, *words: str, size: int, inside: Sequence[str] = (), cwd: Path, **variables: str
+) -> list[subprocess.Popen]:
+    """Start the ranks of a script without a launcher: one that dies takes nobody along, and rank 0 holds the store."""
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(get_free_port()), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    command = [*inside, sys.executable, str(SCRIPTS / script), *words]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    environments = [{**os.environ, **shared, **own, **variables} for own in ranks]
+    return [begun(command, env=each, cwd=cwd, stderr=subprocess.STDOUT) for each in environments]
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Let launchers be interruptible where the suite itself ignores SIGINT, as in a background shell."""
@@ -94,30 +119,11 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         limit_s: float = LIMIT_S,
     ) -> subprocess.CompletedProcess:
         command = [*launch_command(processes, cpu=cpu), str(SCRIPTS / script), *arguments]
-        path = os.pathsep.join(
-            filter(None, [str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH")])
-        )  # tests/: what tests share
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})}
-        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=limit_s)
-        report = f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-        assert (done.returncode == 0) is succeeds, report
-        return done
-
-    return run
-
-
-@pytest.fixture
-def run_python(tmp_path: Path) -> Callable[[str, dict[str, str]], subprocess.CompletedProcess]:
-    """Run a line of Python in a fresh process with extra environment variables."""
-
-    def run(code: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **variables},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        paths = [str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH")]  # tests/: what tests share
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        ended = done(command, env={**variables, **(environment or {})}, cwd=tmp_path, timeout=limit_s)
+        report = f"{' '.join(command)}\nexit code {ended.returncode}\n{ended.stdout[-6000:]}\n{ended.stderr[-6000:]}"
+        assert (ended.returncode == 0) is succeeds, report
+        return ended
 
     return run

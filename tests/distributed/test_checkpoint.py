@@ -1,14 +1,12 @@
 """Checkpoints of real processes: published together, in the background, on disks of their own, on other numbers of processes."""
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from distributed.conftest import SCRIPTS
+from distributed.conftest import SCRIPTS, started_by_hand
 
 
 def test_saving_and_loading_together(launch, tmp_path, monkeypatch):
@@ -18,7 +16,7 @@ def test_saving_and_loading_together(launch, tmp_path, monkeypatch):
 
     places = {name: str(tmp_path / name) for name in ("OF_ONE", "OF_SEVERAL")}
     check_checkpoint.write(places["OF_ONE"])
-    assert "ok all" in launch("check_saving.py", environment=places).stdout
+    launch("several.py", "check_checkpoint.py", "check_saving.py", environment=places)
     check_checkpoint.read(places["OF_SEVERAL"])
 
 
@@ -29,23 +27,11 @@ def test_nodes_with_disks_of_their_own(tmp_path):
     mount = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs "{disk}" && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount file systems")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OWN_DISK": str(disk), "SHARED_DISK": str(tmp_path)}
-    nodes = [
-        subprocess.Popen(
-            [*mount, sys.executable, str(SCRIPTS / "check_saving.py")],
-            env={**os.environ, **variables, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    check = ("check_saving.py", "every_node_has_its_own")
+    own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OWN_DISK": str(disk), "SHARED_DISK": str(tmp_path)}
+    nodes = started_by_hand("several.py", *check, size=2, inside=mount, cwd=tmp_path, **own)
     said = [node.communicate(timeout=240)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0] and "ok nodes" in said[0], said
+    assert [node.returncode for node in nodes] == [0, 0] and "done check_saving.py" in said[0], said
 
 
 def test_processes_of_multiprocessing_end_after_their_save(tmp_path):

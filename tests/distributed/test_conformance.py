@@ -40,20 +40,14 @@ def third_party(tmp_path):
 def test_strategies(launch, tmp_path, third_party, processes, slow):
     chosen = [one for one in STRATEGIES.values() if processes in one.processes and (processes in one.slow) is slow]
     expected = {f"ok {one.name} {check}" for one in chosen for check in CHECKS if check not in one.without}
-    arguments = [str(tmp_path / "checkpoints"), "--checks", *(one.name for one in chosen)]
+    arguments = [str(tmp_path / "checkpoints"), *(one.name for one in chosen), "--pairs"]
     if (processes, slow) == (2, False):
-        arguments += ["--pairs", *EXCHANGE]
+        arguments += EXCHANGE
         expected |= {f"ok {source} saves" for source in EXCHANGE}
         expected |= {f"ok {goal} loads {source}" for source in EXCHANGE for goal in EXCHANGE}
     paths = [str(third_party), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = launch(
-        str(FOLDER / "run.py"),
-        *arguments,
-        processes=processes,
-        cpu=True,
-        limit_s=600,
-        environment={"PYTHONPATH": os.pathsep.join(paths)},
-    )
+    how = {"processes": processes, "cpu": True, "limit_s": 600}
+    done = launch(str(FOLDER / "run.py"), *arguments, **how, environment={"PYTHONPATH": os.pathsep.join(paths)})
     held = {line.partition(" (")[0] for line in done.stdout.splitlines()}
     assert expected <= held, f"{sorted(expected - held)} did not run:\n{done.stdout}"
 

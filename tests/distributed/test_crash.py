@@ -7,14 +7,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from distributed.conftest import SCRIPTS, launch_command
+from distributed.conftest import SCRIPTS, begun, done, launch_command
 
 if sys.platform != "linux":
     pytest.skip("forks, and watches /proc", allow_module_level=True)
@@ -24,43 +23,24 @@ LIMIT_S = 600
 
 
 def experiments(folder: Path, **numbers: int) -> str:
-    """Run the experiments; returns what they print. Nothing of them is left running, whatever happens."""
-    options = [f"--{name}={number}" for name, number in numbers.items()]
-    command = [sys.executable, str(SCRIPTS / "crash_run.py"), str(folder), f"--seed={SEED}", *options]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    finally:
-        if process.poll() is None:  # its forks go with it
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, output[-20_000:]
-    return output
+    """Run the experiments; returns what they print. Forks die with their parent, so nothing of them is left running."""
+    options = [f"--{name}={number}" for name, number in {**numbers, "seed": SEED}.items()]
+    command = [sys.executable, str(SCRIPTS / "crash_run.py"), str(folder), *options]
+    ended = done(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-20_000:]
+    print(ended.stdout)
+    return ended.stdout
 
 
 def test_killed_runs_and_broken_disks_leave_whole_checkpoints(tmp_path):
     output = experiments(tmp_path, kills=10, failures=4, disks=1)
-    print(output)
-    for line in (
-        r"10 kills: ",
-        r"4 failures: ",
-        r"full disks: (1, |skipped)",
-        r"ok \d+ checkpoints loaded, all whole$",
-    ):
+    for line in ("10 kills: ", "4 failures: ", "full disks: (1, |skipped)", r"ok \d+ checkpoints loaded, all whole$"):
         assert re.search(f"^{line}", output, re.M), output
 
 
 @pytest.mark.slow
 def test_two_hundred_kills(tmp_path):
     output = experiments(tmp_path, kills=200, failures=60, disks=12)
-    print(output)
     phases = re.search(r"^200 kills: (\d+) in save, (\d+) in publish, (\d+) in prune, (\d+) in load", output, re.M)
     assert phases and all(int(count) >= 20 for count in phases.groups()), output
 
@@ -68,7 +48,7 @@ def test_two_hundred_kills(tmp_path):
 def killed_while_it_saves(folder: Path, least: int, after_s: float) -> tuple[int, int]:
     """Run until a moment after a save, kill all of it; return the steps that it loaded, and that it saved last."""
     command = [*launch_command(2, cpu=True), str(SCRIPTS / "shards_run.py"), str(folder), str(least)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = begun(command, stderr=None, start_new_session=True)
     seen: list[str] = []
     timer = threading.Timer(after_s, os.killpg, (process.pid, signal.SIGKILL))
     limit = threading.Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))

@@ -67,13 +67,12 @@ def test_two_processes_share_one_gpu_over_gloo(launch):
 
 @one_gpu
 def test_two_processes_on_one_gpu_over_nccl_is_an_error_that_names_the_way_out(launch):
-    done = launch(
-        "check_operations.py", processes=2, cpu=False, succeeds=False, environment={"CUDA_VISIBLE_DEVICES": "0"}
-    )
+    how = {"processes": 2, "cpu": False, "succeeds": False, "environment": {"CUDA_VISIBLE_DEVICES": "0"}}
+    done = launch("several.py", "check_operations.py", **how)
     assert "gloo" in done.stderr + done.stdout
 
 
 @two_gpus
-@pytest.mark.parametrize("script", ["check_prepare.py", "check_gradients.py", "check_operations.py"])
+@pytest.mark.parametrize("script", ["check_prepare.py", "check_training.py", "check_operations.py"])
 def test_two_gpus_over_nccl(launch, script):
-    assert "ok" in launch(script, processes=2, cpu=False).stdout
+    assert "ok" in launch("several.py", script, processes=2, cpu=False).stdout

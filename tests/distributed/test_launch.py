@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import runners
 from accelerate.launch.resolve import resolve
-from distributed.conftest import LAUNCH_ON_CPU, plain_environment
+from distributed.conftest import LAUNCH_ON_CPU, begun, plain_environment
 
 MEET = """
 import os, torch, torch.distributed as dist
@@ -40,8 +39,7 @@ def start(tmp_path, environment):
     """Start a command, by default a launch with further words; its output is read by `communicate`."""
 
     def start(*words, command=LAUNCH_ON_CPU):
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([*command, *words], cwd=tmp_path, env=environment, **streams)
+        return begun([*command, *words], cwd=tmp_path, env=environment)
 
     return start
 

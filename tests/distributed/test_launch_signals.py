@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 
 import psutil
 import pytest
 
-from distributed.conftest import LAUNCH_ON_CPU, LIMIT_S, gone
+from distributed.conftest import LAUNCH_ON_CPU, LIMIT_S, begun, gone
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX"),
@@ -35,8 +34,7 @@ class Job:
         script = folder / "script.py"
         script.write_text(text.replace("{ignored!r}", repr(list(ignored))))
         command = [*shell, *LAUNCH_ON_CPU, "--num_processes", "2", *options, str(script)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, start_new_session=True, **streams)
+        self.process = begun(command, start_new_session=True)
         self.timer = threading.Timer(LIMIT_S, self.process.kill)
         self.timer.start()
         self.started = []

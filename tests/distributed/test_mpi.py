@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from distributed.conftest import LAUNCH_ON_CPU as LAUNCH
-from distributed.conftest import gone, plain_environment, until
+from distributed.conftest import begun, done, gone, plain_environment, until
 
 MAKERS = ("openmpi", "mpich")
 MEET = """
@@ -72,16 +72,12 @@ def command(tmp_path):
     return make
 
 
-def run(command, environment, place):
-    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=180)
-
-
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_meet(command, environment, tmp_path, processes):
     options = ("--num_cpu_threads_per_process", "1", "--mixed_precision", "bf16")
-    done = run(command(MEET, processes, options=options), environment, tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("at "))
+    ended = done(command(MEET, processes, options=options), env=environment, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    said = sorted(line for line in ended.stdout.splitlines() if line.startswith("at "))
     assert said == [f"at {rank} {rank} {processes} {processes} 1 bf16" for rank in range(processes)]
 
 
@@ -91,25 +87,22 @@ def test_two_jobs_side_by_side(environment, tmp_path):
     (tmp_path / "wrapper.sh").write_text('"$@"\n:\n')
     launch = [*LAUNCH[1:], "--num_cpu_threads_per_process", "1"]
     start = ["mpirun", "-n", "2", "sh", "wrapper.sh", sys.executable]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    streams |= {"cwd": tmp_path, "env": {**environment, "OMP_NUM_THREADS": "1"}}
-    jobs = [subprocess.Popen([*start, *words, "script.py"], **streams) for words in (launch, [])]
+    place = {"stderr": subprocess.STDOUT, "cwd": tmp_path, "env": {**environment, "OMP_NUM_THREADS": "1"}}
+    jobs = [begun([*start, *words, "script.py"], **place) for words in (launch, [])]
     for said in [job.communicate(timeout=180)[0] for job in jobs]:
         assert sorted(line for line in said.splitlines() if line) == [f"at {rank} {rank} 2 2 1 no" for rank in (0, 1)]
 
 
 def test_status_is_kept_and_the_traceback_is_seen(command, environment, tmp_path):
-    done = run(command("raise SystemExit(3)", 2), environment, tmp_path)
-    assert done.returncode == 3
-    done = run(command("raise ValueError('what went wrong')", 2), environment, tmp_path)
-    assert done.returncode == 1 and "ValueError: what went wrong" in done.stdout + done.stderr
+    place = {"env": environment, "cwd": tmp_path}
+    assert done(command("raise SystemExit(3)", 2), **place).returncode == 3
+    ended = done(command("raise ValueError('what went wrong')", 2), **place)
+    assert ended.returncode == 1 and "ValueError: what went wrong" in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_leave_no_orphans(command, environment, tmp_path, number):
-    job = subprocess.Popen(
-        command(WAIT, 2), cwd=tmp_path, env=environment, stdout=-1, stderr=-1, start_new_session=True
-    )
+    job = begun(command(WAIT, 2), cwd=tmp_path, env=environment, start_new_session=True)
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     until(lambda: job.poll() is not None or all(file.exists() for file in files), "both processes are up")
     assert job.poll() is None, job.communicate()

@@ -3,21 +3,17 @@
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from accelerate.utils.other import get_free_port
-from distributed.conftest import gone
+from distributed.conftest import LIMIT_S, SCRIPTS, begun, done, gone
 
-SCRIPT = Path(__file__).parent / "scripts" / "notebook_functions.py"
-LIMIT_S = 120
+SCRIPT = SCRIPTS / "notebook_functions.py"
 
 
 @pytest.fixture
@@ -33,17 +29,16 @@ def notes(tmp_path, monkeypatch):
 @pytest.fixture
 def begin(notes, tmp_path):
     """Begin to run a function of the script in a program of its own; it is gone at the end."""
-    begun = []
+    running = []
 
     def run(name, keywords=None, **options):
         command = [sys.executable, str(SCRIPT), name, *([] if keywords is None else [repr(keywords)])]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **streams, **options)
-        begun.append(process)
+        process = begun(command, cwd=tmp_path, start_new_session=True, **options)
+        running.append(process)
         return process
 
     yield run
-    for process in begun:
+    for process in running:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -70,16 +65,6 @@ def test_two_processes_cooperate(run, notes):
     assert (first["size"], first["total"], second["total"]) == (2, 3, 3)
     assert {first["local"], second["local"]} == {0, 1}
     assert (first["precision"], first["forked"]) == ("bf16", True)
-
-
-def test_a_port_that_is_taken(run):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        sock.listen()
-        taken = sock.getsockname()[1]
-        out, status = run("total", {"use_port": taken})
-    assert status == 1
-    assert f"MeetingError: use_port asks for port {taken}, which another program listens at" in out
 
 
 def test_forked_processes_train_after_this_one_has_used_its_threads(run, notes):
@@ -163,8 +148,7 @@ class Kernel:
     def run(self, text, interrupt_at=None, late=()):
         """Run a cell; return its output, and its error as the notebook shows it.
 
-        Descriptors are read by a thread of the kernel's, whose output may come after the end: `late` is such a text, and how often it
-        is waited for.
+        A thread of the kernel's reads descriptors, which may come after the end: `late` is such a text, and how often it comes.
         """
         message = self.client.execute(textwrap.dedent(text))
         out, error = "", ""
@@ -282,6 +266,6 @@ def test_fresh_processes_get_a_function_of_the_program(tmp_path, args, status, w
     pytest.importorskip("cloudpickle")
     (tmp_path / "cell.py").write_text(FRESH.replace("ARGS", args))
     command = [sys.executable, str(tmp_path / "cell.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    output = done.stdout + done.stderr
-    assert done.returncode == status and all(word in output for word in words), output
+    ended = done(command)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == status and all(word in output for word in words), output

@@ -3,44 +3,23 @@
 import os
 import random
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from distributed.conftest import SCRIPTS, launch_command
+from distributed.conftest import LIMIT_S, SCRIPTS, begun, launch_command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 
-SCRIPT = SCRIPTS / "preempted_run.py"
-LIMIT_S = 240
-
 
 class Job:
-    """A started run, whose output is read as it comes.
+    """A started run, whose output is read as it comes; it waits for a signal after `hold` micro-batches (0 for never)."""
 
-    Args:
-        folder: where it saves.
-        processes: how many ranks.
-        workers: worker processes of its loader.
-        hold: after how many micro-batches it waits for a signal; 0 lets it run.
-        options: further options of the launcher.
-    """
-
-    def __init__(
-        self, folder: Path, processes: int = 2, workers: int = 2, hold: int = 0, options: tuple[str, ...] = ()
-    ):
-        command = [*launch_command(processes), *options, str(SCRIPT), str(folder), str(workers), str(hold)]
-        self.process = subprocess.Popen(
-            command,
-            stdout=-1,
-            stderr=-1,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+    def __init__(self, folder: Path, processes: int = 2, hold: int = 0, options: tuple[str, ...] = ()):
+        command = [*launch_command(processes), *options, str(SCRIPTS / "preempted_run.py"), str(folder), str(hold)]
+        self.process = begun(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
         self.timer = threading.Timer(LIMIT_S, self.process.kill)
         self.timer.start()
         while hold and (line := self.process.stdout.readline()) and line != "holding\n":
@@ -60,7 +39,7 @@ def finish(folder: Path, **options: int) -> None:
 
 
 def test_ranks_agree_save_and_go_on_exactly(launch):
-    assert "ok all" in launch("check_preemption.py", environment={"PYTHONWARNINGS": "ignore"}).stdout
+    launch("several.py", "check_preemption.py", environment={"PYTHONWARNINGS": "ignore"})
 
 
 def test_signal_to_the_launcher(tmp_path):
@@ -101,7 +80,7 @@ def test_a_run_that_does_not_listen_is_stopped(tmp_path):
     script = tmp_path / "deaf.py"
     script.write_text("import os, time\nprint('at', os.getpid(), flush=True)\ntime.sleep(300)\n")
     command = [*launch_command(2), "--max_restarts", "1", str(script)]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    job = begun(command)
     job.stdout.readline(), job.stdout.readline()
     job.send_signal(signal.SIGUSR1)
     _, errors = job.communicate(timeout=60)

@@ -8,18 +8,16 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+from accelerate.utils.imports import is_datasets_available, is_torchdata_stateful_dataloader_available
+from distributed.conftest import LIMIT_S, SCRIPTS, begun, done, launch_command
 
-SCRIPT = Path(__file__).parent / "scripts" / "resume_run.py"
-LIMIT_S = 300
+SLOW = pytest.mark.slow
 WORKERS = {"workers": 2, "saves": ["1-3", "1-last"], "resumes": ["load"]}
 TWICE = {"resumes": ["again", "chain"], "saves": ["0-1", "1-3", "1-last"]}
 STATE = "stream with state"
@@ -91,38 +89,27 @@ HUGGING_FACE = {
 }
 
 
-def present(module: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(module) is not None
-
-
 if is_torchdata_stateful_dataloader_available():
     CASES |= {name: {**options, "stateful": True} for name, options in STATEFUL.items()}
-    if present("datasets"):
+    if is_datasets_available():
         HUGGING_FACE["datasets, stateful"] = {**HUGGING_FACE["datasets"], "stateful": True}
-if present("datasets"):
+if is_datasets_available():
     CASES |= HUGGING_FACE
 
 
-def command(processes: int, plan: Path) -> list[str]:
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
-    return [*launcher, "--num_processes", str(processes), str(SCRIPT), str(plan)]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def command(folder: Path, processes: int, name: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Return how the script is launched with a plan."""
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(plan, default=str))
+    words = [*launch_command(processes, cpu=True), str(SCRIPTS / "resume_run.py"), str(file)]
+    return {"command": words, "cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
 
 
 def launch(folder: Path, processes: int, name: str, **plan: Any) -> str:
     """Run the script once and return what it printed."""
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps(plan, default=str))
-    done = subprocess.run(
-        command(processes, file), env=environment(), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, f"{name}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return done.stdout + done.stderr
+    ended = done(**command(folder, processes, name, plan), timeout=300)
+    assert ended.returncode == 0, f"{name}\n{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
+    return ended.stdout + ended.stderr
 
 
 def entries(file: Path) -> list[dict[str, Any]]:
@@ -138,12 +125,6 @@ def entries(file: Path) -> list[dict[str, Any]]:
 
 def listed(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"name": name, **options} for name, options in cases.items()]
-
-
-# -- every case, on one process and two -----------------------------------------------------------------------------
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=SLOW), 2], ids=["1 process", "2 processes"])
@@ -173,8 +154,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runs, name):
             resumed += 1
     assert resumed == processes * len(cases[name]["saves"]) * len(cases[name]["resumes"])
 
-
-# -- another number of processes ------------------------------------------------------------------------------------
 
 WORLDS = {
     "seedable": {"sampler": "seedable"},
@@ -259,25 +238,13 @@ def test_a_custom_batch_sampler_goes_on_at_a_whole_step(worlds):
         assert (line in worlds[readers]) is bool(again)
 
 
-# -- kills ----------------------------------------------------------------------------------------------------------
-
-
 class Victim:
     """A run that is killed, with all its processes, when it has passed a number of marks."""
 
     def __init__(self, folder: Path, processes: int, name: str, **plan: Any) -> None:
         self.out, self.processes = Path(plan["out"]), processes
-        file = folder / f"{name}.json"
-        file.write_text(json.dumps(plan, default=str))
         self.errors = open(folder / f"{name}.err", "w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command(processes, file),
-            env=environment(),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
+        self.process = begun(**command(folder, processes, name, plan), stderr=self.errors)
 
     def marks(self) -> Iterator[int]:
         for line in self.process.stdout:
@@ -351,9 +318,6 @@ KILLED = {"evaluate": True, "length": 22}
 def test_kills_at_random_steps(tmp_path, processes, kills, options):
     starts = killed_and_resumed(tmp_path, processes, kills=kills, seed=7, options=options)
     assert sum(start[0] == "load" for start in starts) > kills // 2
-
-
-# -- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=SLOW), 2])

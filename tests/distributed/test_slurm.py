@@ -12,9 +12,8 @@ import pytest
 
 from accelerate.utils.other import get_free_port
 from distributed.conftest import LAUNCH_ON_CPU as LAUNCH
-from distributed.conftest import gone, plain_environment, stop, until
+from distributed.conftest import LIMIT_S, begun, done, gone, plain_environment, stop, until
 
-LIMIT_S = 200
 # Addresses of this host, so that the names of the nodes can be found without a name server.
 NODES = ("127.0.0.1", "127.0.0.2")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue")
@@ -77,13 +76,12 @@ class Slurm:
         (folder / "script.py").write_text(SCRIPT)
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
-        place = {"cwd": self.folder, "env": self.environment}
-        return subprocess.run(command, **place, capture_output=True, text=True, timeout=LIMIT_S)
+        return done(command, cwd=self.folder, env=self.environment)
 
     def start(self, *command: str) -> subprocess.Popen:
         with open(self.folder / "said", "w") as said:
-            place = {"cwd": self.folder, "env": self.environment}
-            return subprocess.Popen(command, **place, stdout=said, stderr=subprocess.STDOUT, text=True)
+            streams = {"stdout": said, "stderr": subprocess.STDOUT}
+            return begun(command, cwd=self.folder, env=self.environment, **streams)
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +111,7 @@ def configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     def nodes_are_ready() -> bool:
         assert all(daemon.poll() is None for daemon in daemons), "a daemon has ended"
-        asked = subprocess.run(
-            [programs["sinfo"], "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True
-        )
+        asked = done([programs["sinfo"], "-h", "-o", "%T %D"], env=environment)
         return asked.stdout.strip() == f"idle {len(NODES)}"
 
     try:
@@ -146,25 +142,25 @@ def ranks(text: str) -> list[str]:
 
 def test_tasks_of_srun_are_the_processes_and_one_task_a_node_starts_those_of_the_node(slurm):
     for words, count in ((("-n2", *LAUNCH), 2), (("-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "4"), 4)):
-        done = slurm.run("srun", *words, "script.py")
-        assert done.returncode == 0, done.stderr
+        ended = slurm.run("srun", *words, "script.py")
+        assert ended.returncode == 0, ended.stderr
         where = [f"rank {rank} local {rank % 2} of 2 on {NODES[rank // 2]}" for rank in range(count)]
-        assert ranks(done.stdout) == [f"{line} all {list(range(count))}" for line in where]
+        assert ranks(ended.stdout) == [f"{line} all {list(range(count))}" for line in where]
 
 
 @pytest.mark.slow
 @TASKS_OR_MACHINES
 def test_the_exit_status_of_a_process_is_that_of_srun(slurm, words):
-    done = slurm.run("srun", *words, "script.py", "fail")
-    assert done.returncode == 7, done.stderr
+    ended = slurm.run("srun", *words, "script.py", "fail")
+    assert ended.returncode == 7, ended.stderr
 
 
 @pytest.mark.slow
 def test_a_batch_script_uses_its_own_node_and_says_so(slurm):
     (slurm.folder / "job").write_text(f"#!/bin/bash\n{' '.join(LAUNCH)} --num_processes 2 script.py fail\n")
-    done = slurm.run("sbatch", "-W", "-N2", "-n2", "-o", "said", "job")
+    ended = slurm.run("sbatch", "-W", "-N2", "-n2", "-o", "said", "job")
     said = (slurm.folder / "said").read_text()
-    assert done.returncode == 7, said
+    assert ended.returncode == 7, said
     assert len(ranks(said)) == 2 and "all [0, 1]" in said
     assert "the allocation has 2 nodes" in said and "srun --ntasks-per-node=1 accelerate launch" in said
 

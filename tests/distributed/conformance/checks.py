@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate.utils import set_seed
 from distributed.conformance import model as zoo
 from distributed.conformance.strategies import Strategy
-from distributed.conformance.training import Run, accelerator_for, difference, tensors_apart
-from distributed.scripts.harness import everywhere, shared_folder, warned
+from distributed.conformance.training import Run, accelerator_for, tensors_apart
+from distributed.scripts.expect import warned
+from distributed.scripts.harness import everywhere, shared_folder
 
 STEPS, FEW = 20, 4
 # bf16 has 8 bits of mantissa: losses of about 3.5 agree to two digits, clipped AdamW steps of at most RATE to a few of them.
@@ -24,18 +25,18 @@ BF16_LOSS, BF16_WEIGHT = 0.05, 4 * FEW * zoo.RATE
 
 def equals_one_process(strategy: Strategy) -> list[str]:
     """Twenty steps with accumulation, clipping and a schedule equal those of one process on the whole batch."""
-    run = Run(strategy, accelerator_for(strategy), STEPS)
+    run = Run(strategy, STEPS)
     expected = zoo.reference(STEPS, strategy.groups)
     assert min(expected.norms) > zoo.MAX_NORM, "the norm does not bite"
     trace = run.train()
     told = everywhere((trace.losses, trace.norms, trace.rates))
     apart = [] if all(other == told[0] for other in told) else ["the ranks know different losses, norms or rates"]
-    return apart + difference(trace, expected, strategy.tolerance, run.accelerator.is_main_process)
+    return apart + run.apart(trace, expected)
 
 
 def has_its_part(strategy: Strategy) -> list[str]:
     """A rank has the share of the parameters that the strategy is for: nothing falls back to whole replicas in silence."""
-    run = Run(strategy, accelerator_for(strategy), 1)
+    run = Run(strategy, 1)
     whole = sum(parameter.numel() for parameter in zoo.build().parameters())
     local = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters()]
     part = strategy.part or 1 / run.accelerator.num_processes
@@ -46,15 +47,13 @@ def has_its_part(strategy: Strategy) -> list[str]:
 
 def synchronises_each_batch(strategy: Strategy) -> list[str]:
     """`sync_each_batch` exchanges more often, and changes nothing else."""
-    run = Run(strategy, accelerator_for(strategy, sync_each_batch=True), FEW)
-    return difference(
-        run.train(), zoo.reference(FEW, strategy.groups), strategy.tolerance, run.accelerator.is_main_process
-    )
+    run = Run(strategy, FEW, options={"sync_each_batch": True})
+    return run.apart(run.train(), zoo.reference(FEW, strategy.groups))
 
 
 def holds_gradients_back(strategy: Strategy) -> list[str]:
     """`no_sync` by hand, then a backward pass outside of it: one step of the whole batch."""
-    run = Run(strategy, accelerator_for(strategy), 1)
+    run = Run(strategy, 1)
     accelerator = run.accelerator
     held, last = list(run.loader)
     with accelerator.no_sync(run.model):
@@ -63,27 +62,25 @@ def holds_gradients_back(strategy: Strategy) -> list[str]:
     norm = accelerator.clip_grad_norm_(run.model.parameters(), zoo.MAX_NORM)
     run.optimizer.step()
     expected = zoo.reference(1, strategy.groups)
-    found = (
-        [] if abs(norm.item() - expected.norms[0]) < strategy.tolerance else [f"norm {norm} not {expected.norms[0]}"]
-    )
+    close = abs(norm.item() - expected.norms[0]) < strategy.tolerance
+    found = [] if close else [f"norm {norm} not {expected.norms[0]}"]
     weights = run.weights()
     return found + (tensors_apart(weights, expected.weights, strategy.tolerance) if weights else [])
 
 
 def clips_by_value(strategy: Strategy) -> list[str]:
     """Clipping by value equals that of one process, or is refused with what to do instead."""
-    run = Run(strategy, accelerator_for(strategy), FEW)
+    run = Run(strategy, FEW)
     try:
         trace = run.train(clip="value")
     except NotImplementedError as error:
         return [] if "clip_grad_norm_" in str(error) else [str(error)]
-    expected = zoo.reference(FEW, strategy.groups, "value")
-    return difference(trace, expected, strategy.tolerance, run.accelerator.is_main_process)
+    return run.apart(trace, zoo.reference(FEW, strategy.groups, "value"))
 
 
 def computes_in_bf16(strategy: Strategy) -> list[str]:
     """Under bf16 the losses follow those of float32, and the weights stay in float32."""
-    run = Run(strategy, accelerator_for(strategy, mixed_precision="bf16"), FEW)
+    run = Run(strategy, FEW, options={"mixed_precision": "bf16"})
     trace, expected = run.train(), zoo.reference(FEW, strategy.groups)
     apart = max(abs(one - other) for one, other in zip(trace.losses, expected.losses, strict=True))
     found = [] if apart < BF16_LOSS else [f"losses differ by {apart:.3f} (allowed {BF16_LOSS})"]
@@ -95,22 +92,19 @@ def computes_in_bf16(strategy: Strategy) -> list[str]:
 
 def prepares_once(strategy: Strategy) -> list[str]:
     """Whatever is prepared again, outer or inner, comes back as it is, with one warning, and nothing is wrapped twice."""
-    run = Run(strategy, accelerator_for(strategy), FEW)
+    run = Run(strategy, FEW)
     accelerator = run.accelerator
     before = [type(part).__name__ for part in run.model.modules()]
-    again = [
-        (run.model, run.model),
-        (run.plain, run.model),
-        (accelerator.unwrap_model(run.model), run.model),
-        (run.optimizer, run.optimizer),
-        (run.bare, run.optimizer),
-        (run.loader, run.loader),
-        (run.scheduler, run.scheduler),
-        (run.scheduler.scheduler, run.scheduler),
-    ]
-    for given, expected in again:
-        with warned(1, "already prepared", at="accelerator.prepare"):
-            assert accelerator.prepare(given) is expected, type(given)
+    again = {
+        run.model: (run.model, run.plain, accelerator.unwrap_model(run.model)),
+        run.optimizer: (run.optimizer, run.bare),
+        run.loader: (run.loader,),
+        run.scheduler: (run.scheduler, run.scheduler.scheduler),
+    }
+    for expected, objects in again.items():
+        for given in objects:
+            with warned(1, "already prepared", at="accelerator.prepare"):
+                assert accelerator.prepare(given) is expected, type(given)
     with warned(1, "already prepared", at="prepare_model"):
         assert accelerator.prepare_model(run.plain) is run.model
     with warned(4, "already prepared", at="accelerator.prepare"):
@@ -120,9 +114,7 @@ def prepares_once(strategy: Strategy) -> list[str]:
     counts = [len(getattr(accelerator, f"_{kind}s")) for kind in ("model", "optimizer", "dataloader", "scheduler")]
     assert counts == [1] * 4, counts
     assert [type(part).__name__ for part in run.model.modules()] == before
-    return difference(
-        run.train(), zoo.reference(FEW, strategy.groups), strategy.tolerance, accelerator.is_main_process
-    )
+    return run.apart(run.train(), zoo.reference(FEW, strategy.groups))
 
 
 def continues_after_loading(strategy: Strategy) -> list[str]:
@@ -136,22 +128,20 @@ def continues_after_loading(strategy: Strategy) -> list[str]:
 
     with shared_folder() as folder:
         place = os.path.join(folder, "checkpoint")
-        run = Run(strategy, accelerator_for(strategy), FEW)
+        run = Run(strategy, FEW)
         whole = run.train(at=save)
-        run = Run(strategy, accelerator_for(strategy), FEW, seed=99)
+        run = Run(strategy, FEW, seed=99)
         run.accelerator.load_state(place)
         found = tensors_apart(run.weights(), middle, 0.0)
         rest = run.train()
-    accelerator = run.accelerator
     tail = type(whole)(whole.losses[-2:], whole.norms[-2:], whole.rates[-2:], whole.weights)
     # The sum of more than two numbers depends on their order, which DDP changes after the first step of a model.
-    tolerance = 0.0 if accelerator.num_processes <= 2 else 1e-6
-    return found + difference(rest, tail, tolerance, accelerator.is_main_process)
+    return found + run.apart(rest, tail, tolerance=0.0 if run.accelerator.num_processes <= 2 else 1e-6)
 
 
 def has_plain_weights(strategy: Strategy) -> list[str]:
     """State dict, exported file and unwrapped model are those of the model that the user built."""
-    run = Run(strategy, accelerator_for(strategy), FEW)
+    run = Run(strategy, FEW)
     accelerator = run.accelerator
     run.train(stop=1)
     assert isinstance(accelerator.unwrap_model(run.model), zoo.Model), type(accelerator.unwrap_model(run.model))
@@ -181,7 +171,7 @@ def gathers_each_sample_once(strategy: Strategy) -> list[str]:
 
 def reports(strategy: Strategy) -> list[str]:
     """The reports of memory and precision can be printed amid a training."""
-    run = Run(strategy, accelerator_for(strategy, mixed_precision="bf16"), FEW)
+    run = Run(strategy, FEW, options={"mixed_precision": "bf16"})
     run.train(stop=1)
     told = str(run.accelerator.precision_report(run.model)), str(run.accelerator.memory_report())
     return [f"the report is {text!r}" for text in told if not text.strip()]
@@ -189,40 +179,31 @@ def reports(strategy: Strategy) -> list[str]:
 
 def lets_go(strategy: Strategy) -> list[str]:
     """After `free_memory` nothing holds the model, and another one can be prepared."""
-    run = Run(strategy, accelerator_for(strategy), FEW)
+    run = Run(strategy, FEW)
     run.train(stop=1)
     accelerator = run.accelerator
-    alive = weakref.ref(run.model), weakref.ref(run.plain)
-    run.model, run.optimizer, run.loader, run.scheduler = accelerator.free_memory(
-        run.model, run.optimizer, run.loader, run.scheduler
-    )
+    alive = {"prepared": weakref.ref(run.model), "plain": weakref.ref(run.plain)}
     del run
+    accelerator.free_memory()
     gc.collect()
-    found = [
-        f"the {what} model is still alive" for what, ref in zip(("prepared", "plain"), alive, strict=True) if ref()
-    ]
+    found = [f"the {what} model is still alive" for what, ref in alive.items() if ref()]
     with warned(0, "already prepared"):
-        Run(strategy, accelerator, FEW).train(stop=1)
+        Run(strategy, FEW, accelerator=accelerator).train(stop=1)
     return found
 
 
-CHECKS: dict[str, Callable[[Strategy], list[str]]] = {
-    check.__name__: check
-    for check in (
+_ALL = (
+    *(
         equals_one_process,
         has_its_part,
         synchronises_each_batch,
         holds_gradients_back,
         clips_by_value,
         computes_in_bf16,
-        prepares_once,
-        continues_after_loading,
-        has_plain_weights,
-        gathers_each_sample_once,
-        reports,
-        lets_go,
-    )
-}
+    ),
+    *(prepares_once, continues_after_loading, has_plain_weights, gathers_each_sample_once, reports, lets_go),
+)
+CHECKS: dict[str, Callable[[Strategy], list[str]]] = {check.__name__: check for check in _ALL}
 
 
 @contextlib.contextmanager

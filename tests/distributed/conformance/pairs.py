@@ -5,7 +5,7 @@ import os
 from distributed.conformance import model as zoo
 from distributed.conformance.checks import turned_on
 from distributed.conformance.strategies import STRATEGIES
-from distributed.conformance.training import Run, accelerator_for, tensors_apart
+from distributed.conformance.training import Run, tensors_apart
 
 SAVED_AFTER = 2
 
@@ -14,7 +14,7 @@ def save(name: str, folder: str) -> dict:
     """Train under a strategy, save, and return the weights one step later."""
     strategy = STRATEGIES[name]
     with turned_on(strategy):
-        run = Run(strategy, accelerator_for(strategy), SAVED_AFTER + 1, groups=False)
+        run = Run(strategy, SAVED_AFTER + 1, groups=False)
         whole = list(zoo.windows(SAVED_AFTER + 1))
         for parts in whole[:-1]:
             run.step_on(parts)
@@ -27,7 +27,7 @@ def load(name: str, source: str, folder: str, expected: dict) -> list[str]:
     """Load what another strategy saved into a model with other weights, do one step, and compare."""
     strategy = STRATEGIES[name]
     with turned_on(strategy):
-        run = Run(strategy, accelerator_for(strategy), SAVED_AFTER + 1, seed=99, groups=False)
+        run = Run(strategy, SAVED_AFTER + 1, seed=99, groups=False)
         run.accelerator.load_state(os.path.join(folder, source))
         run.step_on(list(zoo.windows(SAVED_AFTER + 1))[-1])
         weights = run.weights()

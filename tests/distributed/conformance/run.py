@@ -1,10 +1,9 @@
 """All strategies of a number of processes in one launch: each check on all ranks, and a line about each on rank 0.
 
-Arguments: a folder for checkpoints, `--checks` with names of strategies (and of checks, for some alone), `--pairs` with names of
-strategies whose checkpoints are exchanged. The exit status is 1 if anything is wrong.
+Arguments: a folder for checkpoints, names of strategies (and of checks, for some alone), `--pairs`, and names of strategies whose
+checkpoints are exchanged. The exit status is 1 if anything is wrong.
 """
 
-import argparse
 import sys
 import time
 import traceback
@@ -23,7 +22,7 @@ from distributed.conformance import pairs
 from distributed.conformance.checks import CHECKS, turned_on
 from distributed.conformance.strategies import STRATEGIES
 from distributed.conformance.training import PATIENCE
-from distributed.scripts.harness import CPU, everywhere
+from distributed.scripts.harness import CPU, everywhere, say
 
 
 def findings(what: str, work: Callable[[], list[str]]) -> list[str]:
@@ -34,18 +33,7 @@ def findings(what: str, work: Callable[[], list[str]]) -> list[str]:
     except Exception as error:  # printed below, and the next check goes on
         mine = [f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-3:])}"]
     found = [f"{what}: rank {rank}: {text}" for rank, texts in enumerate(everywhere(mine)) for text in texts]
-    if PartialState().is_main_process:
-        print(f"{'FAILED' if found else 'ok'} {what} ({time.perf_counter() - started:.2f} s)", flush=True)
-    return found
-
-
-def check_strategies(names: list[str], wanted: list[str]) -> list[str]:
-    found = []
-    for strategy in map(STRATEGIES.get, names):
-        for check, work in CHECKS.items():
-            if check not in strategy.without and (not wanted or check in wanted):
-                with turned_on(strategy):
-                    found += findings(f"{strategy.name} {check}", partial(work, strategy))
+    say(f"{'FAILED' if found else 'ok'} {what} ({time.perf_counter() - started:.2f} s)")
     return found
 
 
@@ -61,26 +49,25 @@ def check_pairs(names: list[str], folder: str) -> list[str]:
         found += findings(f"{source} saves", partial(save, source))
     for source in names:
         for goal in names:
-            found += findings(f"{goal} loads {source}", lambda s=source, g=goal: pairs.load(g, s, folder, expected[s]))
+            found += findings(f"{goal} loads {source}", partial(pairs.load, goal, source, folder, expected[source]))
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--checks", nargs="*", default=[], choices=[*STRATEGIES, *CHECKS])
-    parser.add_argument("--pairs", nargs="*", default=[], choices=STRATEGIES)
-    words = parser.parse_args()
+def main(folder: str, *words: str) -> bool:
     PartialState(cpu=CPU, timeout=PATIENCE)
-    names = [word for word in words.checks if word in STRATEGIES]
-    found = check_strategies(names, [word for word in words.checks if word in CHECKS])
-    found += check_pairs(words.pairs, words.folder)
-    if PartialState().is_main_process:
-        print("\n".join(found))
+    chosen, exchanged = (words[: words.index("--pairs")], words[words.index("--pairs") + 1 :])
+    found = []
+    for strategy in (STRATEGIES[word] for word in chosen if word not in CHECKS):
+        wanted = [check for check in chosen if check in CHECKS] or CHECKS
+        for check in (check for check in wanted if check not in strategy.without):
+            with turned_on(strategy):
+                found += findings(f"{strategy.name} {check}", partial(CHECKS[check], strategy))
+    found += check_pairs(exchanged, folder)
+    say("\n".join(found))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return 1 if found else 0
+    return bool(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -10,33 +10,19 @@ from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParalle
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way for processes to share the training.
-
-    Attributes:
-        name: what tests and reports call it.
-        processes: the numbers of processes that it runs on.
-        options: makes the arguments of an Accelerator, anew for each.
-        same_batch: how many ranks work on one batch (tensor, context and sequence parallelism).
-        part: how much of all parameters one rank has; None if they are divided evenly among all.
-        splits_sequence: whether ranks take parts of the sequences, in `maybe_context_parallel`.
-        groups: whether the optimizer may have several groups of parameters within a layer.
-        tolerance: largest difference from one process in float32.
-        without: checks that do not apply, and why.
-        environment: variables that turn it on.
-        slow: the numbers of processes on which it is left to the slow tests.
-    """
+    """One way for processes to share the training."""
 
     name: str
-    processes: tuple[int, ...]
-    options: Callable[[], dict[str, Any]] = dict
-    same_batch: int = 1
-    part: float | None = None
-    splits_sequence: bool = False
-    groups: bool = True
-    tolerance: float = 1e-5
-    without: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    slow: tuple[int, ...] = ()
+    processes: tuple[int, ...]  # the numbers of processes that it runs on
+    options: Callable[[], dict[str, Any]] = dict  # the arguments of an Accelerator, anew for each
+    same_batch: int = 1  # how many ranks work on one batch (tensor, context and sequence parallelism)
+    part: float | None = None  # of all parameters on one rank; None if they are divided evenly among all
+    splits_sequence: bool = False  # ranks take parts of the sequences, in `maybe_context_parallel`
+    groups: bool = True  # the optimizer may have several groups of parameters within a layer
+    tolerance: float = 1e-5  # largest difference from one process in float32
+    without: Mapping[str, str] = field(default_factory=dict)  # checks that do not apply, and why
+    environment: Mapping[str, str] = field(default_factory=dict)  # what turns it on
+    slow: tuple[int, ...] = ()  # the numbers of processes on which it is left to the slow tests
 
 
 def _fsdp(version: int, **more: Any) -> FullyShardedDataParallelPlugin:

@@ -33,24 +33,19 @@ def accelerator_for(strategy: Strategy, sync_each_batch: bool = False, **options
 
 @dataclass
 class Run:
-    """One training under a strategy.
-
-    Attributes:
-        seed: of the weights.
-        groups: whether the optimizer has several groups of parameters; what the strategy can, by default.
-        plain: the model as the user built it.
-        bare: the optimizer likewise.
-    """
+    """One training under a strategy; model and optimizer are there as the user built them, too."""
 
     strategy: Strategy
-    accelerator: Accelerator
     steps: int
-    seed: int = 7
-    groups: bool | None = None
+    seed: int = 7  # of the weights
+    groups: bool | None = None  # the optimizer has several groups of parameters; what the strategy can, by default
+    options: dict[str, Any] = field(default_factory=dict)
+    accelerator: Accelerator | None = None
     plain: nn.Module = field(init=False)
     bare: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
+        self.accelerator = self.accelerator or accelerator_for(self.strategy, **self.options)
         replicas = self.accelerator.num_processes // self.strategy.same_batch
         self.plain = zoo.build(self.seed)
         self.bare = zoo.optimizer_of(self.plain, self.strategy.groups if self.groups is None else self.groups)
@@ -75,13 +70,7 @@ class Run:
         return self.accelerator.reduce(loss.detach(), "mean")
 
     def train(self, clip: str = "norm", stop: int | None = None, at: Callable[[int], None] | None = None) -> Trace:
-        """Train for an epoch, or until a number of steps.
-
-        Args:
-            clip: "norm" or "value".
-            stop: after how many optimizer steps.
-            at: called with the number of steps done, after each.
-        """
+        """Train for an epoch, or until a number of steps, clipped by "norm" or "value"; `at` is called after each step."""
         accelerator, losses, norms, rates, open_ = self.accelerator, [], [], [], []
         for batch in self.loader:
             with accelerator.accumulate(self.model):
@@ -121,28 +110,22 @@ class Run:
         """Which part of a batch this rank works on; ranks that share one are neighbours."""
         return self.accelerator.process_index // self.strategy.same_batch
 
+    def apart(self, trace: Trace, expected: Trace, tolerance: float | None = None) -> list[str]:
+        """Say what of a training differs from the expected one: which step or tensor, and by how much."""
+        tolerance, found = self.strategy.tolerance if tolerance is None else tolerance, []
+        for what in ("losses", "norms", "rates"):
+            have, wanted = getattr(trace, what), getattr(expected, what)
+            gaps = [abs(one - other) for one, other in zip(have, wanted, strict=False)]
+            wrong = [step for step, gap in enumerate(gaps) if not gap <= tolerance]
+            if wrong or len(have) != len(wanted):
+                found.append(f"{what}, from step {wrong[:1]} on: {have} instead of {wanted}")
+        main = self.accelerator.is_main_process
+        return found + (tensors_apart(trace.weights, expected.weights, tolerance) if main else [])
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the whole weights; rank 0 has them with every strategy, the others with some."""
         state = self.accelerator.get_state_dict(self.model)
         return {name: value.detach().cpu().clone() for name, value in state.items()} if state else {}
-
-
-def difference(trace: Trace, expected: Trace, tolerance: float, main: bool) -> list[str]:
-    """Say what of a training differs from the expected one: which step or tensor, and by how much."""
-    found = []
-    for what in ("losses", "norms", "rates"):
-        have, wanted = getattr(trace, what), getattr(expected, what)
-        if len(have) != len(wanted):
-            found.append(f"{what}: {len(have)} steps instead of {len(wanted)}")
-            continue
-        apart = [abs(one - other) for one, other in zip(have, wanted, strict=True)]
-        wrong = [step for step, gap in enumerate(apart) if not gap <= tolerance]
-        if wrong:
-            step = wrong[0]
-            found.append(
-                f"{what}: from step {step} on ({have[step]:.7f} instead of {wanted[step]:.7f}), by at most {max(apart):.2e}"
-            )
-    return found + (tensors_apart(trace.weights, expected.weights, tolerance) if main else [])
 
 
 def tensors_apart(have: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> list[str]:

@@ -4,21 +4,13 @@ import gc
 import warnings
 
 import torch
-from harness import fresh_accelerator
-from torch.utils.data import DataLoader, IterableDataset
+from harness import Stream, fresh_accelerator, world
+from torch.utils.data import DataLoader
 
 from accelerate import DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin
 
 KINDS = ("shard", "dispatch", "stream")
-
-
-class Stream(IterableDataset):
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __iter__(self):
-        return iter(self.numbers)
 
 
 def accelerator_for(kind, steps=1):
@@ -33,14 +25,11 @@ def numbered(accelerator, kind, steps, first, short=0):
 
     Returns it with what a loop over it should gather in each step.
     """
-    world = accelerator.num_processes
-    numbers = torch.arange(first, first + 2 * world * steps - short)
+    numbers = torch.arange(first, first + 2 * world() * steps - short)
     dataset = Stream(list(numbers)) if kind == "stream" else numbers
-    return accelerator.prepare(DataLoader(dataset, batch_size=2)), [part.tolist() for part in numbers.split(2 * world)]
-
-
-def counted(accelerator, batch):
-    return accelerator.gather_for_metrics(batch).tolist()
+    return accelerator.prepare(DataLoader(dataset, batch_size=2)), [
+        part.tolist() for part in numbers.split(2 * world())
+    ]
 
 
 def mark(accelerator, model):
@@ -56,44 +45,46 @@ def expect(accelerator, loader, is_last, batch, want):
     state = accelerator.gradient_state
     assert state.active_dataloader is loader, state.dataloader_references
     assert state.end_of_dataloader is loader.end_of_dataloader is is_last
-    if is_last and len(want) % (2 * accelerator.num_processes):
+    if is_last and len(want) % (2 * world()):
         # Alone, a stream without a length is not completed, so there is nothing to be known about it.
-        known = accelerator.num_processes > 1 or not isinstance(loader.dataset, Stream)
+        known = world() > 1 or not isinstance(loader.dataset, Stream)
         assert state.remainder == loader.remainder == (len(want) if known else -1)
-    assert counted(accelerator, batch) == want
+    assert accelerator.gather_for_metrics(batch).tolist() == want
+
+
+def walk(accelerator, loader, want, stop=None):
+    """Go through a loop, up to a step where it is left."""
+    for number, batch in enumerate(loader):
+        expect(accelerator, loader, number == len(want) - 1, batch, want[number])
+        if number == stop:
+            break
 
 
 def at_rest(accelerator):
     state = accelerator.gradient_state
     assert not state.in_dataloader and state.active_dataloader is None, state.dataloader_references
     assert not state.end_of_dataloader and state.remainder == -1
-    world = accelerator.num_processes
     everything = accelerator.gather_for_metrics(torch.arange(3, device=accelerator.device)).tolist()
-    assert everything == [0, 1, 2] * world, "outside of a loop nothing is cut"
+    assert everything == [0, 1, 2] * world(), "outside of a loop nothing is cut"
 
 
-def three_deep():
-    world = fresh_accelerator().num_processes
+def check_three_deep():
     for kinds in (KINDS, ("shard",) * 3, ("dispatch",) * 3, ("stream", "shard", "dispatch")):
         accelerator = accelerator_for("shard", steps=2)
         model = accelerator.prepare(torch.nn.Linear(1, 1))
         loops = []
         for depth, kind in enumerate(kinds):
             accelerator.dataloader_config.dispatch_batches = kind == "dispatch"
-            loops.append(numbered(accelerator, kind, 3 - depth % 2, 100 * depth, short=1 + depth % (2 * world - 1)))
+            loops.append(numbered(accelerator, kind, 3 - depth % 2, 100 * depth, short=1 + depth % (2 * world() - 1)))
         (outer, outer_want), (middle, middle_want), (inner, inner_want) = loops
         marks = ""
         for number, batch in enumerate(outer):
             expect(accelerator, outer, number == 2, batch, outer_want[number])
             for second, other in enumerate(middle):
                 expect(accelerator, middle, second == 1, other, middle_want[second])
-                for third, deepest in enumerate(inner):
-                    expect(accelerator, inner, third == 2, deepest, inner_want[third])
-                    if third == second:
-                        break
+                walk(accelerator, inner, inner_want, stop=second)
                 expect(accelerator, middle, second == 1, other, middle_want[second])
-                for third, deepest in enumerate(inner):
-                    expect(accelerator, inner, third == 2, deepest, inner_want[third])
+                walk(accelerator, inner, inner_want)
                 expect(accelerator, middle, second == 1, other, middle_want[second])
             expect(accelerator, outer, number == 2, batch, outer_want[number])
             marks += mark(accelerator, model)
@@ -101,7 +92,7 @@ def three_deep():
         at_rest(accelerator)
 
 
-def loops_that_take_turns():
+def check_loops_that_take_turns():
     """Each draws a batch when it is its turn: what follows belongs to the one that has drawn last."""
     for kind in KINDS:
         accelerator = accelerator_for(kind, steps=2)
@@ -126,7 +117,7 @@ def loops_that_take_turns():
         at_rest(accelerator)
 
 
-def a_loader_in_two_loops_at_once():
+def check_a_loader_in_two_loops_at_once():
     for kind in KINDS:
         accelerator = accelerator_for(kind)
         loader, want = numbered(accelerator, kind, 3, 0, short=1)
@@ -140,14 +131,13 @@ def a_loader_in_two_loops_at_once():
         loader, want = numbered(accelerator, kind, 3, 0, short=1)
         slow = iter(loader)
         expect(accelerator, loader, False, next(slow), want[0])
-        for number, batch in enumerate(loader):
-            expect(accelerator, loader, number == 2, batch, want[number])
+        walk(accelerator, loader, want)
         for number, batch in enumerate(slow, 1):
             expect(accelerator, loader, number == 2, batch, want[number])
         at_rest(accelerator)
 
 
-def a_loop_that_is_not_closed():
+def check_a_loop_that_is_not_closed():
     """An iterator that somebody keeps does not hold the other loops up."""
     for kind in KINDS:
         accelerator = accelerator_for(kind, steps=2)
@@ -172,7 +162,7 @@ def a_loop_that_is_not_closed():
         del never
 
 
-def exceptions():
+def check_exceptions():
     for kind in KINDS:
         accelerator = accelerator_for(kind)
         outer, outer_want = numbered(accelerator, kind, 3, 0, short=1)
@@ -198,18 +188,8 @@ def exceptions():
         for _ in range(2):
             for number, batch in enumerate(outer):
                 expect(accelerator, outer, number == 2, batch, outer_want[number])
-                for step, other in enumerate(inner):
-                    expect(accelerator, inner, step == 1, other, inner_want[step])
+                walk(accelerator, inner, inner_want)
                 expect(accelerator, outer, number == 2, batch, outer_want[number])
         kept.clear()
         gc.collect()
         at_rest(accelerator)
-
-
-CHECKS = (
-    three_deep,
-    loops_that_take_turns,
-    a_loader_in_two_loops_at_once,
-    a_loop_that_is_not_closed,
-    exceptions,
-)

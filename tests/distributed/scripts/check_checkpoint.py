@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 import torch
-from harness import assert_same_everywhere, everywhere, fresh_accelerator, raised, run, shared_folder
+from expect import assert_same_everywhere, differing, raised
+from harness import Kept, everywhere, fresh_accelerator, learn, shared_folder, world
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,22 +18,6 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.utils import set_seed
 
 WIDTH = 6
-
-
-class Counter:
-    """A registered object, whose state may be refused."""
-
-    def __init__(self):
-        self.count, self.refuses = 0, False
-        self.history = torch.zeros(3)
-
-    def state_dict(self):
-        return {"count": self.count, "history": self.history}
-
-    def load_state_dict(self, state):
-        if self.refuses:
-            raise ValueError("this counter takes no state")
-        self.count, self.history = state["count"], state["history"]
 
 
 class Job:
@@ -51,21 +36,17 @@ class Job:
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, loader
         )
-        self.counter = Counter()
+        self.counter = Kept(count=0, history=torch.zeros(3))
         self.accelerator.register_for_checkpointing(self.counter)
 
     def step(self, batch):
         """Train on one batch and return the loss of this rank."""
         batch = batch + 0.1 * random.random() + 0.1 * np.random.rand()
         with self.accelerator.accumulate(self.model):
-            loss = self.model(batch).pow(2).mean()
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-        self.counter.count += 1
-        self.counter.history = self.counter.history.roll(1) + self.counter.count
-        return loss.item()
+            loss = learn(self.accelerator, self.model(batch).pow(2).mean(), self.optimizer, self.scheduler)
+        count = self.counter.state["count"] + 1
+        self.counter.state = {"count": count, "history": self.counter.state["history"].roll(1) + count}
+        return loss
 
     def steps(self, number):
         """Train on some batches."""
@@ -75,6 +56,11 @@ class Job:
     def epoch(self, behind=0):
         """Train on an epoch, or on what it has after some batches, and return the losses."""
         return [self.step(batch) for batch in self.accelerator.skip_first_batches(self.loader, behind)]
+
+    def saved(self, folder):
+        """Save, and return what was saved."""
+        self.accelerator.save_state(folder)
+        return self.everything()
 
     def everything(self):
         """Return copies of all that a checkpoint is to bring back, as nested lists, dicts and tensors."""
@@ -88,7 +74,7 @@ class Job:
             "optimizer": json.loads(json.dumps(self.optimizer.state_dict(), default=lambda t: t.tolist())),
             "scheduler": dict(self.scheduler.state_dict()),
             "scaler": None if scaler is None else dict(scaler.state_dict()),
-            "counter": (self.counter.count, self.counter.history.clone()),
+            "counter": self.counter.state_dict(),
             "step": self.accelerator.step,
             "epoch": self.loader.iteration,
             "torch": torch.get_rng_state(),
@@ -97,40 +83,17 @@ class Job:
         }
 
 
-def differing(mine, theirs, path=""):
-    """Return where two nested structures differ."""
-    if isinstance(mine, torch.Tensor):
-        return [] if torch.equal(mine, theirs) else [path]
-    if isinstance(mine, dict):
-        assert mine.keys() == theirs.keys(), (path, mine.keys() ^ theirs.keys())
-        return [found for key in mine for found in differing(mine[key], theirs[key], f"{path}/{key}")]
-    if isinstance(mine, tuple):
-        return [found for i, item in enumerate(mine) for found in differing(item, theirs[i], f"{path}/{i}")]
-    return [] if mine == theirs else [path]
-
-
-# -- continuing ------------------------------------------------------------------------------------------------------
-
-
-def training_continues_as_if_it_had_not_stopped():
+def check_training_continues_as_if_it_had_not_stopped():
     """Saved after an epoch, or within it after some batches."""
     for precision, seedable, behind in (("no", False, 0), ("fp16", False, 0), ("bf16", True, 2)):
-        options = {
-            "precision": precision,
-            "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=seedable),
-            "gradient_accumulation_steps": 2,
-        }
+        loading = DataLoaderConfiguration(use_seedable_sampler=seedable)
+        options = {"precision": precision, "dataloader_config": loading, "gradient_accumulation_steps": 2}
         with shared_folder() as folder:
-            whole, losses, saved = Job(**options), [], None
-            if not behind:
-                whole.epoch()
-                whole.accelerator.save_state(folder)
-                saved = whole.everything()
+            whole, losses = Job(**options), []
+            saved = whole.saved(folder) if not behind and whole.epoch() else None
             for batch in whole.loader:
                 losses.append(whole.step(batch))
-                if len(losses) == behind:
-                    whole.accelerator.save_state(folder)
-                    saved = whole.everything()
+                saved = whole.saved(folder) if len(losses) == behind else saved
             following = losses[behind:] + whole.epoch()
             end = whole.everything()
             assert (saved["scaler"] is not None) is (precision == "fp16")
@@ -147,12 +110,8 @@ def training_continues_as_if_it_had_not_stopped():
             assert_same_everywhere(list(resumed.model.parameters()))
 
 
-# -- what is in the folder -------------------------------------------------------------------------------------------
-
-
-def the_folder_is_that_of_the_peer():
+def check_the_folder_is_that_of_the_peer():
     job = Job("fp16")
-    world = job.accelerator.num_processes
     job.epoch()
     inner = job.accelerator.unwrap_model(job.model)
     with shared_folder() as folder:
@@ -160,7 +119,7 @@ def the_folder_is_that_of_the_peer():
         assert os.fspath(returned) == folder
         expected = {"model.safetensors", "optimizer.bin", "scheduler.bin", "scaler.pt", "custom_checkpoint_0.pkl"}
         expected |= {"accelerate_manifest.json", "parameter_names.json"}
-        for rank in range(world):
+        for rank in range(world()):
             expected |= {f"random_states_{rank}.pkl", f"generators_{rank}.safetensors"}
         assert set(os.listdir(folder)) == expected, os.listdir(folder)
         saved = load_file(os.path.join(folder, "model.safetensors"))
@@ -172,88 +131,26 @@ def the_folder_is_that_of_the_peer():
         assert set(os.listdir(folder)) == expected - {"model.safetensors"} | {"pytorch_model.bin"}
         job.accelerator.load_state(folder)
     wrapped = isinstance(job.model, DistributedDataParallel)
-    assert wrapped is (world > 1)
+    assert wrapped is (world() > 1)
     for name in job.accelerator.get_state_dict(job.model, unwrap=False):
         assert name.count("module.") == wrapped, name
     assert list(job.accelerator.get_state_dict(job.model)) == list(inner.state_dict())
 
 
-def hooks_may_do_the_work_themselves():
-    job = Job()
-    inner = job.accelerator.unwrap_model(job.model)
-
-    def save(models, weights, folder):
-        assert models == [inner] and len(weights) == 1
-        weights.pop()
-        if job.accelerator.is_main_process:
-            torch.save(inner.state_dict(), os.path.join(folder, "own.bin"))
-
-    def load(models, folder):
-        assert models == [inner]
-        models.pop().load_state_dict(torch.load(os.path.join(folder, "own.bin"), weights_only=True))
-
-    job.accelerator.register_save_state_pre_hook(save)
-    handle = job.accelerator.register_load_state_pre_hook(load)
-    with shared_folder() as folder:
-        job.accelerator.save_state(folder)
-        assert "model.safetensors" not in os.listdir(folder) and "own.bin" in os.listdir(folder)
-        saved = job.everything()
-        job.epoch()
-        job.accelerator.load_state(folder)
-        assert not differing(job.everything(), saved)
-        handle.remove()
-        with raised(FileNotFoundError, "model.safetensors"):
-            job.accelerator.load_state(folder)
-
-
-# -- errors ----------------------------------------------------------------------------------------------------------
-
-
-class Unsaveable:
-    def state_dict(self):
-        raise OSError("this state cannot be had")
-
-    def load_state_dict(self, state):
-        pass
-
-
-def a_save_that_fails_on_one_rank_fails_on_all():
+def check_a_save_that_fails_on_one_rank_fails_on_all():
     with shared_folder() as folder:
         job = Job()
         if job.accelerator.is_main_process:
-            job.accelerator.register_for_checkpointing(Unsaveable())
+            job.counter.saving = OSError("this state cannot be had")
         with raised((OSError, RuntimeError), "this state cannot be had"):
             job.accelerator.save_state(folder)
         # What is there is not taken for a checkpoint.
-        job.accelerator._custom_objects[:] = [job.counter]
+        job.counter.saving = None
         with raised(DamagedCheckpoint, "the folder is empty"):
             job.accelerator.load_state(folder)
         assert not [name for name in os.listdir(os.path.dirname(folder)) if os.path.basename(folder) + "." in name]
         job.accelerator.save_state(folder)
         job.accelerator.load_state(folder)
-
-
-# -- weights alone ---------------------------------------------------------------------------------------------------
-
-
-def models_are_saved_in_shards():
-    accelerator = fresh_accelerator()
-    inner = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    model = accelerator.prepare(inner)
-    with shared_folder() as folder:
-        accelerator.save_model(model, folder, max_shard_size="9KB")
-        accelerator.wait_for_everyone()
-        shards = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
-        assert len(shards) == 2, os.listdir(folder)
-        read = {name: value for shard in shards for name, value in load_file(os.path.join(folder, shard)).items()}
-        assert all(torch.equal(read[name], value.cpu()) for name, value in inner.state_dict().items())
-        accelerator.wait_for_everyone()
-        accelerator.save_model(model, folder)
-        accelerator.wait_for_everyone()
-        assert os.listdir(folder) == ["model.safetensors"]
-
-
-# -- between numbers of processes ------------------------------------------------------------------------------------
 
 
 def facts(job):
@@ -288,20 +185,7 @@ def read(folder):
     assert_same_everywhere(list(job.model.parameters()))
 
 
-def processes_come_and_go():
+def check_processes_come_and_go():
     """Read what one process left, and leave what one process reads; see `test_checkpoint`."""
     read(os.environ["OF_ONE"])
     write(os.environ["OF_SEVERAL"])
-
-
-CHECKS = (
-    training_continues_as_if_it_had_not_stopped,
-    the_folder_is_that_of_the_peer,
-    hooks_may_do_the_work_themselves,
-    a_save_that_fails_on_one_rank_fails_on_all,
-    models_are_saved_in_shards,
-    processes_come_and_go,
-)
-
-if __name__ == "__main__":
-    run(*CHECKS)

@@ -1,17 +1,16 @@
 """Errors in collectives of a training loop reach every rank, and the processes can go on together afterwards."""
 
-import sys
-
 import torch
-from harness import CPU, assert_same_everywhere, everywhere, fresh_accelerator, raised, run
-from models import WIDTH, assert_all_close, gradients, inputs_of, mean_square, network, whole_batch_gradients
+from expect import assert_all_close, assert_same_everywhere, raised
+from harness import CPU, everywhere, fresh_accelerator
+from models import WIDTH, gradients, inputs_of, mean_square, network, own_inputs, whole_batch_gradients
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils.operations import DistributedOperationException
 
 
-def uneven_batches_do_not_gather():
+def check_uneven_batches_do_not_gather():
     accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     world = accelerator.num_processes
     # The last rank's last batch is one short.
@@ -19,54 +18,50 @@ def uneven_batches_do_not_gather():
     for _ in range(2):
         found, objects = [], []
         for number, batch in enumerate(loader):
-            if number == 1 and world > 1:
+            if number == 1:
                 with raised(DistributedOperationException, "[1]", "[2]"):
                     accelerator.gather_for_metrics(batch)
             else:
                 found += accelerator.gather_for_metrics(batch).tolist()
             objects += accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True)
-        assert found == list(range(2 * world if world > 1 else 3))
+        assert found == list(range(2 * world))
         assert objects == list(range(4 * world - 1))
 
 
-def training_goes_on_after_a_failed_gather():
+def check_training_goes_on_after_a_failed_gather():
     accelerator = fresh_accelerator(gradient_accumulation_steps=2)
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     model = accelerator.prepare(network())
     for micro_batch in range(2):
         with accelerator.accumulate(model):
-            loss = mean_square(model, inputs_of(rank, seed=micro_batch).to(device))
-            if world > 1:
-                with raised(DistributedOperationException):
-                    accelerator.gather(torch.ones(1 + rank, device=device))
-                with raised(DistributedOperationException):
-                    accelerator.reduce({"loss": loss} if rank else [loss])
+            loss = mean_square(model, own_inputs(accelerator, micro_batch))
+            with raised(DistributedOperationException):
+                accelerator.gather(torch.ones(1 + rank, device=device))
+            with raised(DistributedOperationException):
+                accelerator.reduce({"loss": loss} if rank else [loss])
             accelerator.backward(loss)
     pieces = [inputs_of(r, seed=micro_batch) for r in range(world) for micro_batch in range(2)]
     assert_all_close(gradients(model), whole_batch_gradients(accelerator, pieces))
 
 
-def windows_without_items_raise_everywhere():
+def check_windows_without_items_raise_everywhere():
     accelerator = fresh_accelerator(gradient_accumulation_steps=2)
-    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-    model = accelerator.prepare(network())
-    x = inputs_of(rank).to(device)
+    model, x = accelerator.prepare(network()), own_inputs(accelerator)
     with accelerator.accumulate(model, num_items=0):
         accelerator.backward(mean_square(model, x))
-    with raised(ValueError, "0 on every rank"), accelerator.accumulate(model, num_items=0):
-        pass
-    with raised(ValueError, "-2"), accelerator.accumulate(model, num_items=-2):
-        pass
+    for count, words in ((0, "0 on every rank"), (-2, "-2")):
+        with raised(ValueError, words), accelerator.accumulate(model, num_items=count):
+            pass
     assert not accelerator._window.inside
     accelerator.step = 0
     model.zero_grad()
     # A rank whose micro-batches are all empty takes part with weight zero.
     for _ in range(2):
-        with accelerator.accumulate(model, num_items=len(x) if rank == 0 else 0):
+        with accelerator.accumulate(model, num_items=len(x) if accelerator.is_main_process else 0):
             accelerator.backward(mean_square(model, x))
     assert_same_everywhere(gradients(model))
     assert_all_close(gradients(model), whole_batch_gradients(accelerator, [inputs_of(0)]))
-    assert everywhere(rank) == list(range(world))
+    assert everywhere(accelerator.process_index) == list(range(accelerator.num_processes))
 
 
 def one_rank_fails():
@@ -78,13 +73,3 @@ def one_rank_fails():
         if number == 1 and accelerator.is_last_process:
             raise OSError("the disk of the last rank is gone")
         accelerator.backward(mean_square(model, batch))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["one_rank_fails"]:
-        one_rank_fails()
-    run(
-        uneven_batches_do_not_gather,
-        training_goes_on_after_a_failed_gather,
-        windows_without_items_raise_everywhere,
-    )

@@ -1,35 +1,35 @@
 """Sequences shared by ranks equal sequences in one process: attention, training, losses; and what is refused, by all ranks."""
 
 import copy
-import sys
 import warnings
 
 import torch
-from harness import everywhere, fresh_accelerator, raised, run
+from expect import full, raised
+from harness import everywhere, fresh_accelerator, rank, world
+from models import tiny
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate import ParallelismConfig
 from accelerate.parallel import sequence
 from accelerate.parallel.sequence import aggregate_loss, shift_labels
-from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
+warnings.simplefilter("ignore", FutureWarning)
 KINDS = ["cp", "sp"]
 LENGTH, WORDS = 16, 40
 
 
-def layout_of(axis, size, **sizes):
+def layout_of(axis, size):
     own = {"cp_size": size} if axis == "cp" else {"sp_size": size, "sp_backend": "torch"}
-    return ParallelismConfig(**own, **sizes)
+    return ParallelismConfig(**own)
 
 
 def ready(axis, *models):
     """Return an Accelerator whose sequences are shared by all ranks."""
-    accelerator = fresh_accelerator(parallelism_config=layout_of(axis, PartialState().num_processes))
+    accelerator = fresh_accelerator(parallelism_config=layout_of(axis, world()))
     accelerator._prepare_device_mesh()
     assert sequence.prepare(accelerator, axis, models) == models
     return accelerator
@@ -45,10 +45,7 @@ def my_part(whole, accelerator, axis, dim):
     return whole.chunk(part.size(), dim=dim)[part.get_local_rank()]
 
 
-# -- attention itself ------------------------------------------------------------------------------------------------
-
-
-def attention_equals_the_whole():
+def check_attention_equals_the_whole():
     cases = [  # heads, key heads, causal, scale, value width
         (4, 4, False, None, 6),
         (4, 4, True, None, 6),
@@ -61,13 +58,8 @@ def attention_equals_the_whole():
         accelerator = ready(axis)
         for heads, shared, causal, scale, width in cases:
             torch.manual_seed(heads + shared)
-            shapes = [
-                (2, heads, LENGTH, 6),
-                (2, shared, LENGTH, 6),
-                (2, shared, LENGTH, width),
-                (2, heads, LENGTH, width),
-            ]
-            q, k, v, weights = (torch.randn(shape) for shape in shapes)
+            shapes = [(heads, 6), (shared, 6), (shared, width), (heads, width)]
+            q, k, v, weights = (torch.randn(2, count, LENGTH, last) for count, last in shapes)
             options = {"is_causal": causal, "scale": scale, "enable_gqa": heads != shared}
             whole = [t.clone().requires_grad_() for t in (q, k, v)]
             expected = F.scaled_dot_product_attention(*whole, **options)
@@ -85,7 +77,7 @@ def attention_equals_the_whole():
             near(F.scaled_dot_product_attention(q, k, v, **options), expected.detach(), "outside")
 
 
-def half_precision_is_near():
+def check_half_precision_is_near():
     for axis in KINDS:
         accelerator = ready(axis)
         torch.manual_seed(0)
@@ -98,14 +90,10 @@ def half_precision_is_near():
         assert worst < 0.03, (axis, worst)
 
 
-# -- what happens to the buffers -------------------------------------------------------------------------------------
-
-
-def buffers_come_back():
+def check_buffers_come_back():
     for axis in KINDS:
         accelerator = ready(axis)
-        size, rank = accelerator.num_processes, accelerator.process_index
-        share = LENGTH // size
+        share = LENGTH // world()
         ids = torch.arange(2 * LENGTH).reshape(2, LENGTH)
         base = torch.arange(3.0 * LENGTH).reshape(LENGTH, 3)
         view = base[:, 1]  # not contiguous, and shares memory
@@ -113,7 +101,7 @@ def buffers_come_back():
         gone = torch.arange(LENGTH)
         before = [t.clone() for t in (ids, base, view, wide)]
         with accelerator.maybe_context_parallel([ids, view, wide, gone], [1, 0, -1, 0], no_restore_buffers={gone}):
-            mine = slice(rank * share, (rank + 1) * share)
+            mine = slice(rank() * share, (rank() + 1) * share)
             assert torch.equal(ids, before[0][:, mine]) and torch.equal(view, before[2][mine])
             assert torch.equal(wide, before[3][:, mine]) and torch.equal(base, before[1])
             with raised(RuntimeError, "inside itself"), accelerator.maybe_context_parallel([ids], [1]):
@@ -134,10 +122,10 @@ def buffers_come_back():
             pass
 
 
-def bad_input_is_refused_together():
+def check_bad_input_is_refused_together():
     for axis in KINDS:
         accelerator = ready(axis)
-        size, rank = accelerator.num_processes, accelerator.process_index
+        size = world()
         ids, enter = torch.arange(LENGTH)[None], accelerator.maybe_context_parallel
         odd = torch.arange(LENGTH + 1)[None]
         unit = size * (2 if axis == "cp" else 1)
@@ -151,9 +139,9 @@ def bad_input_is_refused_together():
             ([ids, torch.ones(LENGTH, requires_grad=True) * 2], [1, 0], None, ("requires a gradient",)),
             ([ids, "text"], [1, 0], None, ("buffers[1] is a str",)),
             ([ids], [1], {odd}, ("not in buffers",)),
-            ([ids + rank], [1], None, ("same batch",)),
+            ([ids + rank()], [1], None, ("same batch",)),
             # One rank alone is wrong; the others learn of it.
-            ([odd if rank else ids], [1], None, ("not divisible",)),
+            ([odd if rank() else ids], [1], None, ("not divisible",)),
         ]
         for buffers, dims, lasting, fragments in cases:
             with raised(ValueError, *fragments), enter(buffers, dims, lasting):
@@ -177,9 +165,6 @@ def bad_input_is_refused_together():
             sequence.prepare(accelerator, axis, (nn.TransformerEncoderLayer(8, 2),))
 
 
-# -- training --------------------------------------------------------------------------------------------------------
-
-
 class Plain(nn.Module):
     """A causal language model of one layer, of torch alone; its attention is computed again in the backward pass."""
 
@@ -200,17 +185,14 @@ class Plain(nn.Module):
 
 
 def llama():
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa", pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": WORDS, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return tiny("Llama", attn_implementation="sdpa", **sizes)
 
 
-def batches(steps=3, rows=2):
-    for step in range(steps):
+def batches():
+    for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(1, WORDS, (rows, LENGTH), generator=generator)
+        ids = torch.randint(1, WORDS, (2, LENGTH), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, 5 + step :] = 0  # most of a row is padding, so shards have unequal numbers of tokens
         yield ids * mask, mask, torch.where(mask == 1, ids, -100)
@@ -220,34 +202,27 @@ def mean_loss(logits, shifted):
     return F.cross_entropy(logits.flatten(0, -2).float(), shifted.flatten(), ignore_index=-100)
 
 
-def trained_whole(model, forward, rows=2, replicas=1):
-    """Train in one process; several replicas see their parts of a batch, and their gradients are averaged."""
-    model = copy.deepcopy(model)
+def trained_whole(model, forward):
+    """Train in one process."""
+    model, losses = copy.deepcopy(model), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for ids, mask, labels in batches(rows=rows):
-        total = 0.0
-        for part in zip(*(t.chunk(replicas) for t in (ids, mask, labels)), strict=True):
-            loss = mean_loss(forward(model, part[0], part[1]), shift_labels(part[2])) / replicas
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
+    for ids, mask, labels in batches():
+        loss = mean_loss(forward(model, ids, mask), shift_labels(labels))
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, model
 
 
-def trained_shared(model, forward, axis, sharded, rows=2, replicas=1, own_loss=None):
+def trained_shared(model, forward, axis, sharded, own_loss=None):
     """Train the whole way: `prepare` of an Accelerator with FSDP2 or DDP, `backward`, the optimizer."""
-    model = copy.deepcopy(model)
-    size = PartialState().num_processes // replicas
-    layout = layout_of(axis, size, dp_shard_size=replicas)
+    model, layout = copy.deepcopy(model), layout_of(axis, world())
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
     accelerator = fresh_accelerator(fsdp_plugin=plugin, parallelism_config=layout)
     shared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     group, losses = accelerator.torch_device_mesh[axis].get_group(), []
-    for batch in batches(rows=rows):
-        ids, mask, labels = (t.chunk(replicas)[accelerator.process_index // size].clone() for t in batch)
+    for ids, mask, labels in batches():
         shifted = shift_labels(labels)
         with accelerator.maybe_context_parallel([ids, mask, shifted], [1, 1, 1]):
             if own_loss:
@@ -256,7 +231,7 @@ def trained_shared(model, forward, axis, sharded, rows=2, replicas=1, own_loss=N
                 loss = mean_loss(forward(shared, ids, mask, accelerator._cp_context.active.positions), shifted)
             loss = aggregate_loss(loss, (shifted != -100).sum(), group=group)
             accelerator.backward(loss)
-        losses.append(sum(everywhere(loss.item())) / accelerator.num_processes)
+        losses.append(sum(everywhere(loss.item())) / world())
         optimizer.step()
         optimizer.zero_grad()
     assert all(hasattr(parameter, "full_tensor") is sharded for parameter in model.parameters())
@@ -267,8 +242,7 @@ def same_training(first, second, what):
     (losses, model), (others, other) = first, second
     near(torch.tensor(losses), torch.tensor(others), (what, "losses"))
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-        two = two.full_tensor() if hasattr(two, "full_tensor") else two
-        near(one.detach(), two.detach(), (what, name))
+        near(one.detach(), full(two).detach(), (what, name))
 
 
 def plain_forward(model, ids, mask, places=None):
@@ -283,7 +257,7 @@ def own_loss_of_transformers(shared, ids, shifted):
     return shared(input_ids=ids, labels=shifted, shift_labels=shifted).loss
 
 
-def facade_trains_the_same():
+def check_facade_trains_the_same():
     for make, forward, sharded, own_loss in (
         (Plain, plain_forward, True, None),
         (llama, hf_forward, True, None),
@@ -296,16 +270,7 @@ def facade_trains_the_same():
             same_training(expected, done, (make.__name__, axis, own_loss))
 
 
-def replicas_of_shared_sequences():
-    """Two replicas, each of two ranks that share sequences; needs four processes."""
-    model = llama()
-    expected = trained_whole(model, hf_forward, rows=4, replicas=2)
-    for axis in KINDS:
-        done = trained_shared(model, hf_forward, axis, sharded=True, rows=4, replicas=2)
-        same_training(expected, done, (axis, "2 x 2"))
-
-
-def compiled_before_or_after():
+def slow_compiled_before_or_after():
     model = Plain()
     ids = torch.randint(0, WORDS, (2, LENGTH))
     places = torch.arange(LENGTH)[None]
@@ -323,16 +288,12 @@ def compiled_before_or_after():
         near(out, my_part(expected, accelerator, axis, 1), (axis, "compiled"))
         total = model.inward.weight.grad.clone()
         torch.distributed.all_reduce(total)
-        near(total / accelerator.num_processes, grad, (axis, "compiled, gradient"))
+        near(total / world(), grad, (axis, "compiled, gradient"))
         near(compiled(ids, places), expected, "outside again")
 
 
-# -- losses and models that are refused ------------------------------------------------------------------------------
-
-
-def uneven_losses_are_exact():
-    rank, size = PartialState().process_index, PartialState().num_processes
-    torch.manual_seed(1)
+def check_uneven_losses_are_exact():
+    size = world()
     weight, rows = torch.randn(3, WORDS), torch.randn(6 * size, 3)
     targets = torch.randint(0, WORDS, (6 * size,))
     targets[1:5] = -100  # rank 0 has two tokens
@@ -341,10 +302,10 @@ def uneven_losses_are_exact():
     expected = F.cross_entropy(rows @ whole, targets)
     expected.backward()
     mine = weight.clone().requires_grad_()
-    part = slice(6 * rank, 6 * rank + 6)
+    part = slice(6 * rank(), 6 * rank() + 6)
     count = (targets[part] != -100).sum()
     plain = F.cross_entropy(rows[part] @ mine, targets[part])
-    loss = aggregate_loss(plain, int(count) if rank else count)
+    loss = aggregate_loss(plain, int(count) if rank() else count)
     loss.backward()
     near(loss.detach(), expected.detach(), "value")
     averaged = mine.grad.clone()
@@ -354,21 +315,20 @@ def uneven_losses_are_exact():
         aggregate_loss(torch.ones(2), 2)
 
 
-def counted_windows_are_exact():
+def slow_counted_windows_are_exact():
     """Each rank counts its own tokens, and they differ from rank to rank; without FSDP gradients are kept meanwhile."""
     torch.manual_seed(0)
-    model, windows = llama(), list(batches(steps=3))
+    model, windows = llama(), list(batches())
     counts = [(shift_labels(labels) != -100).sum() for _, _, labels in windows]
     whole = copy.deepcopy(model)
     for (ids, _, labels), count in zip(windows, counts, strict=True):
         (mean_loss(whole(input_ids=ids).logits, shift_labels(labels)) * count / sum(counts)).backward()
     for axis in KINDS:
         for sharded in (False, True):
-            accelerator = ready(axis)
-            layout = accelerator.parallelism_config
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
             accelerator = fresh_accelerator(
-                parallelism_config=layout, fsdp_plugin=plugin, gradient_accumulation_steps=len(windows)
+                parallelism_config=layout_of(axis, world()),
+                fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None,
+                gradient_accumulation_steps=len(windows),
             )
             shared = copy.deepcopy(model)
             shared, _ = accelerator.prepare(shared, torch.optim.SGD(shared.parameters(), lr=0.1))
@@ -381,15 +341,15 @@ def counted_windows_are_exact():
                         summed = F.cross_entropy(logits, shifted.flatten(), ignore_index=-100, reduction="sum")
                         accelerator.backward(summed / max(mine, 1))
             for found, wanted in zip(shared.parameters(), whole.parameters(), strict=True):
-                gradient = found.grad.full_tensor() if sharded else found.grad
-                near(gradient, wanted.grad, (axis, sharded))
+                near(full(found.grad), wanted.grad, (axis, sharded))
 
 
-def teachers_follow():
+def check_teachers_follow():
     """A model that `prepare_model` gets for evaluation alone is right inside the context, or refused there, and free outside."""
     for axis in KINDS:
-        layout = ready(axis).parallelism_config
-        accelerator = fresh_accelerator(parallelism_config=layout)  # nothing is prepared before the teacher
+        accelerator = fresh_accelerator(
+            parallelism_config=layout_of(axis, world())
+        )  # nothing is prepared before the teacher
         teacher, other = accelerator.prepare_model(llama(), evaluation_mode=True), llama()
         other.config._attn_implementation = "eager"
         eager = accelerator.prepare_model(other, evaluation_mode=True)
@@ -406,32 +366,29 @@ def teachers_follow():
             accelerator.prepare_model(other)
 
 
-def models_that_cannot_are_refused():
+def check_models_that_cannot_are_refused():
     for axis in KINDS:
         model = llama()
         accelerator = ready(axis, model)
-        size = accelerator.num_processes
         ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % WORDS
         places, packed = torch.arange(LENGTH)[None], torch.cat((torch.arange(12), torch.arange(4)))[None]
         right, left = torch.ones_like(ids), torch.ones_like(ids)
         right[0, 3:], left[0, :3] = 0, 0
-        alone = torch.arange(LENGTH // size)[None]
+        share = LENGTH // world()
         buffers = [ids, places, packed, right, left]
         whole = model(input_ids=ids, attention_mask=right).logits
         later = ids.clone()
         with accelerator.maybe_context_parallel(buffers, [1] * len(buffers)):
-            with raised(ValueError, "labels=", "shift_labels"):
-                model(input_ids=ids, labels=ids)
-            with raised(ValueError, "Name input_ids in the buffers"):
-                model(input_ids=later)
-            with raised(ValueError, "packed"):
-                model(input_ids=ids, position_ids=packed)
-            with raised(ValueError, "made for a part"):
-                model(input_ids=ids, position_ids=alone)
-            with raised(ValueError, "padding before real tokens"):
-                model(input_ids=ids, attention_mask=left)
-            with raised(ValueError, "rows and columns"):
-                model(input_ids=ids, attention_mask=torch.ones(2, 1, LENGTH // size, LENGTH // size))
+            for wrong, words in (
+                ({"labels": ids}, ("labels=", "shift_labels")),
+                ({"input_ids": later}, ("Name input_ids in the buffers",)),
+                ({"position_ids": packed}, ("packed",)),
+                ({"position_ids": torch.arange(share)[None]}, ("made for a part",)),
+                ({"attention_mask": left}, ("padding before real tokens",)),
+                ({"attention_mask": torch.ones(2, 1, share, share)}, ("rows and columns",)),
+            ):
+                with raised(ValueError, *words):
+                    model(**{"input_ids": ids, **wrong})
             expected = my_part(whole, accelerator, axis, 1)
             real = right.bool()  # what comes out at padding is nobody's business
             for out in (
@@ -443,25 +400,3 @@ def models_that_cannot_are_refused():
                 near(out.logits[real], expected[real], (axis))
         # A model that was hooked is copied without process groups.
         near(copy.deepcopy(model)(input_ids=ids).logits, model(input_ids=ids).logits, "copy")
-
-
-def main():
-    warnings.simplefilter("ignore", FutureWarning)
-    run(
-        attention_equals_the_whole,
-        half_precision_is_near,
-        buffers_come_back,
-        bad_input_is_refused_together,
-        facade_trains_the_same,
-        uneven_losses_are_exact,
-        counted_windows_are_exact,
-        teachers_follow,
-        models_that_cannot_are_refused,
-        compiled_before_or_after,
-        *([replicas_of_shared_sequences] if PartialState().num_processes == 4 else []),
-    )
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

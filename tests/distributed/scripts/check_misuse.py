@@ -4,14 +4,14 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import fresh_accelerator, raised, shared_folder
+from expect import logged, raised
+from harness import fresh_accelerator, shared_folder
 from torch import nn
 
 from accelerate.checkpoint import barrier
@@ -59,33 +59,16 @@ class Run:
         assert took < LIMIT_S
 
 
-class Flag(logging.Handler):
-    """A file that appears when something is logged; other ranks look for it."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.path = Path(folder, "reported")
-        self.lines = []
-
-    def emit(self, record):
-        """Note a line."""
-        self.lines.append(record.getMessage())
-        self.path.touch()
-
-    def is_up(self):
-        """Whether some rank has logged."""
-        return self.path.exists()
-
-
 @contextlib.contextmanager
 def reporting(after_s=5.0):
-    """Let waiting ranks report earlier, and give the flag that they raise."""
+    """Let waiting ranks report earlier; yields their lines, and whether some rank has reported."""
     barrier.REPORT_AFTER_S = after_s
-    with shared_folder() as folder:
-        flag = Flag(folder)
-        barrier.logger.addHandler(flag)
-        yield flag
-        barrier.logger.removeHandler(flag)
+    with shared_folder() as folder, logged(barrier.logger.name) as lines:
+        flag, handler = Path(folder, "reported"), logging.Handler()
+        handler.emit = lambda record: flag.touch()
+        barrier.logger.addHandler(handler)
+        yield lines, flag
+        barrier.logger.removeHandler(handler)
 
 
 def saves_on_main():
@@ -105,54 +88,17 @@ def saves_on_main():
     assert run.save() == list(range(run.size))
 
 
-def waits_in_barrier():
-    """The others wait for everyone instead of saving."""
-    run = Run()
-    if run.rank == 0:
-        run.misuse("accelerate.accelerator.wait_for_everyone", "barrier, and waits for other ranks there")
-    run.accelerator.wait_for_everyone()
-
-
-def saves_to_different_paths():
-    """A path with something of the rank in it."""
-    run = Run()
-    calls = [f"rank {rank} called save_state('/run/of-{rank}') at " for rank in range(run.size)]
-    run.misuse("with different paths", *calls, location=f"/run/of-{run.rank}")
-    assert run.save() == list(range(run.size))
-
-
-def saves_and_loads():
-    """One saves while the other loads."""
-    run = Run()
-    kinds = ["save_state", "load_state"]
-    calls = [f"rank {rank} called {kind}('/run/first') at " for rank, kind in enumerate(kinds)]
-    run.misuse(*calls, kind=kinds[run.rank])
-    assert run.save() == list(range(run.size))
-
-
 def waits_for_slow_main():
     """The main process evaluates, and saves when it is done."""
     run = Run()
-    with reporting() as flag:
+    with reporting() as (lines, flag):
         if run.rank == 0:
-            rows = 0
-            while not flag.is_up():
-                rows += sum(range(1000))
+            while not flag.exists():
+                sum(range(1000))
         assert run.save() == list(range(run.size))
         run.step()
         if run.rank == 1:
-            assert len(flag.lines) == 1, flag.lines
-            assert "waits for other ranks: rank 0 is at " in flag.lines[0], flag.lines
-
-
-def waits_for_another_program():
-    """The main process stands still, but waits for no rank."""
-    run = Run()
-    with reporting() as flag:
-        if run.rank == 0:
-            program = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
-            subprocess.run([sys.executable, "-c", program, str(flag.path)], check=True)
-        assert run.save() == list(range(run.size))
+            assert len(lines) == 1 and "waits for other ranks: rank 0 is at " in lines[0], lines
 
 
 def waits_for_two_that_wait_for_each_other():
@@ -160,31 +106,24 @@ def waits_for_two_that_wait_for_each_other():
     run = Run()
     pair = dist.new_group([1, 2])
     value = torch.ones(1, device=run.accelerator.device)
-    with reporting() as flag:
+    with reporting() as (_, flag):
         if run.rank == 2:
-            while not flag.is_up():
+            while not flag.exists():
                 sum(range(1000))
         if run.rank > 0:
             dist.all_reduce(value, group=pair)
         assert run.save() == [0, 1, 2]
         # The same with a message between the two.
         run.step()
-        flag.path.unlink(missing_ok=True)
+        flag.unlink(missing_ok=True)
         run.accelerator.wait_for_everyone()
         if run.rank == 1:
             dist.recv(value, 2)
         if run.rank == 2:
-            while not flag.is_up():
+            while not flag.exists():
                 sum(range(1000))
             dist.send(value, 1)
         assert run.save() == [0, 1, 2]
-
-
-def saves_after_the_end_of_another():
-    """The other rank has come to the end of its program."""
-    run = Run()
-    if run.rank == 0:
-        run.misuse("rank 1 did not call it: it has ended")
 
 
 def dies_while_saving():

@@ -5,17 +5,16 @@ import math
 
 import torch
 import torch.distributed as dist
-from harness import assert_same_everywhere, everywhere, raised, run
+from expect import assert_same_everywhere, full, raised
+from harness import CPU, everywhere, rank, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from accelerate import PartialState
 from accelerate.modules import norms
 
-CPU = not torch.cuda.is_available()
 DEVICE = "cpu" if CPU else "cuda"
 NORMS = (2.0, 3.0, math.inf)
 WIDTH = 7  # odd: shards are uneven, and with four ranks the last one of a bias of 2 has none
@@ -49,10 +48,6 @@ def backward(model):
     # The same batch everywhere: averages over ranks are then what one process has.
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float64)
     model(x).square().sum().mul(30.0).backward()
-
-
-def full(gradient):
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def same_as_one_process(build, label):
@@ -97,12 +92,11 @@ def tensor_parallel(model, mesh):
     return parallelize_module(model, mesh, plan)
 
 
-def one_dimension():
-    mesh = mesh_of(dist.get_world_size(), names=("dp_shard",))
+def check_one_dimension():
+    mesh = mesh_of(world(), names=("dp_shard",))
     same_as_one_process(lambda model: fully_shard(model, mesh=mesh), "FSDP2")
-    same_as_one_process(
-        lambda model: fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=not CPU)), "offloaded"
-    )
+    offload = CPUOffloadPolicy(pin_memory=not CPU)
+    same_as_one_process(lambda model: fully_shard(model, mesh=mesh, offload_policy=offload), "offloaded")
     same_as_one_process(lambda model: tensor_parallel(model, mesh), "TP beside plain parameters")
     reference, model = whole(), tensor_parallel(whole(), mesh)
     backward(reference)
@@ -110,25 +104,6 @@ def one_dimension():
     nn.utils.clip_grad_value_(reference.parameters(), 0.2)
     assert counting(lambda: norms.clip_grad_value(model.parameters(), 0.2))[1] == 0
     compare(model, reference, "values")
-
-
-def two_dimensions():
-    outer, inner = 2, dist.get_world_size() // 2
-    if inner > 1:
-        hybrid = mesh_of(outer, inner, names=("dp_replicate", "dp_shard"))
-        same_as_one_process(lambda model: fully_shard(model, mesh=hybrid), "HSDP")
-        both = mesh_of(outer, inner, names=("dp_shard", "tp"))
-        same_as_one_process(
-            lambda model: fully_shard(tensor_parallel(model, both["tp"]), mesh=both["dp_shard"]), "FSDP2 x TP"
-        )
-
-        def some(model):
-            """One layer sharded over both dimensions, one over tp only, the rest plain."""
-            tensor_parallel(model, both["tp"])
-            fully_shard(model.up, mesh=both["dp_shard"])
-            return model
-
-        same_as_one_process(some, "three layouts")
 
 
 def beside_a_plain_one(mesh, *placements):
@@ -147,18 +122,15 @@ def beside_a_plain_one(mesh, *placements):
         torch.testing.assert_close(sharded.grad.full_tensor(), value * (0.1 / (told + 1e-6)))
 
 
-def placements_and_summands():
-    size = dist.get_world_size()
+def check_placements_and_summands():
+    size = world()
     mesh = mesh_of(size, names=("tp",))
     for placement in (Replicate(), Shard(0), Shard(1)):
         beside_a_plain_one(mesh, placement)
-    if size == 4:
-        for pair in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
-            beside_a_plain_one(mesh_of(2, 2, names=("dp_shard", "tp")), *pair)
     value = torch.arange(10.0, device=DEVICE).view(5, 2) / 10
     for clip in (norms.clip_grad_norm, norms.clip_grad_value):
         parameter = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
-        parameter.grad = DTensor.from_local(value * (1 + dist.get_rank()), mesh, [Partial()])
+        parameter.grad = DTensor.from_local(value * (1 + rank()), mesh, [Partial()])
         summed = value * size * (size + 1) / 2
         told = clip([parameter], 0.5)
         if told is None:
@@ -169,27 +141,40 @@ def placements_and_summands():
         assert parameter.grad.placements == parameter.placements
 
 
-def trouble():
+def four_on_two_dimensions():
+    hybrid = mesh_of(2, 2, names=("dp_replicate", "dp_shard"))
+    same_as_one_process(lambda model: fully_shard(model, mesh=hybrid), "HSDP")
+    both = mesh_of(2, 2, names=("dp_shard", "tp"))
+    shard, tp = both["dp_shard"], both["tp"]
+    same_as_one_process(lambda model: fully_shard(tensor_parallel(model, tp), mesh=shard), "FSDP2 x TP")
+
+    def some(model):
+        """One layer sharded over both dimensions, one over tp only, the rest plain."""
+        tensor_parallel(model, tp)
+        fully_shard(model.up, mesh=shard)
+        return model
+
+    same_as_one_process(some, "three layouts")
+    for pair in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
+        beside_a_plain_one(both, *pair)
+
+
+def check_trouble():
     """Not finite on one rank only, a gradient missing on one rank only: all ranks agree."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = world()
     mesh = mesh_of(size, names=("dp_shard",))
     for norm_type in (2.0, math.inf):
         for value in (math.nan, math.inf):
             parameter = nn.Parameter(distribute_tensor(torch.ones(2 * size, device=DEVICE), mesh, [Shard(0)]))
             parameter.grad = parameter.detach().clone()
-            if rank == size - 1:
+            if rank() == size - 1:
                 parameter.grad.to_local()[0] = value
             with raised(RuntimeError, f"order {norm_type}", "nan" if math.isnan(value) else "inf"):
                 norms.clip_grad_norm([parameter], 1.0, norm_type, error_if_nonfinite=True)
             told = norms.clip_grad_norm([parameter], math.inf, norm_type)
             assert (told.isnan() if math.isnan(value) else told == math.inf).item()
         parameter = nn.Parameter(distribute_tensor(torch.ones(2 * size, device=DEVICE), mesh, [Shard(0)]))
-        if rank:
+        if rank():
             parameter.grad = parameter.detach().clone()
         told = norms.clip_grad_norm([parameter], math.inf, norm_type)
         assert everywhere(round(told.item() ** 2, 4)) == [1.0 if norm_type == math.inf else 2.0 * (size - 1)] * size
-
-
-if __name__ == "__main__":
-    PartialState(cpu=CPU)
-    run(one_dimension, two_dimensions, placements_and_summands, trouble)

@@ -1,29 +1,27 @@
-"""Checkpoints in an object store, of several processes: saved, replaced, loaded, rotated, from several nodes.
-
-The first argument is the URL below which the checkpoints go; a second one names a single check.
-"""
+"""Checkpoints in an object store, below the URL in STORE_URL: saved, replaced, loaded, rotated, from several nodes."""
 
 import os
-import sys
 import uuid
 
-from check_checkpoint import Job, differing
-from harness import everywhere, fresh_accelerator, run
+from check_checkpoint import Job
+from expect import differing
+from harness import everywhere, fresh_accelerator
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.storage import storage_of
 from accelerate.state import PartialState
 from accelerate.utils import ProjectConfiguration
 
-BASE = sys.argv.pop(1)
+BASE = os.environ["STORE_URL"]
 
 
 def fresh_url():
     """Return a URL below which there is nothing, the same on all ranks."""
+    fresh_accelerator()
     return f"{BASE}/{everywhere(uuid.uuid4().hex)[0]}"
 
 
-def training_continues_as_if_it_had_not_stopped():
+def check_training_continues_as_if_it_had_not_stopped():
     url = f"{fresh_url()}/checkpoint"
     whole = Job()
     whole.epoch()
@@ -42,13 +40,10 @@ def training_continues_as_if_it_had_not_stopped():
     assert differing(again.everything(), end) == []
 
 
-def checkpoints_are_numbered_and_old_ones_removed():
+def check_checkpoints_are_numbered_and_old_ones_removed():
     project = fresh_url()
-
-    def configuration():
-        return ProjectConfiguration(project, automatic_checkpoint_naming=True, total_limit=2)
-
-    job = Job(project_config=configuration())
+    naming = {"automatic_checkpoint_naming": True, "total_limit": 2}
+    job = Job(project_config=ProjectConfiguration(project, **naming))
     for _ in range(3):
         job.epoch()
         job.accelerator.save_state()
@@ -63,20 +58,18 @@ def checkpoints_are_numbered_and_old_ones_removed():
         formats.write_bytes(os.path.join(staged, "model.safetensors"), b"of a killed save")
         newer.upload(staged)
     job.accelerator.wait_for_everyone()
-    resumed = Job(seed=2, project_config=configuration())
+    resumed = Job(seed=2, project_config=ProjectConfiguration(project, **naming))
     assert resumed.accelerator.load_state() == folder.child("checkpoint_2").location
     assert differing(resumed.everything(), saved) == []
     resumed.epoch()
     resumed.accelerator.save_state()
     resumed.accelerator.wait_for_everyone()
-    assert [(number, place.state().kind) for number, place in folder.checkpoints()] == [
-        (2, "complete"),
-        (3, "complete"),
-    ]
+    kept = {number: place.state().kind for number, place in folder.checkpoints()}
+    assert kept == {2: "complete", 3: "complete"}
     assert folder.leftovers() == {}
 
 
-def an_accelerator_on_several_nodes():
+def check_an_accelerator_on_several_nodes():
     """Each process believes that it is alone on its node; this check comes last, because it stays so."""
     url = f"{fresh_url()}/checkpoint"
     os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -90,12 +83,3 @@ def an_accelerator_on_several_nodes():
     resumed = Job(seed=2)
     resumed.accelerator.load_state(url)
     assert differing(resumed.everything(), saved) == []
-
-
-if __name__ == "__main__":
-    fresh_accelerator()
-    run(
-        training_continues_as_if_it_had_not_stopped,
-        checkpoints_are_numbered_and_old_ones_removed,
-        an_accelerator_on_several_nodes,
-    )

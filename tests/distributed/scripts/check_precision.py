@@ -5,7 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from harness import everywhere, fresh_accelerator, run, shared_folder
+from harness import everywhere, fresh_accelerator, shared_folder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,7 +40,7 @@ class Exchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def the_table_is_true():
+def check_the_table_is_true():
     """Each row of each strategy, trained one step."""
     for strategy in ("ddp", "fsdp1", "fsdp2"):
         for row in rows(strategy):
@@ -54,7 +54,7 @@ def the_table_is_true():
             assert len(told) == int(upcast and dist.get_rank() == 0), (row, [str(item.message) for item in caught])
 
 
-def whole_and_local_sizes():
+def check_whole_and_local_sizes():
     """Shards of the ranks add up to the whole; every rank has the same memory report."""
     size = dist.get_world_size()
     for strategy in ("ddp", "fsdp1", "fsdp2"):
@@ -81,7 +81,7 @@ def whole_and_local_sizes():
         assert all(row.activations for row in found.rows)
 
 
-def whole_gradients_while_nothing_is_exchanged():
+def check_whole_gradients_while_nothing_is_exchanged():
     """The figure of the note is what the memory report then finds, beside what it finds without."""
     size = dist.get_world_size()
     for strategy in ("fsdp1", "fsdp2"):
@@ -102,7 +102,7 @@ def whole_gradients_while_nothing_is_exchanged():
         assert all(count <= whole / size + 64 * size for count in kept), (strategy, kept, whole)
 
 
-def float8_is_gathered_in_8_bits():
+def check_float8_is_gathered_in_8_bits():
     """FSDP2 with torchao: parameters of torchao's own type, which the optimizer follows and a checkpoint keeps."""
     if not is_torchao_available():
         return
@@ -128,14 +128,3 @@ def float8_is_gathered_in_8_bits():
         accelerator.load_state(folder)
         restored = [whole.full_tensor() for whole in model.parameters()]
         assert all(torch.equal(old, new) for old, new in zip(after, restored, strict=True))
-
-
-if __name__ == "__main__":
-    fresh_accelerator()
-    torch.manual_seed(0)
-    run(
-        the_table_is_true,
-        whole_and_local_sizes,
-        whole_gradients_while_nothing_is_exchanged,
-        float8_is_gathered_in_8_bits,
-    )

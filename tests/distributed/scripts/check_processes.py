@@ -1,6 +1,7 @@
 """What processes have in common and what each has to itself: seeds, order, groups, copies; triggers are in the self check."""
 
 import copy
+import logging
 import os
 import pickle
 import random
@@ -10,22 +11,16 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import (
-    CPU,
-    assert_same_everywhere,
-    differs_between_ranks,
-    everywhere,
-    fresh_accelerator,
-    raised,
-    run,
-    shared_folder,
-)
+from expect import assert_same_everywhere, differs_between_ranks, raised
+from harness import CPU, everywhere, fresh_accelerator, learn, shared_folder
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.state import PartialState
+from accelerate import Accelerator, comm
+from accelerate.logging import get_logger
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed, synchronize_rng_states
+from accelerate.utils import operations as ops
 
 
 def draws():
@@ -33,53 +28,37 @@ def draws():
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
-def seeds_are_common_or_each_rank_s_own():
+def ranks_of(accelerator):
+    """Which ranks an Accelerator gathers from."""
+    return accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
+
+
+def check_seeds_are_common_or_each_rank_s_own():
     accelerator = fresh_accelerator()
-    several = accelerator.num_processes > 1
+    world, rank = accelerator.num_processes, accelerator.process_index
     set_seed(42)
     common = draws()
     assert not differs_between_ranks(common)
     set_seed(42, device_specific=True)
     own = draws()
     told = torch.stack(everywhere(own))
-    for column in told.T:
-        assert len(set(column.tolist())) == accelerator.num_processes
-    set_seed(42 + accelerator.process_index)
-    assert torch.equal(draws(), own)
-    assert torch.equal(told[0], common)
+    assert all(len(set(column.tolist())) == world for column in told.T)
+    set_seed(42 + rank)
+    assert torch.equal(draws(), own) and torch.equal(told[0], common)
 
     set_seed(1, device_specific=True)
-    assert differs_between_ranks(torch.get_rng_state()) is several
+    generator = torch.Generator().manual_seed(rank)
+    assert differs_between_ranks(torch.get_rng_state()) is (world > 1)
     first = everywhere(torch.get_rng_state())[0]
-    synchronize_rng_states(["torch"])
+    synchronize_rng_states(["torch", "generator"], generator)
     assert torch.equal(torch.get_rng_state(), first)
-    assert not differs_between_ranks(torch.rand(3))
+    assert not differs_between_ranks(torch.cat([torch.rand(3), torch.rand(1, generator=generator)]))
     with raised(AssertionError, "generator"):
         synchronize_rng_states(["generator"])
 
 
-def inputs_are_shared_out():
-    accelerator = fresh_accelerator()
-    world, rank = accelerator.num_processes, accelerator.process_index
-    for length in (0, 1, 2, 2 * world, 2 * world + 1):
-        words = [f"word {number}" for number in range(length)]
-        with accelerator.split_between_processes(words) as part:
-            parts = everywhere(part)
-        assert sum(parts, []) == words, parts
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        if not length:
-            continue
-        numbers = torch.arange(length, device=accelerator.device)
-        with accelerator.split_between_processes({"n": numbers, "w": words}, apply_padding=True) as part:
-            assert part["n"].tolist() == [int(word.removeprefix("word ")) for word in part["w"]]
-            gathered = accelerator.gather(part["n"])
-        assert sorted(set(gathered.tolist())) == list(range(length))
-        assert len(gathered) == -(-length // world) * world
-    with accelerator.split_between_processes(tuple(range(2 * world))) as part:
-        assert part == (2 * rank, 2 * rank + 1)
-
-
-def the_main_process_goes_first():
+def check_order():
+    """The main process goes first; messages of all ranks come in their order."""
     accelerator = fresh_accelerator()
     for context, first in (
         (accelerator.main_process_first, accelerator.is_main_process),
@@ -91,66 +70,69 @@ def the_main_process_goes_first():
                 time.sleep(0.1)  # so that the others would be here before, if they did not wait
                 open(mark, "w").close()
             assert os.path.exists(mark)
+    logger, handler, heard = get_logger(__name__), logging.Handler(), []
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.logger.addHandler(handler)
+    logger.warning("in order", in_order=True)
+    assert sum(everywhere(heard), []) == [f"[RANK {each}] in order" for each in range(accelerator.num_processes)]
 
 
-def functions_run_where_they_should():
-    accelerator = fresh_accelerator()
-    world, rank = accelerator.num_processes, accelerator.process_index
-    expected = {
-        accelerator.on_main_process: [0],
-        accelerator.on_local_main_process: [0],
-        accelerator.on_last_process: [world - 1],
-        lambda f: accelerator.on_process(f, process_index=world - 1): [world - 1],
-        lambda f: accelerator.on_local_process(f, local_process_index=world - 1): [world - 1],
-    }
-    for decorate, ranks in expected.items():
-        told = everywhere(decorate(lambda: rank)())
-        assert told == [number if number in ranks else None for number in range(world)], (decorate, told)
-    assert everywhere(accelerator.should_save_model) == [number == 0 for number in range(world)]
-
-
-def copies_work_on():
+def check_copies_work_on():
     accelerator = fresh_accelerator(gradient_accumulation_steps=2)
-    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    world = accelerator.num_processes
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    loader = DataLoader(torch.arange(2.0 * 4 * world).view(-1, 2), batch_size=2)
-    accelerator.prepare(model, optimizer, scheduler, loader)
+    rows = torch.arange(2.0 * 4 * world).view(-1, 2)
+    accelerator.prepare(model, optimizer, scheduler, DataLoader(rows, batch_size=2))
     assert copy.deepcopy(accelerator) is accelerator
     again = pickle.loads(pickle.dumps(accelerator))
-    assert (again.num_processes, again.process_index, again.device) == (world, rank, device)
-    assert again.gather(torch.tensor([rank], device=device)).tolist() == list(range(world))
-    (model,), (optimizer,), (scheduler,), (loader,) = (
-        again._models,
-        again._optimizers,
-        again._schedulers,
-        again._dataloaders,
-    )
-    assert model is not accelerator._models[0]
-    seen = []
-    for batch in loader:
-        seen.append(again.gather_for_metrics(batch))
-    assert torch.equal(torch.cat(seen).cpu(), torch.arange(2.0 * 4 * world).view(-1, 2))
+    assert again.device == accelerator.device and ranks_of(again) == list(range(world))
+    kinds = (again._models, again._optimizers, again._schedulers, again._dataloaders)
+    assert [len(kind) for kind in kinds] == [1] * 4 and again._models[0] is not accelerator._models[0]
+    seen = [again.gather_for_metrics(batch) for batch in again._dataloaders[0]]
+    assert torch.equal(torch.cat(seen).cpu(), rows)
 
 
-def a_timeout_that_cannot_take_effect_is_refused():
+def check_a_live_accelerator_survives_a_reset():
+    """It gathers and trains, and a later one has settings of its own."""
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    net = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = dict(accelerator.state.__dict__)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert AcceleratorState._shared_state == {} and PartialState._shared_state == {}
+    assert accelerator.state.__dict__ == before
+    later = fresh_accelerator(mixed_precision="bf16")
+    assert later.mixed_precision == "bf16" and accelerator.mixed_precision == "no"
+    for each in (accelerator, later):
+        assert each.distributed_type == before["distributed_type"]
+        assert ranks_of(each) == list(range(before["num_processes"]))
+    with accelerator.accumulate(model):
+        learn(accelerator, model(torch.ones(1, 2, device=accelerator.device)).sum(), optimizer)
+
+
+def check_timeouts_that_cannot_take_effect_are_refused():
     fresh_accelerator()
     handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
     if PartialState().num_processes == 1:
         Accelerator(cpu=CPU, kwargs_handlers=[handler])  # there is no group that it could contradict
         return
     live = dist.distributed_c10d._get_default_group()
-    with raised(ValueError, "timeout", repr(timedelta(seconds=77)), repr(timedelta(seconds=1800))):
-        Accelerator(cpu=CPU, kwargs_handlers=[handler])
+    for make in (
+        lambda: Accelerator(cpu=CPU, kwargs_handlers=[handler]),
+        lambda: PartialState(timeout=handler.timeout),
+    ):
+        with raised(ValueError, "timeout", "seconds=77"):
+            make()
     assert dist.distributed_c10d._get_default_group() is live
     assert everywhere(0) == [0] * PartialState().num_processes
     # What the group has already is no contradiction.
-    Accelerator(cpu=CPU, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=1800))])
-    Accelerator(cpu=CPU, kwargs_handlers=[InitProcessGroupKwargs()])
+    for handler in (InitProcessGroupKwargs(timeout=timedelta(seconds=1800)), InitProcessGroupKwargs()):
+        Accelerator(cpu=CPU, kwargs_handlers=[handler])
 
 
-def training_ends_and_begins_again():
+def check_training_ends_and_begins_again():
     world = fresh_accelerator().num_processes
     for seconds in (30, 31):
         accelerator = Accelerator(cpu=CPU)
@@ -158,27 +140,34 @@ def training_ends_and_begins_again():
         assert not dist.is_initialized()
         if world > 1:
             with raised(RuntimeError, "Accelerator()"):
-                accelerator.gather(torch.ones(1, device=accelerator.device))
+                ranks_of(accelerator)
         handler = InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))
         later = Accelerator(cpu=CPU, kwargs_handlers=[handler])
-        rank, device = later.process_index, later.device
         assert later.num_processes == world and dist.is_initialized() is (world > 1)
-        assert later.gather(torch.tensor([rank], device=device)).tolist() == list(range(world))
+        assert ranks_of(later) == list(range(world))
         model = later.prepare(nn.Linear(2, 1))
-        later.backward(model(torch.full((1, 2), float(rank), device=device)).sum())
+        later.backward(model(torch.full((1, 2), float(later.process_index), device=later.device)).sum())
         assert_same_everywhere([parameter.grad for parameter in model.parameters()])
         if world > 1:
             group = dist.distributed_c10d._get_default_group()
-            assert group._get_backend(device).options._timeout == timedelta(seconds=seconds)
+            assert group._get_backend(later.device).options._timeout == timedelta(seconds=seconds)
 
 
-if __name__ == "__main__":
-    run(
-        seeds_are_common_or_each_rank_s_own,
-        inputs_are_shared_out,
-        the_main_process_goes_first,
-        functions_run_where_they_should,
-        copies_work_on,
-        a_timeout_that_cannot_take_effect_is_refused,
-        training_ends_and_begins_again,
-    )
+def check_states_take_over_the_group():
+    state = PartialState()
+    if state.num_processes == 1:
+        return
+    if state.device.type == "cpu":
+        assert state.distributed_type == "MULTI_CPU" and state.backend == "gloo"
+    group, before = dist.group.WORLD, dict(state.__dict__)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    state.wait_for_everyone()
+    adopted = PartialState(timeout=timedelta(minutes=7))
+    assert dist.group.WORLD is group
+    assert {**adopted.__dict__, "_cpu": before["_cpu"]} == before and adopted.__dict__ is not state.__dict__
+    assert ops.gather_with(comm.for_type(state.distributed_type), torch.tensor([1], device=state.device)).sum() > 1
+    adopted.destroy_process_group()
+    assert not dist.is_initialized() and PartialState().process_index == before["process_index"]
+    PartialState._reset_state()
+    fresh = PartialState()
+    assert dist.is_initialized() and everywhere(fresh.process_index) == list(range(before["num_processes"]))

@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 
 import torch.distributed as dist
-from check_checkpoint import CHECKS, Job, differing
-from harness import everywhere, raised, run, shared_folder
+from check_checkpoint import Job
+from expect import differing, raised
+from harness import everywhere, rank, shared_folder, world
 
 from accelerate.checkpoint import storage
 from accelerate.checkpoint.barrier import CollectiveMisuse
@@ -15,27 +16,26 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.utils import ProjectConfiguration
 
 
-def the_manifest_lists_what_every_rank_wrote():
+def check_the_manifest_lists_what_every_rank_wrote():
     job = Job()
-    world = job.accelerator.num_processes
     with shared_folder() as folder:
 
         def hook(models, weights, output_dir):
-            Path(output_dir, f"of_rank_{job.accelerator.process_index}.txt").write_text("mine")
+            Path(output_dir, f"of_rank_{rank()}.txt").write_text("mine")
 
         job.accelerator.register_save_state_pre_hook(hook)
         job.accelerator.save_state(folder)
         manifest = Manifest.read(folder)
         assert set(manifest.files) == set(os.listdir(folder)) - {"accelerate_manifest.json"}
-        assert manifest.world_size == world and manifest.strategy == ("ddp" if world > 1 else "single")
-        for rank in range(world):
-            assert manifest.files[f"generators_{rank}.safetensors"].rank == rank
-            assert manifest.files[f"of_rank_{rank}.txt"].size == 4
+        assert manifest.world_size == world() and manifest.strategy == ("ddp" if world() > 1 else "single")
+        for each in range(world()):
+            assert manifest.files[f"generators_{each}.safetensors"].rank == each
+            assert manifest.files[f"of_rank_{each}.txt"].size == 4
         leftovers = [name for name in os.listdir(os.path.dirname(folder)) if os.path.basename(folder) in name]
         assert leftovers == [os.path.basename(folder)], leftovers
 
 
-def what_is_saved_in_the_background_is_the_state_of_the_call():
+def check_what_is_saved_in_the_background_is_the_state_of_the_call():
     with shared_folder() as folder:
         config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=3, async_save=True)
         job = Job(project_config=config)
@@ -55,7 +55,7 @@ def what_is_saved_in_the_background_is_the_state_of_the_call():
             assert not differing(other.everything(), expected[number]), number
 
 
-def an_error_in_the_background_reaches_every_rank():
+def check_an_error_in_the_background_reaches_every_rank():
     """`wait_for_checkpoint` is for any rank alone: the others hear of the failure at the next call."""
     for alone in (False, True):
         with shared_folder() as folder:
@@ -79,14 +79,13 @@ def an_error_in_the_background_reaches_every_rank():
             job.accelerator.load_state(target)
 
 
-def one_that_cannot_copy_its_state_is_heard_of_in_the_same_call():
+def check_one_that_cannot_copy_its_state_is_heard_of_in_the_same_call():
     with shared_folder() as folder:
         job = Job()
-        job.counter.lock = threading.Lock() if job.accelerator.is_main_process else None
-        job.counter.state_dict = lambda: {"count": 1, "lock": job.counter.lock}
+        job.counter.state["lock"] = threading.Lock() if job.accelerator.is_main_process else None
         with raised((TypeError, RuntimeError), "lock"):
             job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
-        job.counter.lock = None
+        job.counter.state["lock"] = None
         job.accelerator.wait_for_everyone()  # one of them clears up
         assert os.listdir(folder) == []
         job.accelerator.wait_for_everyone()
@@ -94,7 +93,7 @@ def one_that_cannot_copy_its_state_is_heard_of_in_the_same_call():
         job.accelerator.wait_for_checkpoint()
 
 
-def one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
+def check_one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
     with shared_folder() as folder:
         job, group = Job(), dist.new_group(backend="gloo")
         first = job.accelerator.is_main_process
@@ -113,7 +112,7 @@ def one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
         handle.remove()
 
 
-def variables_of_a_launcher_may_be_wrong():
+def check_variables_of_a_launcher_may_be_wrong():
     """Nothing is loaded that no rank has looked at."""
     with shared_folder() as folder:
         job = Job()
@@ -141,7 +140,7 @@ def refuse(descriptor):
     raise OSError("no space left")
 
 
-def what_one_rank_cannot_load_no_rank_loads():
+def check_what_one_rank_cannot_load_no_rank_loads():
     with shared_folder() as folder:
         job = Job()
         job.steps(2)
@@ -149,13 +148,15 @@ def what_one_rank_cannot_load_no_rank_loads():
         other = Job(seed=3)
         other.steps(1)
         before = other.everything()
-        other.counter.refuses = other.accelerator.is_last_process
+        other.counter.loading = (
+            ValueError("this counter takes no state") if other.accelerator.is_last_process else None
+        )
         with raised((ValueError, RuntimeError), "this counter takes no state"):
             other.accelerator.load_state(folder)
         assert not differing(other.everything(), before)
 
 
-def all_ranks_take_the_same_newest_one():
+def check_all_ranks_take_the_same_newest_one():
     with shared_folder() as folder:
         config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
         job = Job(project_config=config)
@@ -175,13 +176,12 @@ def all_ranks_take_the_same_newest_one():
         assert not differing(job.everything(), saved[1])
 
 
-def what_not_all_ranks_do_is_an_error_where_it_was_done():
+def check_what_not_all_ranks_do_is_an_error_where_it_was_done():
     job = Job()
-    rank = job.accelerator.process_index
     with shared_folder() as folder:
         with raised(CollectiveMisuse, "c0", "c1", "rank 0", "rank 1"):
-            job.accelerator.save_state(os.path.join(folder, f"c{rank}"))
-        if rank == 0:
+            job.accelerator.save_state(os.path.join(folder, f"c{rank()}"))
+        if rank() == 0:
             with raised(CollectiveMisuse, "save_state", "check_saving.py", "rank 1"):
                 job.accelerator.save_state(os.path.join(folder, "alone"))
         job.accelerator.wait_for_everyone()
@@ -194,10 +194,13 @@ def every_node_has_its_own():
     """Each rank is a node with a disk of its own at the same path."""
     disk = os.environ["OWN_DISK"]
     project = ProjectConfiguration(disk, automatic_checkpoint_naming=True, total_limit=1, save_on_each_node=True)
-    job = Job(norm=False, project_config=project)
-    rank = job.accelerator.process_index
+    job = Job(project_config=ProjectConfiguration(save_on_each_node=True))
     assert job.accelerator.local_process_index == 0
-    nodes_that_share_a_disk_are_told_so()
+    patience, storage.PATIENCE_S = storage.PATIENCE_S, 0.3
+    with raised(RuntimeError, "leave save_on_each_node=True out"):  # they share a disk
+        job.accelerator.save_state(os.path.join(os.environ["SHARED_DISK"], "c"))
+    storage.PATIENCE_S = patience
+    job.accelerator.wait_for_everyone()
     job = Job(norm=False, project_config=project)
     job.steps(2)
     for blocking in (True, False):
@@ -206,57 +209,30 @@ def every_node_has_its_own():
     here = Path(disk, "checkpoints", "checkpoint_1")
     assert os.listdir(here.parent) == [here.name], os.listdir(here.parent)
     manifest = Manifest.read(here)
-    assert {f"generators_{rank}.safetensors", "model.safetensors", "optimizer.bin"} <= set(manifest.files)
-    assert f"generators_{1 - rank}.safetensors" not in manifest.files
+    assert {f"generators_{rank()}.safetensors", "model.safetensors", "optimizer.bin"} <= set(manifest.files)
+    assert f"generators_{1 - rank()}.safetensors" not in manifest.files
     saved = job.everything()
     job.steps(2)
     assert job.accelerator.load_state() == here and not differing(job.everything(), saved)
     # Damage on one node is heard of on the other.
-    if rank == 1:
+    if rank() == 1:
         (here / "model.safetensors").unlink()
     with raised(DamagedCheckpoint, "model.safetensors is missing"):
         job.accelerator.load_state(here)
     # A run that ends after one node has published and before the other one has leaves different saves.
     one = str(job.accelerator.save_state())
     text = Manifest.read(one)
-    if rank == 1:
+    if rank() == 1:
         dataclasses.replace(text, save="another one").write(one)
     before = job.everything()
     with raised(DamagedCheckpoint, "different saves"):
         job.accelerator.load_state(one)
     assert not differing(job.everything(), before)
     # The number of the next one is the same everywhere.
-    if rank == 1:
+    if rank() == 1:
         damaged = Path(disk, "checkpoints", "checkpoint_6", "generators_0.safetensors")
         damaged.parent.mkdir()
         damaged.touch()
     job.accelerator.save_state()
     job.accelerator.load_state()
     assert job.accelerator.save_iteration == 7
-    job.accelerator.print("ok nodes")
-
-
-def nodes_that_share_a_disk_are_told_so():
-    job = Job(project_config=ProjectConfiguration(save_on_each_node=True))
-    storage.PATIENCE_S = 0.3
-    with raised(RuntimeError, "leave save_on_each_node=True out"):
-        job.accelerator.save_state(os.path.join(os.environ["SHARED_DISK"], "c"))
-    job.accelerator.wait_for_everyone()
-
-
-if __name__ == "__main__":
-    if "OWN_DISK" in os.environ:
-        every_node_has_its_own()
-    else:
-        run(
-            *CHECKS,
-            the_manifest_lists_what_every_rank_wrote,
-            what_is_saved_in_the_background_is_the_state_of_the_call,
-            an_error_in_the_background_reaches_every_rank,
-            one_that_cannot_copy_its_state_is_heard_of_in_the_same_call,
-            variables_of_a_launcher_may_be_wrong,
-            what_one_rank_cannot_load_no_rank_loads,
-            all_ranks_take_the_same_newest_one,
-            what_not_all_ranks_do_is_an_error_where_it_was_done,
-            one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it,
-        )

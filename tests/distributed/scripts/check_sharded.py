@@ -1,6 +1,5 @@
 """What goes wrong with shards in silence: other weights on other ranks, optimizers left behind, gradients that are not exchanged."""
 
-import logging
 import os
 import warnings
 import weakref
@@ -8,18 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from harness import (
-    assert_same_everywhere,
-    differs_between_ranks,
-    everywhere,
-    fresh_accelerator,
-    raised,
-    run,
-    shared_folder,
-)
+from expect import assert_same_everywhere, differs_between_ranks, logged, raised
+from harness import Kept, everywhere, fresh_accelerator, learn, rank, shared_folder, world
 from torch import nn
 from torch.distributed.fsdp import _flat_param
+from torch.distributed.tensor import DTensor
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.checkpoint.manifest import NAME
@@ -32,7 +24,8 @@ from accelerate.utils import (
     fsdp2_load_full_state_dict,
 )
 
-FOUR = int(os.environ["WORLD_SIZE"]) == 4
+TWO_BY_TWO = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+CONSISTENCY = "accelerate.parallel.consistency"
 
 
 class Model(nn.Module):
@@ -66,13 +59,14 @@ def build(seed=0):
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def rank():
-    return dist.get_rank()
-
-
 def batch(seed=0, samples=4):
-    whole = torch.randn(samples * dist.get_world_size(), 4, generator=torch.Generator().manual_seed(seed))
+    whole = torch.randn(samples * world(), 4, generator=torch.Generator().manual_seed(seed))
     return whole, whole[samples * rank() : samples * (rank() + 1)]
+
+
+def train(accelerator, model, optimizer, dtype=torch.float32):
+    for number in range(2):
+        learn(accelerator, model(batch(number)[1].to(dtype)).square().mean(), optimizer)
 
 
 def weights(accelerator, model):
@@ -86,47 +80,38 @@ def assert_close(found, expected):
 
 
 @contextmanager
-def logged(name, fragment, times=1):
-    """Require that rank 0, and no other, logs a warning so often."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    try:
+def told(fragment, times=1):
+    """Require that rank 0, and no other, logs a warning about ranks that differ, so often."""
+    with logged(CONSISTENCY) as lines:
         yield
-    finally:
-        logger.removeHandler(handler)
-    told = [record.getMessage() for record in records if fragment in record.getMessage()]
-    assert len(told) == (times if rank() == 0 else 0), told
+    found = [line for line in lines if fragment in line]
+    assert len(found) == (times if rank() == 0 else 0), lines
 
 
-CONSISTENCY = "accelerate.parallel.consistency"
-
-
-def check_other_seeds_train_the_weights_of_rank_zero():
-    """Version 1 and 2, sharded and not: each rank's own draw would be a mixture, and replicas would never be equal."""
-    kinds = [{"fsdp_plugin": sharding(2)}, {"fsdp_plugin": sharding(1)}]
-    kinds += [{"fsdp_plugin": sharding(1, sharding_strategy="NO_SHARD")}]
-    if FOUR:
-        mesh = {"dp_replicate_size": 2, "dp_shard_size": 2}
-        kinds = [
-            {"fsdp_plugin": sharding(2), "parallelism_config": ParallelismConfig(**mesh)},
-            {"fsdp_plugin": sharding(1), "parallelism_config": ParallelismConfig(**mesh)},
-        ]
+def other_seeds(*kinds):
+    """Each rank's own draw would be a mixture, and replicas would never be equal."""
     for options in kinds:
         accelerator = fresh_accelerator(**options)
         model, optimizer = build(seed=rank())
         expected = everywhere(model.state_dict())[0]
-        with logged(CONSISTENCY, "those of rank 0 are used"):
+        with told("those of rank 0 are used"):
             model, optimizer = accelerator.prepare(model, optimizer)
         assert_close(weights(accelerator, model), expected)
         assert_same_everywhere(model.buffers())
         if options["fsdp_plugin"].fsdp_version == 2:
             assert_same_everywhere([parameter.full_tensor() for parameter in model.parameters()], "shards")
         accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
-        with logged(CONSISTENCY, "", times=0):
+        with told("", times=0):
             accelerator.prepare(*build())
+
+
+def check_other_seeds_train_the_weights_of_rank_zero():
+    whole = sharding(1, sharding_strategy="NO_SHARD")
+    other_seeds({"fsdp_plugin": sharding(2)}, {"fsdp_plugin": sharding(1)}, {"fsdp_plugin": whole})
+
+
+def four_replicas_of_other_seeds():
+    other_seeds(*({"fsdp_plugin": sharding(version), "parallelism_config": TWO_BY_TWO} for version in (2, 1)))
 
 
 def check_models_that_differ_are_refused_by_all_ranks():
@@ -151,14 +136,12 @@ def check_models_that_differ_are_refused_by_all_ranks():
 
 def check_trainable_modules_left_whole_are_told():
     for version in (1, 2):
-        accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
-        with logged(CONSISTENCY, "does not average their gradients"):
-            accelerator.prepare(build()[0])
-        accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
-        model, _ = build()
-        model.last.requires_grad_(False)
-        with logged(CONSISTENCY, "does not average", times=0):
-            accelerator.prepare(model)
+        for trained in (True, False):
+            accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
+            model, _ = build()
+            model.last.requires_grad_(trained)
+            with told("does not average their gradients", times=int(trained)):
+                accelerator.prepare(model)
 
 
 def check_whole_and_sharded_gradients_are_weighed_together():
@@ -189,11 +172,9 @@ def check_an_optimizer_made_before_follows_into_another_accelerator():
         second = Accelerator(cpu=True)
         model, optimizer = second.prepare(model, optimizer)
         before = weights(second, model)
-        second.backward(model(batch()[1]).sum())
-        optimizer.step()
-        assert all(
-            not torch.equal(value, before[name]) for name, value in weights(second, model).items() if "." in name
-        )
+        learn(second, model(batch()[1]).sum(), optimizer)
+        after = weights(second, model)
+        assert not any(torch.equal(value, before[name]) for name, value in after.items() if "." in name)
         first.free_memory()
         second.free_memory()
         with raised(ValueError, "a step would change nothing"):
@@ -244,9 +225,7 @@ def check_regions_are_compiled_where_shards_find_their_state():
         for step in range(4):
             whole, mine = batch(seed=step)
             with accelerator.accumulate(model):
-                accelerator.backward(model(mine).pow(2).mean())
-                optimizer.step()
-                optimizer.zero_grad()
+                learn(accelerator, model(mine).pow(2).mean(), optimizer)
             (reference(whole).pow(2).mean() / 2).backward()
             if step % 2:
                 by_hand.step()
@@ -277,8 +256,7 @@ def check_whole_weights_are_freed_while_sharding():
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         model, optimizer = build()
         old = weakref.ref(model.blocks[0][0].weight)
-        expected = model.state_dict() if rank() == 0 else {}
-        expected = {key: value.clone() for key, value in expected.items()}
+        expected = {key: value.clone() for key, value in model.state_dict().items()} if rank() == 0 else {}
         setattr(owner, name, watched(original))
         try:
             model, optimizer = accelerator.prepare(model, optimizer)
@@ -286,17 +264,6 @@ def check_whole_weights_are_freed_while_sharding():
             setattr(owner, name, original)
         assert sizes and not any(sizes), (version, sizes)
         assert_close(weights(accelerator, model), expected)
-
-
-def check_an_optimizer_survives_a_model_that_was_refused():
-    """Torch wants one kind of parameters in a flat one; the next try takes the same model and optimizer."""
-    model, optimizer = build()
-    model.blocks[0][0].weight.requires_grad_(False)
-    accelerator = fresh_accelerator(fsdp_plugin=sharding(1))
-    with raised(ValueError, "uniform"):
-        accelerator.prepare(model, optimizer)
-    expected = build()[0].state_dict()
-    assert_close(model.last.state_dict(), {"weight": expected["last.weight"], "bias": expected["last.bias"]})
 
 
 def check_weights_are_written_where_they_are():
@@ -331,52 +298,34 @@ def check_what_ranks_have_whole_is_written_as_the_first_has_it():
 def check_a_load_reads_over_what_is_there():
     """Once the checkpoint is verified and every rank takes its state; until then nothing changes, and no memory is taken twice."""
 
-    class Stubborn:
-        refuses = False
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            if self.refuses and rank() == 1:
-                raise ValueError("not this one")
-
-    def local(value):
-        return (value.to_local() if hasattr(value, "to_local") else value).detach()
-
     for dtype in (torch.float32, torch.bfloat16):
         accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
         model = Model()
         model.blocks[1][0].weight = model.blocks[0][0].weight
         model.to(dtype)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        stubborn = Stubborn()
+        stubborn = Kept()
         accelerator.register_for_checkpointing(stubborn)
-
-        def steps(accelerator=accelerator, model=model, optimizer=optimizer, dtype=dtype):
-            for number in range(2):
-                accelerator.backward(model(batch(number)[1].to(dtype)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
 
         def tensors(model=model, optimizer=optimizer):
             kept = [value for of_one in optimizer.optimizer.state.values() for value in of_one.values()]
-            return [local(value) for value in (*model.parameters(), model.scale, *kept)]
+            found = [value.detach() for value in (*model.parameters(), model.scale, *kept)]
+            return [value.to_local() if isinstance(value, DTensor) else value for value in found]
 
-        steps()
+        train(accelerator, model, optimizer, dtype)
         if dtype == torch.bfloat16:  # torch's optimizers give their states the dtype of the parameter again
             for of_one in optimizer.optimizer.state.values():
                 of_one["exp_avg_sq"] = of_one["exp_avg_sq"].float()
         with shared_folder() as folder:
             accelerator.save_state(folder)
             saved = [tensor.to(dtype, copy=True) for tensor in tensors()]
-            steps()
+            train(accelerator, model, optimizer, dtype)
             before, places = [tensor.clone() for tensor in tensors()], [tensor.data_ptr() for tensor in tensors()]
-            stubborn.refuses = True
+            stubborn.loading = ValueError("not this one") if rank() == 1 else None
             with raised((ValueError, RuntimeError), "not this one"):
                 accelerator.load_state(folder)
             assert all(map(torch.equal, tensors(), before))
-            stubborn.refuses = False
+            stubborn.loading = None
             accelerator.load_state(folder)
             assert all(map(torch.equal, tensors(), saved)), dtype
             if dtype == torch.float32:
@@ -431,16 +380,13 @@ def check_a_step_is_skipped_by_all_ranks():
         assert len(set(everywhere(accelerator.scaler.get_scale()))) == 1
 
 
-def check_layers_and_shards_of_other_seeds():
+def four_layers_and_shards_of_other_seeds():
     """Each group of ranks with the same part of the layers takes the weights of its first."""
     mesh = ParallelismConfig(dp_shard_size=2, tp_size=2)
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2), parallelism_config=mesh)
     model, _ = build(seed=rank())
     model._tp_plan = {"first": "colwise", "blocks.*.0": "rowwise"}
-    try:
-        model = accelerator.prepare(model)
-    except (ValueError, RuntimeError) as error:
-        raise AssertionError(str(error)) from error
+    model = accelerator.prepare(model)
     whole = [parameter.full_tensor() for parameter in model.parameters()]
     assert_same_everywhere(whole, "layers")
     assert not differs_between_ranks(model.scale)
@@ -455,57 +401,43 @@ def contents(folder):
     }
 
 
-def check_shards_are_written_in_the_background():
+def written_in_the_background(*kinds):
     """Under a training that goes on: what is written is the state of the call, byte for byte that of a save that waits."""
-    kinds = [{"fsdp_plugin": sharding(2)}, {"fsdp_plugin": sharding(1)}]
-    kinds += [{"fsdp_plugin": sharding(2, state_dict_type=kind)} for kind in ("FULL_STATE_DICT",)]
-    if FOUR:
-        kinds = [
-            {"fsdp_plugin": sharding(2), "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
-        ]
     for kind in kinds:
         accelerator = fresh_accelerator(**kind)
         model, _ = build()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
-        def steps(accelerator=accelerator, model=model, optimizer=optimizer):
-            for number in range(3):
-                accelerator.backward(model(batch(number)[1]).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-
-        steps()
+        train(accelerator, model, optimizer)
         with shared_folder() as folder:
             accelerator.save_state(f"{folder}/waits")
             accelerator.save_state(f"{folder}/goes_on", blocking=False)
-            steps()  # meanwhile: with collectives of its own
+            train(accelerator, model, optimizer)  # meanwhile: with collectives of its own
             accelerator.wait_for_checkpoint()
             accelerator.wait_for_everyone()
             assert contents(f"{folder}/goes_on") == contents(f"{folder}/waits"), kind
             after = weights(accelerator, model)
             accelerator.load_state(f"{folder}/goes_on")
-            steps()
+            train(accelerator, model, optimizer)
             assert_close(weights(accelerator, model), after)
             accelerator.wait_for_everyone()
 
 
+def check_shards_are_written_in_the_background():
+    plugins = (sharding(2), sharding(1), sharding(2, state_dict_type="FULL_STATE_DICT"))
+    written_in_the_background(*({"fsdp_plugin": plugin} for plugin in plugins))
+
+
+def four_write_in_the_background():
+    written_in_the_background({"fsdp_plugin": sharding(2), "parallelism_config": TWO_BY_TWO})
+
+
 def check_a_rank_that_cannot_collect_its_state_stops_all():
     """The others do not wait for it where shards are written together; the next save works."""
-
-    class Counter:
-        broken = rank() == 1
-
-        def state_dict(self):
-            if self.broken:
-                raise OSError("the counter is broken")
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
     accelerator.prepare(*build())
-    counter = Counter()
+    counter = Kept()
+    counter.saving = OSError("the counter is broken") if rank() == 1 else None
     accelerator.register_for_checkpointing(counter)
     with shared_folder() as folder:
         for blocking in (True, False):
@@ -514,41 +446,6 @@ def check_a_rank_that_cannot_collect_its_state_stops_all():
         accelerator.wait_for_everyone()
         assert os.listdir(folder) == []
         accelerator.wait_for_everyone()
-        counter.broken = False
+        counter.saving = None
         accelerator.save_state(f"{folder}/whole")
         accelerator.load_state(f"{folder}/whole")
-
-
-CHECKS = (
-    check_other_seeds_train_the_weights_of_rank_zero,
-    check_models_that_differ_are_refused_by_all_ranks,
-    check_trainable_modules_left_whole_are_told,
-    check_whole_and_sharded_gradients_are_weighed_together,
-    check_an_optimizer_made_before_follows_into_another_accelerator,
-    check_no_sync_may_be_nested,
-    check_a_full_state_dict_need_not_have_what_none_has,
-    check_regions_are_compiled_where_shards_find_their_state,
-    check_whole_weights_are_freed_while_sharding,
-    check_an_optimizer_survives_a_model_that_was_refused,
-    check_weights_are_written_where_they_are,
-    check_what_ranks_have_whole_is_written_as_the_first_has_it,
-    check_a_load_reads_over_what_is_there,
-    check_a_model_whose_state_is_a_copy_is_loaded,
-    check_a_size_that_is_none_is_refused_by_all_ranks,
-    check_a_step_is_skipped_by_all_ranks,
-    check_shards_are_written_in_the_background,
-    check_a_rank_that_cannot_collect_its_state_stops_all,
-)
-if __name__ == "__main__":
-    fresh_accelerator()
-    run(
-        *(
-            CHECKS
-            if not FOUR
-            else (
-                check_other_seeds_train_the_weights_of_rank_zero,
-                check_layers_and_shards_of_other_seeds,
-                check_shards_are_written_in_the_background,
-            )
-        )
-    )

@@ -1,19 +1,19 @@
 """Checkpoints of models that torch spreads over ranks: what one strategy writes any other loads, on any number of ranks.
 
-Each check is a list of trials. A trial trains a model under one strategy on some ranks, saves it, and goes on for two steps.
-Then other strategies, on other numbers of ranks, load the checkpoint, find weights and optimizer bit for bit as they were saved,
-and go on for the same two steps. Data are the same on all ranks, so that the number of ranks changes nothing else. The numbers of
-ranks are those of process groups that a part of the processes forms; the rest waits.
+A trial trains a model under one strategy on some ranks, saves it, and goes on for two steps. Others load the checkpoint, find
+weights and optimizer bit for bit, and go on for the same two steps. Data are the same on all ranks; the numbers of ranks are
+those of process groups that a part of the processes forms, while the rest waits.
 """
 
 import copy
+import functools
 import os
-import sys
 import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from expect import differing, raised
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -153,20 +153,9 @@ class Job:
         sharded_io.load_optimizer(self.optimizer, self.model, folder)
 
 
-def differing(mine, theirs, path=""):
-    """Return where two nested structures differ in any bit."""
-    if isinstance(mine, dict):
-        odd = [f"{path}/{key}" for key in mine.keys() ^ theirs.keys()]
-        both = [key for key in mine if key in theirs]
-        return odd + [found for key in both for found in differing(mine[key], theirs[key], f"{path}/{key}")]
-    if isinstance(mine, list):
-        return [found for a, b in zip(mine, theirs, strict=True) for found in differing(a, b, path)]
-    if isinstance(mine, torch.Tensor):
-        return [] if torch.equal(mine, theirs) and mine.dtype == theirs.dtype else [path]
-    return [] if mine == theirs or path.endswith("/params") else [path]
-
-
-# -- trials ------------------------------------------------------------------------------------------------------------
+def unlike(mine, theirs):
+    """Where two states differ, but for the numbers of parameters."""
+    return [where for where in differing(mine, theirs) if "/params/" not in where]
 
 
 class Stage:
@@ -194,6 +183,15 @@ class Stage:
 
 
 STAGE = Stage()
+
+
+def staged(ranks):
+    """Let a check run on so many ranks, with a name of its own for folders."""
+
+    def stage(check):
+        return functools.wraps(check)(lambda: STAGE.on(ranks, check, os.path.join(STAGE.folder, check.__name__)))
+
+    return stage
 
 
 def trial(writer, layout, writers, *readings, resharded=None):
@@ -234,7 +232,7 @@ def read(folder, strategies):
         losses = [job.step(number) for number in (3, 4)]
         after = job.whole()
         if dist.get_rank() == 0:
-            found = differing(expected["saved"], loaded)
+            found = unlike(expected["saved"], loaded)
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected["losses"]), rtol=1e-5, atol=1e-6)
             for name, value in expected["after"]["model"].items():
                 if not torch.allclose(value, after["model"][name], rtol=1e-4, atol=1e-6):
@@ -243,10 +241,7 @@ def read(folder, strategies):
     assert not problems, f"{folder} on {dist.get_world_size()}: " + "\n".join(problems)
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def each_strategy_reads_what_the_others_write():
+def check_each_strategy_reads_what_the_others_write():
     trial("fsdp2", "sharded", 2, (3, "fsdp1 tp ddp"), (1, "fsdp1-flat fsdp2 plain"))
     trial("fsdp1", "sharded", 2, (3, "fsdp2 fsdp1-flat"), (1, "plain"))
     trial("fsdp1-flat", "sharded", 2, (1, "fsdp1-flat fsdp2"), (3, "fsdp1"))
@@ -258,11 +253,8 @@ def each_strategy_reads_what_the_others_write():
     trial("fsdp1", "full", 2, (2, "fsdp1-flat ddp"))
 
 
-def a_rank_that_fails_stops_all_before_anything_changes():
-    STAGE.on(2, _failing, os.path.join(STAGE.folder, "failing"))
-
-
-def _failing(folder):
+@staged(2)
+def check_a_rank_that_fails_stops_all_before_anything_changes(folder):
     for strategy in ("fsdp1", "fsdp2"):
         job, here = Job(strategy), f"{folder}-{strategy}"
         job.step(0)
@@ -280,28 +272,25 @@ def _failing(folder):
             (partial(sharded_io.save_model, job.model, here, 0, "full"), 0),
         ):
             mine = dist.get_rank() == culprit
-            raises(
-                (DamagedCheckpoint, ZeroDivisionError) if mine else RuntimeError,
-                work,
-                "" if mine else f"Rank {culprit} failed",
-            )
+            own = (DamagedCheckpoint, ZeroDivisionError), ""
+            with raised(*(own if mine else (RuntimeError, f"Rank {culprit} failed"))):
+                work()
         FileSystemReader.read_data, formats.write_torch = read_data, write_torch
-        assert not differing(before, job.whole())
+        assert not unlike(before, job.whole())
 
 
-def one_rank_that_cannot_begin_or_merge_keeps_nobody_waiting():
-    STAGE.on(STAGE.size, _beginning, os.path.join(STAGE.folder, "beginning"))
-
-
-def _beginning(folder):
+@staged(STAGE.size)
+def check_one_rank_that_cannot_begin_or_merge_keeps_nobody_waiting(folder):
     rank, job, mine = dist.get_rank(), Job("fsdp2"), folder
     job.step(0)
     if rank == 1:
         open(f"{folder}-file", "w").close()
         mine = f"{folder}-file/checkpoint"
     kind = NotADirectoryError if rank == 1 else RuntimeError
-    raises(kind, lambda: sharded_io.save_model(job.model, mine), "Not a directory")
-    raises(kind, lambda: sharded_io.save_optimizer(job.optimizer, job.model, mine), "Not a directory")
+    with raised(kind, "Not a directory"):
+        sharded_io.save_model(job.model, mine)
+    with raised(kind, "Not a directory"):
+        sharded_io.save_optimizer(job.optimizer, job.model, mine)
 
     PartialState(cpu=True)
     sharded_io.save_model(job.model, folder)
@@ -310,11 +299,8 @@ def _beginning(folder):
     if rank == 0:
         os.rename(file, f"{file}.aside")
     dist.barrier()
-    raises(
-        DamagedCheckpoint if rank == 0 else RuntimeError,
-        lambda: fsdp_utils.merge_fsdp_weights(shards, merged, remove_checkpoint_dir=True),
-        "__0_0.distcp is missing",
-    )
+    with raised(DamagedCheckpoint if rank == 0 else RuntimeError, "__0_0.distcp is missing"):
+        fsdp_utils.merge_fsdp_weights(shards, merged, remove_checkpoint_dir=True)
     assert os.path.exists(f"{shards}/.metadata") and not os.path.exists(merged)
     dist.barrier()
     if rank == 0:
@@ -326,22 +312,8 @@ def _beginning(folder):
     PartialState._reset_state()
 
 
-def raises(kind, work, words):
-    try:
-        work()
-    except kind as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"nothing was raised that says {words!r}")
-
-
-def what_does_not_fit_is_refused_or_left_out():
-    folder = os.path.join(STAGE.folder, "misfits")
-    STAGE.on(1, _flat_without_names, f"{folder}-flat")
-    STAGE.on(2, _not_strict, f"{folder}-strict")
-
-
-def _flat_without_names(folder):
+@staged(1)
+def check_flat_parameters_need_names(folder):
     plain = Job("plain")
     plain.step(0)
     os.makedirs(folder)
@@ -349,15 +321,17 @@ def _flat_without_names(folder):
     torch.save(plain.optimizer.state_dict(), f"{folder}/optimizer.bin")
     job = Job("fsdp1-flat", seed=1)
     sharded_io.load_model(job.model, folder)
-    raises(RuntimeError, lambda: sharded_io.load_optimizer(job.optimizer, job.model, folder), "use_orig_params=True")
+    with raised(RuntimeError, "use_orig_params=True"):
+        sharded_io.load_optimizer(job.optimizer, job.model, folder)
     assert not job.optimizer.state
     job = Job("fsdp1", seed=1)
     job.load(folder)
-    found = differing(plain.whole(), job.whole())
+    found = unlike(plain.whole(), job.whole())
     assert not found, found
 
 
-def _not_strict(folder):
+@staged(2)
+def check_what_is_missing_is_refused_or_left_out(folder):
     for strategy in ("fsdp1", "fsdp1-flat", "fsdp2"):
         job, other = Job(strategy), Job(strategy, seed=1)
         values = state.model_state(job.model).values
@@ -368,13 +342,14 @@ def _not_strict(folder):
                 if name.endswith("scale"):
                     parameter.fill_(7)
         before = other.whole()["model"]
-        raises(RuntimeError, partial(sharded_io.load_model, other.model, f"{folder}-{strategy}"), "scale is missing")
+        with raised(RuntimeError, "scale is missing"):
+            sharded_io.load_model(other.model, f"{folder}-{strategy}")
         keys = sharded_io.load_model(other.model, f"{folder}-{strategy}", strict=False)
         assert keys.missing_keys == ["scale"] and not keys.unexpected_keys, keys
         mine, theirs = job.whole()["model"], other.whole()["model"]
         if dist.get_rank() == 0:
             mine["scale"] = before["scale"]
-        assert not differing(mine, theirs), (strategy, differing(mine, theirs))
+        assert not unlike(mine, theirs), (strategy, unlike(mine, theirs))
 
 
 EVERYBODY = "plain ddp fsdp1 fsdp1-flat fsdp2 tp"
@@ -395,22 +370,6 @@ def meshes_of_two_dims():
     trial("fsdp2", "sharded", 2, (4, "hsdp2 fsdp2-tp fsdp1-hybrid"))
 
 
-def a_file_per_rank():
+def check_a_file_per_rank():
     for writer in ("fsdp1", "fsdp1-flat", "fsdp2", "tp"):
         trial(writer, "local", 2, (2, writer))
-
-
-CHECKS = (
-    each_strategy_reads_what_the_others_write,
-    a_file_per_rank,
-    a_rank_that_fails_stops_all_before_anything_changes,
-    one_rank_that_cannot_begin_or_merge_keeps_nobody_waiting,
-    what_does_not_fit_is_refused_or_left_out,
-)
-
-if __name__ == "__main__":
-    for check in (*CHECKS, the_wide_matrix, meshes_of_two_dims):
-        if check.__name__ in sys.argv[1:] or check in CHECKS and not sys.argv[1:]:
-            check()
-            if STAGE.rank == 0:
-                print(f"ok {check.__name__}", flush=True)

@@ -1,49 +1,35 @@
-"""Streams across real processes: who reads what, each sample once, uneven ends, errors on one rank.
-
-`check_loaders.py` runs these checks; as a program this loses a process.
-"""
+"""Streams across real processes: who reads what, each sample once, uneven ends, errors on one rank."""
 
 import logging
 import os
 import warnings
-from contextlib import contextmanager
 
 import torch
-from harness import everywhere, fresh_accelerator, raised, run
-from torch.utils.data import DataLoader, IterableDataset
+from expect import logged, raised
+from harness import Stream, everywhere, fresh_accelerator, learn, rank, world
+from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from accelerate import DataLoaderConfiguration
+from accelerate import DataLoaderConfiguration, comm
 from accelerate.data import iterable, plan
 from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.state import PartialState
 from accelerate.utils.imports import is_datasets_available, is_torchdata_stateful_dataloader_available
 
+USUAL = ("check_", "stored_") if is_datasets_available() else ("check_",)
 SHARDED = DataLoaderConfiguration(dispatch_batches=False)
 DIVIDED = DataLoaderConfiguration(shard_iterable_dataset=False)
 
 
-class Own(IterableDataset):
+def own(lengths, error_at=None):
     """A stream that gives every rank its own part, of another length on every rank."""
 
-    def __init__(self, lengths, error_at=None):
-        self.lengths = lengths
-        self.error_at = error_at
-
-    def __iter__(self):
-        rank = PartialState().process_index
-        for row in range(self.lengths[rank]):
-            if self.error_at == (rank, row):
+    def rows():
+        for row in range(lengths[rank()]):
+            if error_at == (rank(), row):
                 raise OSError(f"row {row}")
-            yield 100 * rank + row
+            yield 100 * rank() + row
 
-
-def rank():
-    return PartialState().process_index
-
-
-def world():
-    return PartialState().num_processes
+    return Stream(rows)
 
 
 def prepare(dataset, config, batch_size=2, **options):
@@ -58,41 +44,24 @@ def rows(loader):
 
 def ended(loader):
     """Iterate, with an operation of all ranks in every step that would hang if one of them had left."""
-    from accelerate import comm
-
     communicator = comm.current()
     for batch in loader:
         assert communicator.all_reduce(torch.ones(1)).item() == world()
         yield batch
 
 
-@contextmanager
-def logged(name):
-    """Collect what a logger says."""
-    records, logger, handler = [], logging.getLogger(name), logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield records
-    logger.removeHandler(handler)
-    logger.setLevel(before)
-
-
 def stored(pieces, each=4):
     import datasets
 
     def read(numbers):
-        for number in numbers:
-            for row in range(each):
-                yield {"x": 100 * number + row}
+        yield from ({"x": 100 * number + row} for number in numbers for row in range(each))
 
     return datasets.IterableDataset.from_generator(read, gen_kwargs={"numbers": list(range(pieces))})
 
 
-def enough_pieces_are_divided():
+def stored_enough_pieces_are_divided():
     for pieces in (world(), 2 * world()):
-        with logged("accelerate.data.build") as lines:
+        with logged("accelerate.data.build", logging.INFO) as lines:
             _, loader, found = prepare(stored(pieces), SHARDED)
         assert found.reading == plan.BY_PIECES
         assert len(lines) == (rank() == 0) and all("by pieces" in line for line in lines)
@@ -104,11 +73,11 @@ def enough_pieces_are_divided():
         assert sum(map(len, pieces_read)) == pieces, "a rank reads its own pieces only"
 
 
-def uneven_pieces_end_together():
+def stored_uneven_pieces_end_together():
     pieces = world() + 1
     _, loader, found = prepare(stored(pieces), SHARDED)
     assert found.uneven
-    with logged("accelerate.data.iterable") as lines:
+    with logged("accelerate.data.iterable", logging.INFO) as lines:
         for _ in range(2):
             parts = everywhere(rows(loader))
             assert [len(part) for part in parts] == [2] * world(), parts
@@ -116,8 +85,8 @@ def uneven_pieces_end_together():
     assert len(lines) == 2 * (rank() == 0) and all("rank 0 had at least one batch more" in line for line in lines)
 
 
-def too_few_pieces_are_read_by_all():
-    with logged("accelerate.data.build") as lines:
+def stored_too_few_pieces_are_read_by_all():
+    with logged("accelerate.data.build", logging.INFO) as lines:
         _, loader, found = prepare(stored(1, each=4 * world()), SHARDED)
     assert found.reading == plan.EVERYTHING and not found.uneven
     assert all("reads everything, keeps its part" in line for line in lines)
@@ -125,7 +94,7 @@ def too_few_pieces_are_read_by_all():
     assert sorted(sum(parts, [])) == list(range(4 * world()))
 
 
-def split_streams_are_left_alone():
+def stored_split_streams_are_left_alone():
     from datasets.distributed import split_dataset_by_node
 
     for pieces in (world(), world() + 1):
@@ -140,18 +109,18 @@ def split_streams_are_left_alone():
         prepare(split_dataset_by_node(stored(2), rank=rank(), world_size=world() + 1), None)
 
 
-def workers_read_pieces_of_their_own():
+def stored_workers_read_pieces_of_their_own():
     _, loader, found = prepare(stored(2 * world()), SHARDED, num_workers=2)
     assert found.reading == plan.BY_PIECES
     seen = sum(everywhere(sum(rows(loader), [])), [])
     assert len(seen) == len(set(seen)) == 8 * world()
 
 
-def parts_of_the_users_own_end_together():
+def check_parts_of_the_users_own_end_together():
     for lengths in ([7] * world(), [3 + 2 * number for number in range(world())], [9, *range(world() - 1)]):
-        _, loader, found = prepare(Own(lengths), DIVIDED)
+        _, loader, found = prepare(own(lengths), DIVIDED)
         assert found.reading == plan.SPLIT_ALREADY and type(loader) is not DataLoaderDispatcher
-        with logged("accelerate.data.iterable") as lines:
+        with logged("accelerate.data.iterable", logging.INFO) as lines:
             for _ in range(2):
                 found_steps = [len(part) for part in everywhere(rows(loader))]
                 assert found_steps == [min(-(-length // 2) for length in lengths)] * world(), (lengths, found_steps)
@@ -160,36 +129,31 @@ def parts_of_the_users_own_end_together():
         assert all(value // 100 == rank() for batch in loader for value in batch.tolist())
 
 
-def the_end_is_known_when_the_last_batch_is_given():
-    accelerator, loader, _ = prepare(Own([4 + 4 * number for number in range(world())]), DIVIDED)
-    ends = []
-    for _ in ended(loader):
-        ends.append(accelerator.gradient_state.end_of_dataloader)
-    assert ends == [False, True]
+def check_the_end_is_known_when_the_last_batch_is_given():
+    accelerator, loader, _ = prepare(own([4 + 4 * number for number in range(world())]), DIVIDED)
+    assert [accelerator.gradient_state.end_of_dataloader for _ in ended(loader)] == [False, True]
     assert not accelerator.gradient_state.in_dataloader and loader.iteration == 1
 
 
-def two_loaders_may_alternate():
-    _, first, _ = prepare(Own([6 + number for number in range(world())]), DIVIDED)
-    _, second, _ = prepare(Own([8] * world()), DIVIDED)
+def check_two_loaders_may_alternate():
+    _, first, _ = prepare(own([6 + number for number in range(world())]), DIVIDED)
+    _, second, _ = prepare(own([8] * world()), DIVIDED)
     assert len(list(zip(ended(first), ended(second), strict=False))) == 3
 
 
-def an_error_of_one_rank_reaches_all():
+def check_an_error_of_one_rank_reaches_all():
     last = world() - 1
     for kind in (0, 2):
-        _, loader, _ = prepare(Own([8] * world(), error_at=(last, 5)), DIVIDED, num_workers=kind and 1)
-        mine = kind == 0 and OSError or (OSError, RuntimeError)
-        if rank() == last:
-            with raised(mine, "row 5"):
-                rows(loader)
-        else:
-            with raised(RuntimeError, f"rank {last} failed", "OSError", "row 5", "batch 2"):
-                rows(loader)
+        _, loader, _ = prepare(own([8] * world(), error_at=(last, 5)), DIVIDED, num_workers=kind and 1)
+        mine = (OSError, "row 5") if kind == 0 else ((OSError, RuntimeError), "row 5")
+        with raised(
+            *(mine if rank() == last else (RuntimeError, f"rank {last} failed", "OSError", "row 5", "batch 2"))
+        ):
+            rows(loader)
         assert everywhere(1) == [1] * world(), "the ranks can go on together"
 
 
-def positions_do_not_count_what_was_read_ahead():
+def stored_positions_do_not_count_what_was_read_ahead():
     for stateful in (False, True):
         config = DataLoaderConfiguration(dispatch_batches=False, use_stateful_dataloader=stateful)
         if stateful and not is_torchdata_stateful_dataloader_available():
@@ -207,44 +171,41 @@ def positions_do_not_count_what_was_read_ahead():
         assert rows(again) == seen[2:], (stateful, seen)
 
 
-def without_a_vote_each_ends():
-    _, loader, _ = prepare(Own([2 + 2 * number for number in range(world())]), DIVIDED)
+def check_without_a_vote_each_ends():
+    _, loader, _ = prepare(own([2 + 2 * number for number in range(world())]), DIVIDED)
     with iterable.uneven_ends():
         assert len(list(loader)) == rank() + 1
     assert len(rows(loader)) == 1
 
 
-def join_uneven_inputs_is_left_to_itself():
+def check_join_uneven_inputs_is_left_to_itself():
     accelerator = fresh_accelerator(dataloader_config=DIVIDED)
     lengths = [2 + 2 * number for number in range(world())]
-    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Own(lengths), 2))
-    steps = 0
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(own(lengths), 2))
     with accelerator.join_uneven_inputs([model]):
-        for batch in loader:
-            accelerator.backward(model(batch.float()[:, None]).sum())
-            steps += 1
-    assert steps == rank() + 1
+        steps = [learn(accelerator, model(batch.float()[:, None]).sum()) for batch in loader]
+    assert len(steps) == rank() + 1
     assert len(rows(loader)) == 1, "outside it they end together again"
 
 
-def datapipes_are_divided_by_torch_or_by_us():
+def check_datapipes_are_divided_by_torch_or_by_us():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         numbers = IterableWrapper(range(4 * world()))
-        _, loader, found = prepare(numbers.sharding_filter(), None)
-        assert found.reading == plan.SPLIT_ALREADY
-        parts = everywhere(sum(rows(loader), []))
-        assert sorted(sum(parts, [])) == list(range(4 * world())), parts
-        for config in (None, SHARDED):
-            _, loader, found = prepare(numbers, config)
-            assert found.reading == (plan.EVERYTHING if config else plan.DISPATCHED)
+        for pipe, config, reading in (
+            (numbers.sharding_filter(), None, plan.SPLIT_ALREADY),
+            (numbers, None, plan.DISPATCHED),
+            (numbers, SHARDED, plan.EVERYTHING),
+        ):
+            _, loader, found = prepare(pipe, config)
+            assert found.reading == reading
             parts = everywhere(sum(rows(loader), []))
             assert sorted(sum(parts, [])) == list(range(4 * world())), parts
 
 
-def ranks_at_different_batches_are_refused():
+def check_ranks_at_different_batches_are_refused():
     """Rank 0 goes on in a loop that the others have left for another one."""
-    _, loader, _ = prepare(Own([20] * world()), DIVIDED)
+    _, loader, _ = prepare(own([20] * world()), DIVIDED)
     steps = iter(loader)
     next(steps)
     if rank() > 0:
@@ -256,34 +217,8 @@ def ranks_at_different_batches_are_refused():
 
 def lost_process():
     """One rank dies in the middle; the others must end with an error, not wait."""
-    _, loader, _ = prepare(Own([10**6] * world()), DIVIDED)
+    _, loader, _ = prepare(own([10**6] * world()), DIVIDED)
     for number, _ in enumerate(loader):
         if number == 3 and rank() == 1:
             os._exit(9)
     print("survived")
-
-
-STORED = [
-    enough_pieces_are_divided,
-    uneven_pieces_end_together,
-    too_few_pieces_are_read_by_all,
-    split_streams_are_left_alone,
-    workers_read_pieces_of_their_own,
-    positions_do_not_count_what_was_read_ahead,
-]
-CHECKS = [
-    *(STORED if is_datasets_available() else []),
-    parts_of_the_users_own_end_together,
-    the_end_is_known_when_the_last_batch_is_given,
-    two_loaders_may_alternate,
-    an_error_of_one_rank_reaches_all,
-    without_a_vote_each_ends,
-    join_uneven_inputs_is_left_to_itself,
-    datapipes_are_divided_by_torch_or_by_us,
-    ranks_at_different_batches_are_refused,  # the last one: the ranks have counted different loops
-]
-
-
-if __name__ == "__main__":
-    fresh_accelerator()
-    run(lost_process)

@@ -1,12 +1,13 @@
 """Tensor parallelism, alone and under FSDP2, trains as one process does."""
 
 import copy
-import sys
 from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
-from harness import CPU, assert_same_everywhere, everywhere, fresh_accelerator, raised, run, shared_folder, warned
+from expect import assert_same_everywhere, full, raised, warned
+from harness import CPU, everywhere, fresh_accelerator, rank, shared_folder, world
+from models import tiny
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils.data import DataLoader
 
-from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.modules.norms import clip_grad_norm
 from accelerate.parallel import tensor
 from accelerate.utils import DataLoaderConfiguration, ParallelismConfig, TorchTensorParallelConfig, set_seed
@@ -49,15 +49,11 @@ PLAN = {"up": "colwise", "down": RowwiseParallel()}
 
 
 def accelerator_for(plan=None, **sizes):
-    sizes = {"tp_size": dist.get_world_size(), **sizes}
+    sizes = {"tp_size": world(), **sizes}
     handler = TorchTensorParallelConfig(plan=plan)
     accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(**sizes, tp_handler=handler))
     accelerator._prepare_device_mesh()
     return accelerator
-
-
-def full(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def batch(step, rows=4, vocabulary=12):
@@ -106,11 +102,11 @@ def unequal(model):
     """Change the weights of all ranks but the first: the first rank's win."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(dist.get_rank())
+            parameter.add_(rank())
     return model
 
 
-def plan_of_the_user():
+def check_plan_of_the_user():
     """A plain module: words and objects, tied, frozen and bare parameters, split sequences, an optimizer made before."""
     tied_and_cut = {"embed": "embedding_rowwise", "head": "colwise_rep"}
     cases = [(False, {}, "foreach"), (True, {"norm": "sequence_parallel"}, "foreach"), (True, tied_and_cut, "fused")]
@@ -133,7 +129,7 @@ def plan_of_the_user():
         compare(model, reference, train(model, optimizer), expected)
 
 
-def again():
+def check_again():
     """A model that is cut over the mesh is left alone; another mesh is refused."""
     accelerator = accelerator_for(PLAN)
     model = Mlp().to(DEVICE)
@@ -141,11 +137,11 @@ def again():
     before = [(id(parameter), len(model.norm._forward_pre_hooks)) for parameter in model.parameters()]
     assert tensor.prepare(accelerator, (model, None)) == (model, None)
     assert before == [(id(parameter), len(model.norm._forward_pre_hooks)) for parameter in model.parameters()]
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    mesh = init_device_mesh(DEVICE, (world(),), mesh_dim_names=("dp_shard",))
     with raised(ValueError, "sharded over", "before it is sharded"):
         tensor.prepare(accelerator, (fully_shard(Mlp().to(DEVICE), mesh=mesh),))
     # As transformers hands over what it sharded while loading: the sizes of its mesh, and no FSDP plugin.
-    accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=dist.get_world_size()))
+    accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=world()))
     with raised(ValueError, "needs FSDP", "sharded already"):
         accelerator.prepare(DataLoader(range(4)))
     model = fully_shard(Mlp().to(DEVICE), mesh=mesh)
@@ -156,7 +152,7 @@ def again():
         accelerator.prepare(adamw(model), model)
 
 
-def refused():
+def check_refused():
     """Nothing is changed, and every rank raises the same."""
     for plan, fragments in (
         (None, ("Mlp has no tensor-parallel plan", "tp_handler")),
@@ -170,14 +166,14 @@ def refused():
         assert all(one is two for one, two in zip(model.parameters(), before, strict=True))
 
 
-def same_work():
+def check_same_work():
     """Ranks that share layers read the same batches and drop the same elements, whatever their generators have drawn."""
     for settings in ({}, {"split_batches": True}, {"dispatch_batches": True}):
         accelerator = fresh_accelerator(
-            parallelism_config=ParallelismConfig(tp_size=dist.get_world_size()),
+            parallelism_config=ParallelismConfig(tp_size=world()),
             dataloader_config=DataLoaderConfiguration(**settings),
         )
-        torch.manual_seed(dist.get_rank())
+        torch.manual_seed(rank())
         # A direct call: the mesh is not there yet.
         loader = accelerator.prepare_data_loader(DataLoader(range(11), batch_size=4, shuffle=True))
         epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
@@ -186,8 +182,8 @@ def same_work():
         assert all(sorted(sum(epoch, [])) == list(range(11)) for epoch in epochs[:2]), epochs
         assert [len(accelerator.gather_for_metrics(batch)) for batch in loader] == [4, 4, 3]
 
-    with warned(int(dist.get_rank() == 0), "seeded with [3, 4", "dropout", at="accelerator_for(PLAN).prepare("):
-        torch.manual_seed(3 + dist.get_rank())
+    with warned(int(rank() == 0), "seeded with [3, 4", "dropout", at="accelerator_for(PLAN).prepare("):
+        torch.manual_seed(3 + rank())
         accelerator_for(PLAN).prepare(
             nn.Sequential(OrderedDict(up=nn.Linear(4, 4), drop=nn.Dropout(), down=nn.Linear(4, 4)))
         )
@@ -200,18 +196,7 @@ def same_work():
     assert_same_everywhere([dropped, model.shift.grad.to_local()])
 
 
-def tiny(family, **changes):
-    import transformers
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 4}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32}
-    sizes |= {"bos_token_id": 0, "eos_token_id": 1}
-    config = getattr(transformers, f"{family}Config")(**sizes | changes, attn_implementation="eager")
-    torch.manual_seed(5)
-    return getattr(transformers, f"{family}ForCausalLM")(config)
-
-
-def of_transformers():
+def check_of_transformers():
     """Models that carry their plan, and models that transformers cut when it loaded them."""
     from transformers import AutoModelForCausalLM
 
@@ -219,7 +204,7 @@ def of_transformers():
         model = tiny(family, **changes)
         reference, expected = reference_of(model, 32)
         with shared_folder() as folder:
-            if dist.get_rank() == 0:
+            if rank() == 0:
                 model.save_pretrained(folder)
             dist.barrier()
             accelerator = accelerator_for()
@@ -244,7 +229,7 @@ def of_transformers():
         accelerator_for().prepare(GPT2LMHeadModel(small))
 
 
-def compiled():
+def slow_compiled():
     """torch.compile takes the views of parameters along, in one graph."""
     for make, plan in ((Mlp, {**PLAN, "norm": "sequence_parallel"}), (lambda: tiny("Qwen3"), None)):
         torch.manual_seed(3)
@@ -255,7 +240,7 @@ def compiled():
         compare(ready, reference, losses, expected)
 
 
-def recomputed():
+def slow_recomputed():
     """Activations that are computed again see the same views of parameters."""
     for reentrant in (False, True):
         model = tiny("Qwen3")
@@ -263,41 +248,3 @@ def recomputed():
         ready, optimizer = accelerator_for().prepare(model, adamw(model))
         ready.gradient_checkpointing_enable({"use_reentrant": reentrant})
         compare(ready, reference, train(ready, optimizer, 32), expected)
-
-
-def with_fsdp2():
-    """2 x 2: layers are cut, then sharded."""
-    makers = [(lambda: tiny("Llama"), None), (lambda: tiny("Qwen3", tie_word_embeddings=True), None), (Mlp, PLAN)]
-    for make, plan in makers:
-        torch.manual_seed(5)
-        model, vocabulary = make(), 12 if plan else 32
-        reference, expected = reference_of(model, vocabulary)
-        handler = TorchTensorParallelConfig(plan=plan)
-        accelerator = fresh_accelerator(
-            parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2, tp_handler=handler),
-            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
-        )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(dist.get_rank() % 2)  # the first rank of a group wins
-        ready, optimizer = accelerator.prepare(model, adamw(model, foreach=True))
-        assert all(isinstance(value, DTensor) for value in ready.parameters())
-        rank = accelerator.torch_device_mesh["dp_shard"].get_local_rank()
-        losses = []
-        for step in range(STEPS):
-            loss = loss_of(ready, batch(step, vocabulary=vocabulary).chunk(2)[rank])
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(ready.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(torch.tensor(everywhere(loss.item())).mean())
-        compare(ready, reference, torch.stack(losses).to(DEVICE), expected)
-
-
-if __name__ == "__main__":
-    PartialState(cpu=CPU)
-    if PartialState().num_processes == 4:
-        run(with_fsdp2)
-    else:
-        checks = [plan_of_the_user, again, refused, same_work, of_transformers]
-        run(*checks, *([compiled, recomputed] if sys.argv[1:] else []))

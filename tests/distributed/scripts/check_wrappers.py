@@ -4,8 +4,9 @@ import contextlib
 from unittest import mock
 
 import torch
-from harness import assert_same_everywhere, differs_between_ranks, everywhere, fresh_accelerator, raised, run
-from models import WIDTH, assert_all_close, gradients, inputs_of, mean_square, network, whole_batch_gradients
+from expect import assert_all_close, assert_same_everywhere, differs_between_ranks, raised
+from harness import everywhere, fresh_accelerator, learn
+from models import WIDTH, gradients, inputs_of, mean_square, network, own_inputs, prepared, whole_batch_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -19,7 +20,7 @@ def is_rounded_to(dtype, tensors):
     return all(torch.equal(tensor, tensor.to(dtype).float()) for tensor in tensors)
 
 
-def communication_hooks_train():
+def check_communication_hooks_train():
     hooks = [(name, "no") for name in ("no", "fp16", "bf16")]
     hooks += [(name, wrapper) for name in ("power_sgd", "batched_power_sgd") for wrapper in ("no", "fp16", "bf16")]
     # torch allows bfloat16 hooks where it was built for GPUs; gloo has the operation everywhere.
@@ -33,13 +34,11 @@ def hook_trains(hook, wrapper):
     option = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1} if "power" in hook else {}
     handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=option)
     accelerator = fresh_accelerator(kwargs_handlers=[handler])
-    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Tanh(), nn.Linear(24, 24, bias=False))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(64, 24, generator=generator).to(device)
-    y = torch.randn(64, 24, generator=generator).to(device)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    x, y = torch.randn(2, 64, 24, generator=generator).to(accelerator.device)
     losses = []
     for _ in range(5):
         loss = (model(x) - y).pow(2).mean()
@@ -50,7 +49,7 @@ def hook_trains(hook, wrapper):
         optimizer.step()
         optimizer.zero_grad()
     assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False)), (hook, losses)
-    if world == 1:
+    if accelerator.num_processes == 1:
         return
     assert is_rounded_to(torch.bfloat16, found) is ("bf16" in (hook, wrapper)), (hook, wrapper)
     if "bf16" not in (hook, wrapper):  # float16 holds most numbers that bfloat16 holds
@@ -62,7 +61,7 @@ def hook_trains(hook, wrapper):
         assert torch.linalg.matrix_rank(found[0]) > 1
 
 
-def hooks_that_torch_refuses_raise_on_every_rank():
+def check_hooks_that_torch_refuses_raise_on_every_rank():
     for options in ({"comm_hook": "bf16"}, {"comm_hook": "power_sgd", "comm_wrapper": "bf16"}):
         accelerator = fresh_accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
         if accelerator.num_processes == 1 or BFLOAT16_HOOKS:
@@ -86,57 +85,44 @@ class Forked(nn.Module):
         return self.branches[branch](x) + self.level
 
 
-def wrapper_options_arrive():
-    chosen = {
-        "broadcast_buffers": False,
-        "bucket_cap_mb": 7,
-        "find_unused_parameters": True,
-        "gradient_as_bucket_view": True,
-    }
-    handler = DistributedDataParallelKwargs(**chosen)
+def check_wrapper_options_arrive():
+    chosen = {"broadcast_buffers": False, "find_unused_parameters": True, "gradient_as_bucket_view": True}
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=7, **chosen)
     accelerator = fresh_accelerator(kwargs_handlers=[handler])
-    rank, device = accelerator.process_index, accelerator.device
     model = Forked()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if accelerator.num_processes > 1:
-        assert isinstance(model, DistributedDataParallel)
-        assert model.bucket_bytes_cap == chosen.pop("bucket_cap_mb") << 20
+        assert isinstance(model, DistributedDataParallel) and model.bucket_bytes_cap == 7 << 20
         assert {name: getattr(model, name) for name in chosen} == chosen
         static = fresh_accelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
         assert static.prepare(network()).static_graph
     inner = accelerator.unwrap_model(model)
-    inner.level.fill_(float(rank))
+    inner.level.fill_(float(accelerator.process_index))
     for step in range(4):
-        accelerator.backward(model(inputs_of(rank).to(device), step % 2).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert inner.level.item() == rank, "broadcast_buffers=False leaves each rank its own"
+        learn(accelerator, model(own_inputs(accelerator), step % 2).sum(), optimizer)
+    assert inner.level.item() == accelerator.process_index, "broadcast_buffers=False leaves each rank its own"
     assert_same_everywhere(model.parameters())
 
 
-def compiled_models_train_and_unwrap():
+def check_compiled_models_train_and_unwrap():
     accelerator = fresh_accelerator(dynamo_backend="eager")
-    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-    inner = network()
-    names = list(inner.state_dict())
-    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    world = accelerator.num_processes
+    model, optimizer = prepared(accelerator)
     pieces = [inputs_of(r) for r in range(world)]
-    accelerator.backward(mean_square(model, pieces[rank].to(device)))
+    accelerator.backward(mean_square(model, own_inputs(accelerator)))
     assert_all_close(gradients(model), whole_batch_gradients(accelerator, pieces))
     optimizer.step()
     assert_same_everywhere(model.parameters())
-    assert hasattr(model, "_orig_mod")
     assert isinstance(model._orig_mod, DistributedDataParallel) is (world > 1)
-    assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
-    compiled = accelerator.unwrap_model(model)
-    assert compiled._orig_mod is inner
-    assert list(accelerator.get_state_dict(model)) == names
+    inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+    assert type(inner) is nn.Sequential and accelerator.unwrap_model(model)._orig_mod is inner
+    assert list(accelerator.get_state_dict(model)) == list(network().state_dict())
     optimizer.zero_grad()
     with accelerator.no_sync(model):
-        accelerator.backward(mean_square(model, inputs_of(rank, seed=1).to(device)))
+        accelerator.backward(mean_square(model, own_inputs(accelerator, 1)))
     assert differs_between_ranks(gradients(model)[0]) is (world > 1)
     with accelerator.no_sync(model):
-        loss = mean_square(model, inputs_of(rank, seed=2).to(device))
+        loss = mean_square(model, own_inputs(accelerator, 2))
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(loss)
     assert_same_everywhere(gradients(model))
@@ -146,12 +132,3 @@ def compiled_models_train_and_unwrap():
             accelerator.backward(mean_square(model, batch))
             optimizer.step()
     assert_same_everywhere(model.parameters())
-
-
-if __name__ == "__main__":
-    run(
-        communication_hooks_train,
-        hooks_that_torch_refuses_raise_on_every_rank,
-        wrapper_options_arrive,
-        compiled_models_train_and_unwrap,
-    )

@@ -55,55 +55,27 @@ class Board:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to one rank of a run.
+    """What happens to one rank of a run."""
 
-    Attributes:
-        kind: "none"; "kill" at a call, before or after it: the disk does not change in between; "fail" at a call.
-        phase: the phase whose calls are counted.
-        number: which call, from 1.
-        after: the process is killed when the call is done, not before.
-        error: what the failing call raises.
-        lasts: all later calls of that phase fail, too, until the save or the load has raised.
-        rank: whom it happens to.
-        exchanges: whether the file system can exchange two folders in one step.
-        safe: whether weights are written as safetensors.
-        leaves: what remains of the run is killed at once when a rank is (or ends when a call failed); else it goes on.
-    """
-
-    kind: str = "none"
-    phase: str = "save"
-    number: int = 0
-    after: bool = False
-    error: int = errno.ENOSPC
-    lasts: bool = False
+    kind: str = "none"  # or "kill", at a call, or "fail", at a call
+    phase: str = "save"  # whose calls are counted
+    number: int = 0  # which call, from 1
+    after: bool = False  # the process is killed when the call is done, not before
+    error: int = errno.ENOSPC  # what the failing call raises
+    lasts: bool = False  # later calls of the phase fail, too, until the save or the load has raised
     rank: int = 0
-    exchanges: bool = True
-    safe: bool = True
-    leaves: bool = True
-
-
-def die() -> None:
-    """End as a process ends that is killed: nothing is run, flushed or removed."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    exchanges: bool = True  # the file system can exchange two folders in one step
+    safe: bool = True  # weights are written as safetensors
+    leaves: bool = True  # what remains of the run is killed at once, or ends when a call failed; else it goes on
 
 
 class Points:
-    """Counts the calls of this process, and carries out the plan.
-
-    Args:
-        board: where it tells them.
-        rank: this process.
-        plan: what happens; None for a process to which nothing does.
-    """
+    """Counts the calls of this process on a board, and carries out the plan; None for a process to which nothing happens."""
 
     def __init__(self, board: Board, rank: int, plan: Plan | None) -> None:
         self.board, self.rank, self.plan = board, rank, plan
         self._lock = threading.Lock()
         self._active = dict.fromkeys(PHASES, 0)
-
-    def disarm(self) -> None:
-        """Let everything succeed from now on."""
-        self.plan = None
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -121,11 +93,7 @@ class Points:
             self.board["phase", self.rank] = 0 if current is None else 1 + PHASES.index(current)
 
     def install(self, exchanges: bool) -> None:
-        """Watch every call from now on. Only for a process that is about to end: nothing undoes it.
-
-        Args:
-            exchanges: whether folders can be exchanged.
-        """
+        """Watch every call from now on. Only for a process that is about to end: nothing undoes it."""
         for name in (*CHANGING, *READING):
             setattr(os, name, self._watched(name, getattr(os, name)))
         os.open = self._watched("open", os.open, lambda path, flags, *rest, **more: bool(flags & os.O_CREAT))
@@ -164,7 +132,7 @@ class Points:
             if plan.kind == "kill" and count == plan.number:
                 if plan.after:
                     function(*args, **options)
-                die()
+                os.kill(os.getpid(), signal.SIGKILL)  # nothing is run, flushed or removed
             if plan.kind == "fail" and (plan.lasts or not self.board["fired", self.rank]):
                 writes = changes(*args, **options) if changes is not None else name in (*CHANGING, "exchange")
                 if writes or phase == "load":
@@ -183,8 +151,6 @@ class Points:
         raise OSError(plan.error, os.strerror(plan.error), *where)
 
 
-# -- of the operating system -------------------------------------------------------------------------------------------
-
 _PR_SET_PDEATHSIG, _CLONE_NEWNS, _CLONE_NEWUSER, _MS_REC, _MS_PRIVATE = 1, 0x20000, 0x10000000, 0x4000, 0x40000
 
 
@@ -194,15 +160,7 @@ def die_with_parent() -> None:
 
 
 def mount_small_disk(folder: str, size: int) -> None:
-    """Mount a file system of a given size that only this process and its children see, and that vanishes with them.
-
-    Args:
-        folder: where.
-        size: in bytes.
-
-    Raises:
-        OSError: this user may not.
-    """
+    """Mount a file system of so many bytes, which only this process and its children see; an OSError where a user may not."""
     library = ctypes.CDLL(None, use_errno=True)
 
     def call(name: str, *args: Any) -> None:

@@ -1,7 +1,5 @@
 """Kills runs while they save, publish, prune and load, and breaks their disks; after each time a whole checkpoint must be there.
 
-    crash_run.py FOLDER --kills 200 --failures 60 --seed 0
-
 The program imports everything once and forks: processes that train, save and are killed, and for each of them one that has
 never seen anything, which loads what is left and compares it. All that a checkpoint holds is a function of the step that it
 claims, so whoever loads it can compute what must be in it.
@@ -41,9 +39,6 @@ SAVES, LIMIT_S = 3, 60
 DONE, STOPPED, ALONE = 0, 4, 5
 
 
-# -- what is forked ----------------------------------------------------------------------------------------------------
-
-
 def train(chain: Chain, plan: Plan, board: Board, rank: int) -> int:
     """Load, take some steps, and save after each; the plan may end it anywhere. Returns how it ended."""
     points = Points(board, rank, plan if plan.rank == rank else None)
@@ -52,7 +47,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int) -> int:
 
     def guarded(act: Callable[[], object], phase: str) -> bool:
         """Whether it went well. An injected failure must come out as an error, and leave the state alone."""
-        before = run.ballast.step
+        before = run.step
         try:
             with points.during(phase):
                 act()
@@ -61,7 +56,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int) -> int:
             if plan.kind == "kill":
                 raise
             board["refused", rank] += 1
-            points.disarm()
+            points.plan = None
             traceback.print_exc()
             assert str(error), "an error without a message"
             run.check(before)
@@ -71,7 +66,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int) -> int:
         """Load; what was passed over because it could not be read is there when it can be read again."""
         went_well = guarded(lambda: run.load(missing_ok), "load")
         if plan.kind == "fail" and board["fired", plan.rank] and (went_well or not plan.leaves):
-            points.disarm()
+            points.plan = None
             run.load(missing_ok)
         return went_well
 
@@ -98,7 +93,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int) -> int:
                 return STOPPED
             run.check(step)
     run.accelerator.wait_for_checkpoint()
-    board["saved", rank] = max(board["saved", rank], run.ballast.step if plan.kind != "fail" else 0)
+    board["saved", rank] = max(board["saved", rank], run.step if plan.kind != "fail" else 0)
     return DONE
 
 
@@ -141,20 +136,14 @@ def check_tidy(chain: Chain) -> None:
 
 
 class Lab:
-    """Forks, kills, and keeps the accounts.
-
-    Args:
-        folder: for everything that is written.
-        seed: of all that is drawn.
-    """
+    """Forks, kills, and keeps the accounts; all that is drawn follows from a seed."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.draw = folder, random.Random(seed)
-        self.kills: Counter[str] = Counter()
+        self.kills = Counter({f"in {phase}": 0 for phase in PHASES})
         self.failures: Counter[str] = Counter()
         self.whole = 0
         self._rounds = itertools.count()
-        self._store: tuple[int, int] | None = None
 
     def fork(self, act: Callable[[], int], log: Path) -> int:
         """Run something in a fork; returns its process id. What it says goes into a file."""
@@ -178,28 +167,22 @@ class Lab:
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
 
-    def store(self) -> int:
-        """Return the port of a process that holds the ranks' key-value store, as a launcher does."""
-        if self._store is None:
-            reading, writing = os.pipe()
+    @functools.cached_property
+    def port(self) -> int:
+        """Return the port of a process that holds the ranks' key-value store, as a launcher does; it dies with this one."""
+        reading, writing = os.pipe()
 
-            def serve() -> int:
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                os.write(writing, str(store.port).encode())
-                signal.pause()
-                return DONE
+        def serve() -> int:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writing, str(store.port).encode())
+            signal.pause()
+            return DONE
 
-            pid = self.fork(serve, self.folder / "store.log")
-            os.close(writing)
-            self._store = pid, int(os.read(reading, 16))
-            os.close(reading)
-        return self._store[1]
-
-    def close(self) -> None:
-        """End what is still running."""
-        if self._store is not None:
-            os.kill(self._store[0], signal.SIGKILL)
-            os.waitpid(self._store[0], 0)
+        self.fork(serve, self.folder / "store.log")
+        os.close(writing)
+        port = int(os.read(reading, 16))
+        os.close(reading)
+        return port
 
     @contextlib.contextmanager
     def limit(self, pids: list[int], what: str, log: Path) -> Iterator[None]:
@@ -223,10 +206,9 @@ class Lab:
                     os.waitpid(pid, 0)
 
     def run(self, chain: Chain, plan: Plan, board: Board) -> bool:
-        """Run it, as the plan says; returns whether it was killed."""
         number = next(self._rounds)
         log = self.folder / f"run_{number}.log"
-        port = self.store() if chain.world > 1 else 0
+        port = self.port if chain.world > 1 else 0
 
         def act(rank: int) -> int:
             if chain.world > 1:
@@ -278,16 +260,8 @@ def _be_rank(rank: int, world: int, port: int, number: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
 
 
-# -- the experiments ---------------------------------------------------------------------------------------------------
-
-
 class Story:
-    """A chain of runs, and what is known of it.
-
-    Args:
-        lab: where it happens.
-        chain: the runs.
-    """
+    """A chain of runs, and what is known of it."""
 
     def __init__(self, lab: Lab, chain: Chain) -> None:
         self.lab, self.chain = lab, chain
@@ -297,7 +271,6 @@ class Story:
         self.calls = {"save": 150, "publish": 30, "prune": 20, "load": 30}
 
     def plan(self, kind: str, phase: str) -> Plan:
-        """Draw what happens next."""
         draw = self.lab.draw
         return Plan(
             kind,
@@ -338,7 +311,7 @@ class Story:
         plan = self.plan("kill", phase)
         board, killed = self.go(plan)
         if killed:
-            self.lab.kills[board.phase(plan.rank)] += 1
+            self.lab.kills[f"in {board.phase(plan.rank)}"] += 1
         return killed
 
     def fail(self, phase: str) -> bool:
@@ -357,7 +330,6 @@ class Story:
 
 
 def chains(folder: Path) -> list[Chain]:
-    """Return the configurations that are tried."""
     kinds = itertools.product((1, 2), (True, False), (None, 1, 2))
     return [Chain(folder / f"chain_{number}", *kind) for number, kind in enumerate(kinds)]
 
@@ -430,34 +402,26 @@ def fill_disks(lab: Lab, sizes: int) -> str:
     return f"full disks: {sizes}, {board['refused', 0]} saves refused, the last checkpoint whole on each"
 
 
-def main() -> None:
-    """See the head of this file."""
+def tried(lab: Lab, kind: str, wanted: int, act: Callable[[Story, str], bool], found: Counter[str]) -> None:
+    """Make so many attempts, and print what came about."""
+    begun = time.monotonic()
+    rounds([Story(lab, chain) for chain in chains(lab.folder / kind)], wanted, act)
+    told = ", ".join(f"{count} {name}" for name, count in found.items())
+    print(f"{found.total()} {kind}: {told} ({time.monotonic() - begun:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--failures", type=int, default=60)
-    parser.add_argument("--disks", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
+    for name in ("kills", "failures", "disks", "seed"):
+        parser.add_argument(f"--{name}", type=int)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     warm_up(folder)
     lab = Lab(folder, options.seed)
     print(f"seed {options.seed}", flush=True)
-    try:
-        begun = time.monotonic()
-        rounds([Story(lab, chain) for chain in chains(folder / "kills")], options.kills, Story.kill)
-        told = ", ".join(f"{lab.kills[phase]} in {phase}" for phase in (*PHASES, "between"))
-        print(f"{lab.kills.total()} kills: {told} ({time.monotonic() - begun:.0f} s)", flush=True)
-        begun = time.monotonic()
-        rounds([Story(lab, chain) for chain in chains(folder / "failures")], options.failures, Story.fail)
-        told = ", ".join(f"{count} {name}" for name, count in sorted(lab.failures.items()))
-        print(f"{lab.failures.total()} failures: {told} ({time.monotonic() - begun:.0f} s)", flush=True)
-        print(fill_disks(lab, options.disks), flush=True)
-        print(f"ok {lab.whole} checkpoints loaded, all whole", flush=True)
-    finally:
-        lab.close()
-
-
-if __name__ == "__main__":
-    main()
+    tried(lab, "kills", options.kills, Story.kill, lab.kills)
+    tried(lab, "failures", options.failures, Story.fail, lab.failures)
+    print(fill_disks(lab, options.disks), flush=True)
+    print(f"ok {lab.whole} checkpoints loaded, all whole", flush=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness import Kept
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,19 +19,14 @@ BATCH, LENGTH = 2, 100_000
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Runs that follow each other in one folder.
-
-    Attributes:
-        folder: where they save.
-        world: number of processes.
-        blocking: whether a save waits until it is written.
-        limit: `total_limit` of automatically named checkpoints; None saves into one folder again and again.
-    """
+    """Runs that follow each other in one folder."""
 
     folder: Path
     world: int = 1
-    blocking: bool = True
-    limit: int | None = None
+    blocking: bool = True  # a save waits until it is written
+    limit: int | None = (
+        None  # `total_limit` of automatically named checkpoints; None saves into one folder again and again
+    )
 
     def __str__(self) -> str:
         place = "one folder" if self.limit is None else f"total_limit={self.limit}"
@@ -40,19 +36,6 @@ class Chain:
     def target(self) -> Path:
         """The one folder."""
         return self.folder / "state"
-
-
-class Ballast:
-    """A registered object: the step, and more or less to write."""
-
-    def __init__(self) -> None:
-        self.step, self.data = 0, torch.zeros(0)
-
-    def state_dict(self) -> dict:
-        return {"step": self.step, "data": self.data}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.step, self.data = state["step"], state["data"]
 
 
 class Run:
@@ -70,16 +53,20 @@ class Run:
         loader = DataLoader(torch.arange(LENGTH), batch_size=BATCH)
         prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
         self.model, self.optimizer, self.scheduler, self.loader = prepared
-        self.ballast = Ballast()
+        self.ballast = Kept(step=0, data=torch.zeros(0))  # the step, and more or less to write
         self.accelerator.register_for_checkpointing(self.ballast)
         self.accelerator.register_save_state_pre_hook(self._write_more)
         self.batches: Iterator | None = None
         self.origin: Path | None = None
         self.fill(0)
 
+    @property
+    def step(self) -> int:
+        return self.ballast.state["step"]
+
     def _write_more(self, models: list, weights: list, folder: str) -> None:
         if self.accelerator.is_main_process:
-            Path(folder, f"more_{self.ballast.step % 3}.json").write_text(str(self.ballast.step))
+            Path(folder, f"more_{self.step % 3}.json").write_text(str(self.step))
 
     def fill(self, step: int) -> None:
         """Put everything into the state that it has after so many steps."""
@@ -94,23 +81,23 @@ class Run:
                 moments = {name: torch.rand(weight.shape, generator=draw) for name in ("exp_avg", "exp_avg_sq")}
                 optimizer.state[weight] = {"step": torch.tensor(float(step)), **moments}
         scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, [_rate(step)]
-        self.ballast.step = step
-        self.ballast.data = torch.rand(int(torch.randint(20_000, (1,), generator=draw)), generator=draw)
+        data = torch.rand(int(torch.randint(20_000, (1,), generator=draw)), generator=draw)
+        self.ballast.state = {"step": step, "data": data}
         seed = 1000 * step + self.accelerator.process_index
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
 
     def _everything(self) -> list[torch.Tensor]:
         optimizer = self.optimizer.optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        found = [*self.model.state_dict().values(), self.ballast.data]
+        found = [*self.model.state_dict().values(), self.ballast.state["data"]]
         found += [optimizer.state[weight][name] for weight in weights for name in ("step", "exp_avg", "exp_avg_sq")]
-        numbers = [optimizer.param_groups[0]["lr"], self.scheduler.scheduler.last_epoch, self.ballast.step]
+        numbers = [optimizer.param_groups[0]["lr"], self.scheduler.scheduler.last_epoch, self.step]
         drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
         return [tensor.clone() for tensor in found] + [torch.tensor(numbers + drawn, dtype=torch.float64)]
 
     def check(self, step: int | None = None) -> int:
         """Compare everything with what it must be after the step that it claims; returns that step."""
-        claimed = self.ballast.step
+        claimed = self.step
         assert step is None or claimed == step, f"step {claimed} is here, not {step}"
         found = self._everything()
         self.fill(claimed)
@@ -123,13 +110,11 @@ class Run:
         """Take a batch, and go to the next step; returns its number."""
         self.batches = iter(self.loader) if self.batches is None else self.batches
         here = self.accelerator
-        first = BATCH * (self.ballast.step * (former_world or here.num_processes) + here.process_index)
+        first = BATCH * (self.step * (former_world or here.num_processes) + here.process_index)
         batch = next(self.batches)
-        assert batch.tolist() == [first, first + 1], (
-            f"the batch after step {self.ballast.step} is {batch}, not {first}"
-        )
-        self.fill(self.ballast.step + 1)
-        return self.ballast.step
+        assert batch.tolist() == [first, first + 1], f"the batch after step {self.step} is {batch}, not {first}"
+        self.fill(self.step + 1)
+        return self.step
 
     def save(self, blocking: bool, safe: bool) -> None:
         chain = self.chain

@@ -1,20 +1,49 @@
-"""What the scripts of this folder share: fresh Accelerators, values of all ranks, expected warnings, a runner."""
+"""What the scripts of this folder share: fresh Accelerators, data, a step of training, values of all ranks."""
 
-import linecache
+import os
 import shutil
-import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils.data import IterableDataset
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 CPU = not torch.cuda.is_available()
+
+
+class Stream(IterableDataset):
+    """The rows that a function returns, or those of a list; its length is not known."""
+
+    def __init__(self, rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator:
+        return iter(self.rows() if callable(self.rows) else self.rows)
+
+
+class Kept:
+    """An object for `register_for_checkpointing`; `saving` and `loading` are errors that it raises instead."""
+
+    saving: Exception | None = None
+    loading: Exception | None = None
+
+    def __init__(self, **state) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        if self.saving:
+            raise self.saving
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict) -> None:
+        if self.loading:
+            raise self.loading
+        self.state = dict(state)
 
 
 def fresh_accelerator(**options) -> Accelerator:
@@ -24,48 +53,27 @@ def fresh_accelerator(**options) -> Accelerator:
     return Accelerator(cpu=CPU, **options)
 
 
+def rank() -> int:
+    return PartialState().process_index
+
+
+def world() -> int:
+    return PartialState().num_processes
+
+
+def learn(accelerator: Accelerator, loss: torch.Tensor, *steppers) -> float:
+    """Take a step: the backward pass, optimizers and schedulers; return the loss of this rank."""
+    accelerator.backward(loss)
+    for stepper in steppers:
+        stepper.step()
+        if hasattr(stepper, "zero_grad"):
+            stepper.zero_grad()
+    return loss.item()
+
+
 def everywhere(value) -> list:
     """Return the value that each rank has, in the order of the ranks."""
     return gather_object([value])
-
-
-def assert_same_everywhere(tensors, what: str = "") -> None:
-    """Require that tensors are equal, bit for bit, on all ranks."""
-    told = everywhere([tensor.detach().cpu() for tensor in tensors])
-    for rank, others in enumerate(told):
-        for position, (mine, theirs) in enumerate(zip(told[0], others, strict=True)):
-            assert torch.equal(mine, theirs), (what, f"tensor {position} of rank {rank}", mine, theirs)
-
-
-def differs_between_ranks(tensor) -> bool:
-    """Say whether a tensor has another value on some rank."""
-    told = everywhere(tensor.detach().cpu())
-    return any(not torch.equal(told[0], other) for other in told)
-
-
-@contextmanager
-def warned(count: int, *fragments: str, at: str = "", category: type[Warning] = UserWarning) -> Iterator:
-    """Require so many warnings of a category that contain each fragment and point at a line with the text `at`."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
-    ours = [item for item in caught if item.category is category and all(f in str(item.message) for f in fragments)]
-    assert len(ours) == count, (count, fragments, [f"{item.filename}: {item.message}" for item in caught])
-    for item in ours:
-        line = linecache.getline(item.filename, item.lineno)
-        assert at in line, (item.filename, item.lineno, line, str(item.message))
-
-
-@contextmanager
-def raised(kind: type[BaseException] | tuple, *fragments: str) -> Iterator:
-    """Require an error on this rank whose message contains each fragment."""
-    try:
-        yield
-    except kind as error:
-        for fragment in fragments:
-            assert fragment in str(error), (fragment, str(error))
-    else:
-        raise AssertionError(f"expected {kind}, nothing was raised")
 
 
 @contextmanager
@@ -80,13 +88,7 @@ def shared_folder() -> Iterator[str]:
         shutil.rmtree(names[0], ignore_errors=True)
 
 
-def run(*checks: Callable[[], None]) -> None:
-    """Run checks in their order on every rank, all of them or those named on the command line."""
-    chosen = [check for check in checks if not sys.argv[1:] or check.__name__ in sys.argv[1:]]
-    for check in chosen:
-        torch.manual_seed(0)
-        check()
-        if PartialState().is_main_process:
-            print(f"ok {check.__name__}", flush=True)
-    if PartialState().is_main_process:
-        print("ok all", flush=True)
+def say(text: str) -> None:
+    """Print on the first process, without a process group."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)

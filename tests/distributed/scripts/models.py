@@ -1,4 +1,4 @@
-"""A small model, inputs for each rank, and the gradients that plain torch computes on all of them at once."""
+"""A small model, inputs for each rank, the gradients that plain torch computes on all of them at once; tiny language models."""
 
 import torch
 from torch import nn
@@ -11,8 +11,18 @@ def network(seed=3):
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+def prepared(accelerator, lr=0.1):
+    """A network under an Accelerator, and its optimizer."""
+    model = network()
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
 def inputs_of(rank, count=2, seed=0):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def own_inputs(accelerator, seed=0):
+    return inputs_of(accelerator.process_index, seed=seed).to(accelerator.device)
 
 
 def mean_square(model, x):
@@ -30,6 +40,13 @@ def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def assert_all_close(found, expected, **tolerance):
-    for mine, reference in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, reference, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
+def tiny(family, **changes):
+    """A causal language model of transformers."""
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 1}
+    config = getattr(transformers, f"{family}Config")(**{**sizes, "attn_implementation": "eager", **changes})
+    torch.manual_seed(5)
+    return getattr(transformers, f"{family}ForCausalLM")(config)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from harness import everywhere, learn
 
 from accelerate import Accelerator, PartialState, notebook_launcher
 
@@ -19,7 +20,6 @@ def note(**what: object) -> None:
 
 
 def total(**also: object) -> None:
-    """Sum the ranks up."""
     state = PartialState()
     summed = torch.ones(1) * (state.process_index + 1)
     torch.distributed.all_reduce(summed)
@@ -34,17 +34,13 @@ def total(**also: object) -> None:
 
 
 def train() -> None:
-    """Train a step or two, with worker processes of a loader."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 1))
     loader = torch.utils.data.DataLoader(torch.randn(32, 200), batch_size=8, num_workers=1)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     for batch in loader:
-        loss = model(batch).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    note(loss=accelerator.gather(loss.detach().reshape(1)).tolist())
+        loss = learn(accelerator, model(batch).square().mean(), optimizer)
+    note(loss=everywhere(loss))
 
 
 def train_in_a_used_process() -> None:
@@ -58,7 +54,7 @@ def train_in_a_used_process() -> None:
 
 
 def meet_on_others() -> bool:
-    """Meet the others, and once more on each rank but 1; return whether this one is rank 1."""
+    """Meet the others, and once more on each rank but 1, which returns True."""
     state = PartialState()
     state.wait_for_everyone()
     if state.process_index != 1:
@@ -67,30 +63,25 @@ def meet_on_others() -> bool:
 
 
 def fail_on_one() -> None:
-    """Fail on rank 1, which the others notice in a collective."""
     if meet_on_others():
         raise KeyError("what went wrong")
 
 
 def vanish_on_one() -> None:
-    """Be killed on rank 1, which the others notice in a collective."""
     if meet_on_others():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def slip_away() -> None:
-    """End one process without a message."""
     if os.environ["RANK"] == "1":
         os._exit(0)
 
 
 def return_on_one() -> None:
-    """Return on rank 1, for which the others wait in a collective."""
     meet_on_others()
 
 
 def fail_at_first() -> None:
-    """Fail in the first attempt."""
     state = PartialState()
     state.wait_for_everyone()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -100,20 +91,18 @@ def fail_at_first() -> None:
 
 
 def wait_in_python() -> None:
-    """Say that it runs, and sleep."""
     print("up", os.getpid(), flush=True)
     time.sleep(600)
 
 
 def wait_in_torch() -> None:
-    """Say that it runs, and wait where Python's handlers of signals do not run."""
+    """Wait where Python's handlers of signals do not run."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     print("up", os.getpid(), flush=True)
     store.get("never")
 
 
 def wait_and_ignore() -> None:
-    """Say that it runs, and do not want to end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     print("up", os.getpid(), flush=True)

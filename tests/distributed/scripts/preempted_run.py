@@ -1,6 +1,6 @@
 """A program that is stopped by signals and submitted again until it is done, as a scheduler would do.
 
-    preempted_run.py FOLDER WORKERS HOLD
+    preempted_run.py FOLDER HOLD
 
 Each start goes on where the one before was stopped. After HOLD micro-batches (0 for never) rank 0 says so on standard output, and
 waits for its signal. A start that comes to the end also trains without interruption, and compares.
@@ -26,8 +26,8 @@ def wait_for_the_end_of(rank: Path) -> None:
 
 
 def main():
-    folder, workers, hold = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    case = Case("run", length=44, workers=workers)
+    folder, hold = Path(sys.argv[1]), int(sys.argv[2])
+    case = Case("run", length=44, workers=2)
     project = ProjectConfiguration(
         str(folder), automatic_checkpoint_naming=True, save_on_signal=["SIGTERM", "SIGUSR1"]
     )

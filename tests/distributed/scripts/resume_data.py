@@ -1,6 +1,7 @@
 """Data for the resume tests: every kind of loader, with random numbers in everything that a user may write himself."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,42 +29,45 @@ def sample(index: int, noise: bool) -> tuple[int, torch.Tensor]:
 
 class Rows(Dataset):
     def __init__(self, length: int, noise: bool) -> None:
-        self.length, self.noise = length, noise
+        self.length, self.noise, self.epoch = length, noise, 0
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return sample(index, self.noise)
+        return sample(index % self.length, self.noise)
 
 
-class Stream(IterableDataset):
-    """A stream whose order depends on the epoch, as streams in the wild do."""
+class Epochs:
+    """What hears of the epoch."""
 
-    def __init__(self, length: int, noise: bool) -> None:
-        self.length, self.noise, self.epoch = length, noise, 0
+    epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
+
+class Stream(Epochs, IterableDataset):
+    """A stream whose order depends on the epoch, as streams in the wild do; it does not tell its length."""
+
+    def __init__(self, length: int, noise: bool) -> None:
+        self.length, self.rows = length, Rows(length, noise)
+
     def __iter__(self):
         for place in range(self.length):
-            yield sample((place + 5 * self.epoch) % self.length, self.noise)
+            yield self.rows[place + 5 * self.epoch]
 
 
 class StreamWithState(Stream):
-    """A stream that can save and restore its place; it counts what it really reads."""
+    """A stream that can save and restore its place."""
 
-    def __init__(self, length: int, noise: bool) -> None:
-        super().__init__(length, noise)
-        self.place = self.start = self.reads = 0
+    place = start = 0
 
     def __iter__(self):
         self.place, self.start = self.start, 0
         while self.place < self.length:
             self.place += 1
-            self.reads += 1
-            yield sample((self.place - 1 + 5 * self.epoch) % self.length, self.noise)
+            yield self.rows[self.place - 1 + 5 * self.epoch]
         self.place = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -73,58 +77,39 @@ class StreamWithState(Stream):
         self.start = state["place"]
 
 
-class Rotated(Sampler):
-    """A custom sampler that knows the epoch."""
+class Ordered(Epochs, Sampler):
+    """A custom sampler, whose order a function of length and epoch returns anew for each epoch."""
 
-    def __init__(self, length: int) -> None:
-        self.length, self.epoch = length, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, length: int, order: Callable[[int, int], list]) -> None:
+        self.length, self.order = length, order
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.order(self.length, self.epoch)) if self.order is varying else self.length
 
     def __iter__(self):
-        return iter([(3 * place + 7 * self.epoch) % self.length for place in range(self.length)])
+        return iter(self.order(self.length, self.epoch))
 
 
-class Drawing(Sampler):
-    """A custom sampler that draws its order from a default generator when it is iterated."""
-
-    def __init__(self, length: int, source: str) -> None:
-        self.length, self.source = length, source
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self):
-        if self.source == "numpy":
-            return iter(np.random.permutation(self.length).tolist())
-        return iter(torch.randperm(self.length).tolist())
+def rotated(length: int, epoch: int) -> list[int]:
+    return [(3 * place + 7 * epoch) % length for place in range(length)]
 
 
-class Varying(Sampler):
-    """A custom batch sampler without `batch_size`, whose batches hold two and three samples in turn."""
+def from_torch(length: int, epoch: int) -> list[int]:
+    """Draw from a default generator when the sampler is iterated."""
+    return torch.randperm(length).tolist()
 
-    def __init__(self, length: int) -> None:
-        self.length, self.epoch = length, 0
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+def from_numpy(length: int, epoch: int) -> list[int]:
+    return np.random.permutation(length).tolist()
 
-    def _batches(self) -> list[list[int]]:
-        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        batches, size = [], 2
-        while order:
-            batches, order, size = [*batches, order[:size]], order[size:], 5 - size
-        return batches
 
-    def __len__(self) -> int:
-        return len(self._batches())
-
-    def __iter__(self):
-        return iter(self._batches())
+def varying(length: int, epoch: int) -> list[list[int]]:
+    """Batches of two and three samples in turn, for a batch sampler without `batch_size`."""
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).tolist()
+    batches, size = [], 2
+    while order:
+        batches, order, size = [*batches, order[:size]], order[size:], 5 - size
+    return batches
 
 
 def samplers(rows: Rows) -> dict:
@@ -138,10 +123,10 @@ def samplers(rows: Rows) -> dict:
         "loader generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(8)},
         "weighted": lambda: {"sampler": WeightedRandomSampler(torch.arange(1.0, length + 1), length)},
         "subset": lambda: {"sampler": SubsetRandomSampler(range(length))},
-        "custom": lambda: {"sampler": Rotated(length)},
-        "draws from torch": lambda: {"sampler": Drawing(length, "torch")},
-        "draws from numpy": lambda: {"sampler": Drawing(length, "numpy")},
-        "custom batches": lambda: {"batch_sampler": Varying(length)},
+        "custom": lambda: {"sampler": Ordered(length, rotated)},
+        "draws from torch": lambda: {"sampler": Ordered(length, from_torch)},
+        "draws from numpy": lambda: {"sampler": Ordered(length, from_numpy)},
+        "custom batches": lambda: {"batch_sampler": Ordered(length, varying)},
     }
 
 

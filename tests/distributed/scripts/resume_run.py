@@ -1,9 +1,7 @@
-"""One small training program that saves, is interrupted, and resumes; it logs each step of each rank.
+"""One small training program that saves, is interrupted, and resumes; it logs each step of each rank: resume_run.py PLAN.json.
 
-    resume_run.py PLAN.json
-
-The plan is `{"mode": ..., "out": FOLDER, "cases": [...], ...}`; the modes are the functions at the end. A line of a log is
-JSON: `{"step": [epoch, step, ids, loss]}`, `{"saved": NAME}`, `{"gathered": [epoch, ids]}` or `{"end": ...}`.
+The plan is `{"mode": ..., "out": FOLDER, "cases": [...], ...}`; the modes are functions. A line of a log is JSON:
+`{"step": [epoch, step, ids, loss]}`, `{"saved": NAME}`, `{"gathered": [epoch, ids]}` or `{"end": ...}`.
 """
 
 import contextlib
@@ -18,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import fresh_accelerator, raised
+from expect import raised
+from harness import Kept, fresh_accelerator, learn
 from resume_data import WIDTH, loader_of, parts
 from torch import nn
 from torch.utils.data import DataLoader
@@ -31,13 +30,7 @@ WRITER_SEED, READER_SEED = 5, 77
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training run: its data, what draws random numbers in it, and where it saves.
-
-    Attributes:
-        saves: `EPOCH-STEP`, `EPOCH-last` (after the last batch, inside the loop) or `EPOCH-after` (the loop).
-        resumes: ways to go on, see `Job.train`.
-        leave: epoch and step at which the loop is left with break, or None.
-    """
+    """A training run: its data, what draws random numbers in it, and where it saves."""
 
     name: str
     sampler: str = "shuffle"
@@ -56,23 +49,10 @@ class Case:
     evaluate: bool = False
     accumulation: int = 1
     epochs: int = 3
-    saves: tuple = ()
-    resumes: tuple = ()
-    leave: tuple | None = None
+    saves: tuple = ()  # `EPOCH-STEP`, `EPOCH-last` (after the last batch, inside the loop) or `EPOCH-after` (the loop)
+    resumes: tuple = ()  # ways to go on, see `Job.train`
+    leave: tuple | None = None  # epoch and step at which the loop is left with break
     rng_types: tuple | None = None
-
-
-class CheckpointStorage:
-    """The user's own counters. `register_for_checkpointing` takes them along."""
-
-    def __init__(self):
-        self.epoch = self.step = 0
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "step": self.step}
-
-    def load_state_dict(self, state):
-        self.epoch, self.step = state["epoch"], state["step"]
 
 
 class Log:
@@ -115,20 +95,16 @@ class Job:
         self.model, self.optimizer, self.scheduler, self.loader, self.evaluation = self.accelerator.prepare(
             model, optimizer, scheduler, loader_of(case), evaluation
         )
-        self.place = CheckpointStorage()
+        self.place = Kept(epoch=0, step=0)  # the user's own counters
         self.accelerator.register_for_checkpointing(self.place)
 
     def learn(self, features):
         """Take a step, and return the loss of this rank."""
         with self.accelerator.accumulate(self.model):
-            loss = self.model(features).pow(2).mean()
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+            loss = learn(self.accelerator, self.model(features).pow(2).mean(), self.optimizer, self.scheduler)
         if self.case.loop_draws:
             torch.rand(2), random.random(), np.random.rand()
-        return loss.item()
+        return loss
 
     def evaluate(self):
         """Look at a part of the evaluation data."""
@@ -138,18 +114,15 @@ class Job:
             self.model(batch)
 
     def train(self, log, save=None, resume=None, gather=False):
-        """Train to the end.
+        """Train to the end, and log the steps; `save` is called with the name of each place where a run may save.
 
-        Args:
-            log: gets the steps.
-            save: called with the name of each place where a run may save.
-            resume: None for a run from the beginning; "load" to iterate as ever, "skip" to leave out what is behind with
-                `skip_first_batches`, "skip all" for the latter after a whole epoch, counted as such.
-            gather: log the numbers that `gather_for_metrics` returns.
+        A run goes on with `resume`: "load" iterates as ever, "skip" leaves out what is behind with `skip_first_batches`, "skip
+        all" does the latter after a whole epoch, counted as such. `gather` logs the numbers that `gather_for_metrics` returns.
         """
         save = save or (lambda name: None)
-        behind, place = self.place.step, self.place
-        for epoch in range(self.place.epoch, self.case.epochs):
+        place = self.place.state
+        behind = place["step"]
+        for epoch in range(place["epoch"], self.case.epochs):
             batches, start = self.loader, 0
             if resume is not None:
                 start = behind
@@ -162,26 +135,20 @@ class Job:
                     self.evaluate()
                 # Upstream's arithmetic: so many whole epochs, and so many steps.
                 last = self.loader.end_of_dataloader
-                place.epoch, place.step = (epoch + 1, 0) if last else (epoch, step)
+                place["epoch"], place["step"] = (epoch + 1, 0) if last else (epoch, step)
                 log.write(step=[epoch, step, numbers.tolist(), repr(loss)])
                 if gather:
-                    log.write(
-                        gathered=[epoch, self.accelerator.gather_for_metrics(numbers.tolist(), use_gather_object=True)]
-                    )
+                    found = self.accelerator.gather_for_metrics(numbers.tolist(), use_gather_object=True)
+                    log.write(gathered=[epoch, found])
                 save(f"{epoch}-{step}")
                 if last:
                     save(f"{epoch}-last")
                 if self.case.leave is not None and tuple(self.case.leave) == (epoch, step):
                     break
-            place.epoch, place.step = epoch + 1, 0
+            place["epoch"], place["step"] = epoch + 1, 0
             save(f"{epoch}-after")
-        log.write(
-            end=[self.digest(), repr(float(torch.rand(1))), repr(float(np.random.rand())), repr(random.random())]
-        )
-
-    def digest(self):
-        """The weights, exactly."""
-        return [value.tolist() for value in self.accelerator.unwrap_model(self.model).state_dict().values()]
+        weights = [value.tolist() for value in self.accelerator.unwrap_model(self.model).state_dict().values()]
+        log.write(end=[weights, *map(repr, (torch.rand(1).item(), float(np.random.rand()), random.random()))])
 
 
 def cases_of(plan):
@@ -229,7 +196,7 @@ def read_one(plan, case, name, way):
     out = Path(plan["out"], case.name)
     log = Log(out, f"{name}.{way}", job.accelerator.process_index)
     if way == "skip all":
-        job.place.epoch, job.place.step = job.place.epoch - 1, len(job.loader)
+        job.place.state = {"epoch": job.place.state["epoch"] - 1, "step": len(job.loader)}
     if way in ("again", "chain"):
         folder = out / f"{name}.{way}.checkpoint"
         if way == "again":
@@ -269,7 +236,7 @@ def endure(plan):
         resume = "load"
     except FileNotFoundError:
         resume = None
-    log.write(resumed=resume, at=[job.place.epoch, job.place.step])
+    log.write(resumed=resume, at=list(job.place.state.values()))
     marks, steps = itertools.count(1), 0
 
     def pass_by(*_):
@@ -292,17 +259,28 @@ def endure(plan):
     job.train(log, save, resume=resume)
 
 
+def saved_and_left(plan):
+    """Run the case until its second step, and save there."""
+    (case,) = cases_of(plan)
+    folder, job = Path(plan["out"], "checkpoint"), Job(case, WRITER_SEED)
+
+    def save(name):
+        if job.place.state["step"] == 2:
+            job.accelerator.save_state(folder)
+            raise Interrupted
+
+    with contextlib.suppress(Interrupted):
+        job.train(Log(plan["out"], "left", job.accelerator.process_index), save)
+    return case, job, folder
+
+
 def refuse(plan):
     """What cannot go on is refused on every rank, and nothing has changed."""
-    (case,) = cases_of(plan)
-    folder = Path(plan["out"], "checkpoint")
-    job = Job(case, WRITER_SEED)
-    with contextlib.suppress(Interrupted):
-        job.train(Log(plan["out"], "refuse", job.accelerator.process_index), lambda name: save_and_leave(job, folder))
+    case, job, folder = saved_and_left(plan)
     for changes, fragments in (
         ({"length": 30}, ("30 samples", "22 samples")),
         ({"sampler": "seedable"}, ("SeedableRandomSampler", "RandomSampler")),
-        ({"sampler": "custom"}, ("Rotated", "RandomSampler")),
+        ({"sampler": "custom"}, ("Ordered", "RandomSampler")),
     ):
         other = Job(dataclasses.replace(case, **changes), READER_SEED)
         for _ in other.loader:
@@ -312,23 +290,12 @@ def refuse(plan):
             other.accelerator.load_state(folder)
         assert everything(other) == before, changes
         assert len(list(other.loader)) == len(other.loader), "the loader is as it was"
-    for number, fragment in ((-1, "is -1"), (len(job.loader) + 1, f"has {len(job.loader)} batches")):
-        with raised(ValueError, "num_batches", fragment):
-            job.accelerator.skip_first_batches(job.loader, number)
-    assert list(job.accelerator.skip_first_batches(job.loader, len(job.loader))) == []
-    stream = job.accelerator.prepare(loader_of(dataclasses.replace(case, data="stream")))
-    with raised((ValueError, RuntimeError), "were to be left out, but the data ended after"):
-        next(iter(job.accelerator.skip_first_batches(stream, 100)))
     job.accelerator.print("ok refused")
 
 
 def begin_anew(plan):
     """With `continue_after_load=False` an epoch begins anew, unless a skip asks for its rest."""
-    (case,) = cases_of(plan)
-    folder = Path(plan["out"], "checkpoint")
-    job = Job(case, WRITER_SEED)
-    with contextlib.suppress(Interrupted):
-        job.train(Log(plan["out"], "anew", job.accelerator.process_index), lambda name: save_and_leave(job, folder))
+    case, job, folder = saved_and_left(plan)
     told = {}
     for continues in (True, False):
         for behind in (0, 2):
@@ -342,19 +309,12 @@ def begin_anew(plan):
     job.accelerator.print("ok anew")
 
 
-def save_and_leave(job, folder):
-    if job.place.step == 2:
-        job.accelerator.save_state(folder)
-        raise Interrupted
-
-
 def everything(job):
     """Everything that a load changes, as text."""
-    states = [job.model.state_dict(), job.optimizer.state_dict(), job.scheduler.state_dict(), job.place.state_dict()]
+    states = [kept.state_dict() for kept in (job.model, job.optimizer, job.scheduler, job.place)]
     positions = [loader._progress for loader in (job.loader, job.evaluation)]
-    return repr(
-        [states, positions, random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-    )
+    generators = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    return repr([states, positions, generators])
 
 
 def several(plan):
@@ -366,11 +326,7 @@ def several(plan):
 MODES = {mode.__name__: mode for mode in (write, read, endure, refuse, begin_anew, several)}
 
 
-def main():
-    plan = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    MODES[plan["mode"]](plan)
-
-
 if __name__ == "__main__":
-    main()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    PLAN = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    MODES[PLAN["mode"]](PLAN)

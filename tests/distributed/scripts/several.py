@@ -1,18 +1,28 @@
-"""Run the scripts that are named on the command line, one after the other, in the processes of one launch."""
+"""Run scripts, one after the other, on all ranks of one launch: several.py SCRIPT ... [WORD ...].
 
-import pathlib
-import runpy
+A check is a function of a script whose name begins with `check_`, with what the script says in `USUAL`, or with one of the words.
+"""
+
+import importlib
 import sys
 import time
 
-from accelerate.state import PartialState
-
-HERE = pathlib.Path(__file__).parent
+import torch
+from harness import say
 
 if __name__ == "__main__":
-    names, sys.argv[1:] = sys.argv[1:], []
-    for name in names:
-        start = time.monotonic()
-        runpy.run_path(str(HERE / name), run_name="__main__")
-        if PartialState().is_main_process:
-            print(f"done {name} in {time.monotonic() - start:.1f} s", flush=True)
+    scripts = [word for word in sys.argv[1:] if word.endswith(".py")]
+    words = tuple(sys.argv[1 + len(scripts) :])
+    for script in scripts:
+        start, module = time.monotonic(), importlib.import_module(script.removesuffix(".py"))
+        begins = words or getattr(module, "USUAL", ("check_",))
+        own = {
+            name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        }
+        checks = [value for name, value in own.items() if name.startswith(begins)]
+        assert checks, f"no check of {script} begins with {begins}"
+        for check in checks:
+            torch.manual_seed(0)
+            check()
+            say(f"ok {check.__name__}")
+        say(f"done {script} in {time.monotonic() - start:.1f} s")

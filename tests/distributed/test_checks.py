@@ -1,0 +1,60 @@
+"""Scripts that check themselves on real processes: one launch for each number of processes and group of scripts."""
+
+import pytest
+
+TRAINING = "check_training.py check_wrappers.py check_prepare.py"
+STATES = "check_operations.py check_processes.py"
+LOADERS = "check_loaders.py check_active_loader.py check_streams.py check_metrics_property.py"
+OF_TRANSFORMERS = "check_tensor_parallel.py check_long_sequences.py check_pippy.py"
+SHARDS = "check_sharded_checkpoints.py"
+
+QUICK = [
+    (2, f"check_collective_errors.py {TRAINING}"),
+    (2, LOADERS),
+    (2, OF_TRANSFORMERS),
+    (2, "check_sharded.py check_precision.py check_norms.py"),
+    (3, STATES),
+]
+SLOW = [
+    (1, f"{TRAINING} check_processes.py"),
+    (2, STATES),
+    (4, "check_training.py check_items check_windows"),
+    *((processes, LOADERS) for processes in (1, 3, 4)),
+    *((processes, f"check_metrics_property.py thousand_{seed}") for processes in (1, 2, 3, 4) for seed in (1, 2)),
+    (2, f"{OF_TRANSFORMERS} slow_"),
+    (3, "check_pippy.py check_ slow_"),
+    (4, "check_long_sequences.py check_pippy.py check_ slow_"),
+    (4, "check_norms.py check_ four_"),
+    (4, "check_sharded.py four_"),
+    (3, SHARDS),
+    (4, f"{SHARDS} meshes_"),
+]
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_checks(launch, processes, words):
+    if any(script in words for script in OF_TRANSFORMERS.split()):
+        pytest.importorskip("transformers")
+    done = launch("several.py", *words.split(), processes=processes, cpu=True if SHARDS in words else None)
+    assert done.stdout.count("\ndone check_") == words.count(".py")
+
+
+@pytest.mark.parametrize(
+    ("script", "what", "words"),
+    [
+        ("check_collective_errors.py", "one_rank_fails", "the disk of the last rank is gone"),
+        ("check_streams.py", "lost_process", ""),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run(launch, script, what, words):
+    done = launch("several.py", script, what, succeeds=False)
+    assert words in done.stderr and f"ok {what}" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tp"])
+def test_every_strategy_reads_what_one_writes(launch, writer):
+    done = launch("several.py", SHARDS, "the_wide_matrix", processes=4, cpu=True, environment={"WRITER": writer})
+    assert "ok the_wide_matrix" in done.stdout
