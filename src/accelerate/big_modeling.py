@@ -73,10 +73,11 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 @contextlib.contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be made.
+    """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be
+    made.
 
-    Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint with
-    `load_checkpoint_and_dispatch` before using it.
+    Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint
+    with `load_checkpoint_and_dispatch` before using it.
 
     Args:
         include_buffers: Put buffers on the meta device too, and every other tensor made inside. None: as

@@ -1,7 +1,7 @@
 """Hooks that put weights and inputs on the right device around forward, and how a model gets them.
 
-The base classes and `add_hook_to_module` are in `accelerate.offload.hooks_base`; this module is where users find all of
-it, and where other libraries patch `AlignDevicesHook`.
+The base classes and `add_hook_to_module` are in `accelerate.offload.hooks_base`; this module is where users find all
+of it, and where other libraries patch `AlignDevicesHook`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +52,9 @@ _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 
 
 def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
-    """A method that moves weights about, without `torch.compile`: that would look into all that is below, compile nothing of it,
-    and fail at some. Its own decorator would take a second to import for those who never compile."""
+    """A method that moves weights, without `torch.compile`, which would compile nothing of it and fail at some; its
+    own decorator would take a second to import for those who never compile.
+    """
     if not torch.compiler.is_compiling():
         return method
     if method not in _uncompiled:
@@ -62,7 +63,8 @@ def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class AlignDevicesHook(ModelHook):
-    """Has a module's weights and inputs on one device during forward, and optionally keeps the weights elsewhere between.
+    """Has a module's weights and inputs on one device during forward, and optionally keeps the weights elsewhere
+    between.
 
     Args:
         execution_device: Where forward runs. None: nothing is moved there.
@@ -122,7 +124,8 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def offloaded_tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that are elsewhere between forwards; non-persistent buffers are in no checkpoint, so they stay.
+        """Return the tensors that are elsewhere between forwards; non-persistent buffers are in no checkpoint, so they
+        stay.
 
         Args:
             module: The module that the hook is on.
@@ -256,8 +259,7 @@ class AlignDevicesHook(ModelHook):
             self._kept[name] = (value, filled)
 
     def _note_tie(self, name: str) -> None:
-        """Remember the address of a shared weight that stays in memory; one read from a file has a new one each time,
-        which may be that of a weight freed before."""
+        """Note a shared weight's address in memory; one from a file has a new one each time, maybe a freed one's."""
         value, _ = self._saved(name) if self.tied_params_map else (None, None)
         if value is not None and value.data_ptr() in self.tied_params_map:
             self.tied_params_names.add(name)
@@ -413,8 +415,8 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Give the blocks of a model the hooks that its device map asks for.
 
-    A block that stays on its device is placed there as a whole; one that is offloaded gets a hook on every module below
-    it that owns weights. The root gets a hook that returns outputs on the inputs' device.
+    A block that stays on its device is placed there as a whole; one that is offloaded gets a hook on every module
+    below it that owns weights. The root gets a hook that returns outputs on the inputs' device.
 
     Args:
         module: The root; it and everything below are searched.

@@ -50,14 +50,9 @@ _STEPPED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary
 def settle_scaler(scaler: Any) -> None:
     """Update a scaler whose optimizers stepped without all of them having come; before the next loss is scaled.
 
-    Several optimizers may share one scaler. Its update forgets which gradients are unscaled and may change the scale, so
-    between two of their steps it would unscale the second one's gradients twice, or by another scale than their own.
-
-    Args:
-        scaler: The gradient scaler.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/notes/amp_examples.html#working-with-multiple-models-losses-and-optimizers
+    Several optimizers may share one scaler. Its update forgets which gradients are unscaled and may change the scale,
+    so between two of their steps it would unscale the second one's gradients twice, or by another scale than their
+    own.
     """
     if _STEPPED.pop(scaler, None):
         scaler.update()

@@ -1,7 +1,8 @@
 """Parameters that preparing replaced, and the optimizers that must follow them.
 
-Sharding puts new parameters in the place of those that an optimizer was made with, and so does moving a model to some devices. A
-prepared optimizer follows by name: what a model called a parameter before, it calls its replacement afterwards.
+Sharding puts new parameters in the place of those that an optimizer was made with, and so does moving a model to some
+devices. A prepared optimizer follows by name: what a model called a parameter before, it calls its replacement
+afterwards.
 """
 
 import contextlib
@@ -32,40 +33,22 @@ class MovedParameters:
         self.__init__()
 
     def record(self, name: str, old: nn.Parameter, new: nn.Parameter, alike: bool = False) -> None:
-        """Remember one replacement.
-
-        Args:
-            name: What the model calls both.
-            old: The parameter as it was.
-            new: What is in its place.
-            alike: Whether it has the same elements, so that what an optimizer knows about the old one holds for it.
-        """
+        """Remember a replacement; `alike`: of the same elements, so that what an optimizer knows holds for it."""
         self._new[old], self._names[old], self._alike[old], _REPLACED[old] = new, name, alike, name
         # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
         # later, and because torch does not move a parallel model that weak references point to.
         new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
 
     def now(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter has become, through any number of replacements; itself if it was never replaced.
-
-        Args:
-            parameter: Of an optimizer, say.
-        """
+        """Return what a parameter has become, through any number of replacements; itself if it was never replaced."""
         while (new := self._new.get(parameter)) is not None:
             parameter = new
         return parameter
 
     def follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Let an optimizer update the parameters that took the place of those it has; all of them or, on an error, none.
+        """Let torch's own optimizer update what took its parameters' place, all or none; return whether it changed.
 
-        Args:
-            optimizer: Torch's own, out of its wrapper.
-
-        Returns:
-            Whether it was changed.
-
-        Raises:
-            ValueError: It has stepped already, or one flat parameter stands for parameters of several groups.
+        ValueError: it has stepped already, or one flat parameter stands for parameters of several groups.
         """
         groups = [[(old, self.now(old)) for old in group["params"]] for group in optimizer.param_groups]
         moved = [(old, new) for group in groups for old, new in group if new is not old]
@@ -110,15 +93,7 @@ class MovedParameters:
 
 
 def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParameters]) -> None:
-    """Let an optimizer follow its parameters, whichever Accelerator replaced them.
-
-    Args:
-        optimizer: Torch's own, out of its wrapper.
-        histories: Of the Accelerator that prepares it, and of those that may have prepared its model.
-
-    Raises:
-        ValueError: As `MovedParameters.follow`; or a parameter was replaced, and nothing says by what.
-    """
+    """Let torch's own optimizer follow, whichever Accelerator replaced its parameters; ValueError if none knows."""
     while any(history.follow(optimizer) for history in histories):
         pass  # one Accelerator may have replaced what another one had put there
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -132,28 +107,13 @@ def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParame
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by all the names that they have, without the parts that wrappers put in.
-
-    Args:
-        model: Any module. A tied parameter is there under each of its names.
-    """
+    """Return a model's parameters by all the names that they have, without the parts that wrappers put in."""
     return {canonical_name(name): value for name, value in model.named_parameters(remove_duplicate=False)}
 
 
 @contextlib.contextmanager
 def followed(accelerator: Any, model: nn.Module, alike: bool = False) -> Iterator[None]:
-    """Let optimizers, those prepared and those to come, follow the parameters of a model that are replaced inside.
-
-    Parameters that were tied before are tied afterwards.
-
-    Args:
-        accelerator: Whose optimizers.
-        model: The model that is changed inside.
-        alike: As in `repoint`.
-
-    Raises:
-        ValueError: As `repoint`.
-    """
+    """Let optimizers, prepared and to come, follow parameters that are replaced inside, as `repoint`; ties stay."""
     before, tied = named(model), ties(model)
     yield
     tie(model, tied)
@@ -169,12 +129,7 @@ def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
-    """Give names that meant one parameter one parameter again: the old one if it still has one of them.
-
-    Args:
-        model: Whose parameters were replaced.
-        before: `ties` of the model as it was.
-    """
+    """Give names that meant one parameter one parameter again: the old one if it still has one of them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for old, names in before:
         owners = [(modules.get(owner), own) for owner, _, own in (name.rpartition(".") for name in names)]
@@ -187,14 +142,7 @@ def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
 def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], alike: bool = False) -> None:
     """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.
 
-    Args:
-        accelerator: Its ``prepared`` remembers the replacements.
-        model: As it is now.
-        before: `named` of the model as it was.
-        alike: Whether the replacements have the same elements, so that optimizers keep what they know about the old ones.
-
-    Raises:
-        ValueError: As `MovedParameters.follow`.
+    `before` is `named` of the model as it was; `alike` as in `record`. ValueError: as `MovedParameters.follow`.
     """
     moved: MovedParameters = accelerator.prepared.moved
     after = named(model)

@@ -242,14 +242,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def check_devices(device_map: Mapping[str, Any]) -> None:
-    """Refuse a device map that names devices which this machine does not have.
-
-    Args:
-        device_map: Module names to devices; ``"disk"`` is none.
-
-    Raises:
-        ValueError: A device is not there, or is no device.
-    """
+    """Raise a ValueError for a device of a map that this machine does not have; ``"disk"`` is none."""
     for device in dict.fromkeys(device for device in device_map.values() if device != "disk"):
         found = as_device(device)
         if found.type in ("cpu", "meta"):
@@ -265,21 +258,10 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
 
 
 def disjoint_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Return a device map that says the same with entries none of which lies below another.
+    """Return a device map that says the same with entries none of which lies below another; a copy where none does.
 
-    The longest entry that a tensor lies under decides, so ``{"": "cpu", "head": "disk"}`` is everything but the head on the CPU.
-    A module that has several names is where the first of them is.
-
-    Args:
-        model: The model.
-        device_map: Module or tensor names to devices; every tensor is covered.
-
-    Returns:
-        The map itself, copied, where nothing overlaps; else the shortest that says the same.
-
-    Example:
-        >>> disjoint_map(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), {"": "cpu", "2": "disk"})
-        {'0': 'cpu', '2': 'disk'}
+    The longest entry that a tensor lies under decides: ``{"": "cpu", "head": "disk"}`` is everything but the head on
+    the CPU. A module with several names is where the first of them is.
     """
     first = {id(module): name for name, module in model.named_modules()}
     named = list(model.named_modules(remove_duplicate=False))
@@ -445,18 +427,7 @@ def computed_map(
     offload_buffers: bool = False,
     **options: Any,
 ) -> dict[str, Device]:
-    """Return the device map that a name stands for.
-
-    Args:
-        model: The model.
-        strategy: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``.
-        max_memory: As for `get_max_memory`.
-        offload_buffers: Whether the buffers of offloaded layers are offloaded as well.
-        **options: Arguments that `get_balanced_memory` and `infer_auto_device_map` share.
-
-    Raises:
-        ValueError: The name is none of these, or an argument is wrong.
-    """
+    """Return the device map that a strategy stands for; `options` are those that balancing and inferring share."""
     if strategy not in _AUTOMATIC:
         raise ValueError(
             f"device_map={strategy!r} is unknown. Give a dict, or one of {', '.join(map(repr, _AUTOMATIC))}."

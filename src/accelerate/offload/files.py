@@ -1,7 +1,8 @@
 """Checkpoints as sets of named weights in files, opened and checked before anything is done with them.
 
-A weight is a view of its file, and costs no memory of its own. The kernel reads a page when it is first used, keeps it while there is
-room, and drops it when there is none, because the file still has it. Nothing has to be copied to be offloaded.
+A weight is a view of its file, and costs no memory of its own. The kernel reads a page when it is first used, keeps it
+while there is room, and drops it when there is none, because the file still has it. Nothing has to be copied to be
+offloaded.
 """
 
 import json
@@ -25,23 +26,11 @@ _FOREIGN_FORMATS = ("tf", "flax", "np", "mlx")
 
 
 class WeightFile:
-    """A file of weights, opened once: in safetensors, else what `torch.save` wrote, of which only tensors in plain containers are
-    accepted, so that no code in it runs.
+    """A file of weights, opened once: safetensors, or of `torch.save` with tensors in plain containers alone.
 
-    What is read from it stays valid while the file is replaced, but not when it is rewritten.
-
-    Args:
-        path: The file.
-
-    Attributes:
-        path: The file's path as text.
-        keys: The names of the tensors in it.
-        in_place: Whether weights can be read from it whenever they are needed, so that they need not be kept elsewhere.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        OSError: Its metadata names an unknown format.
-        ValueError: It cannot be read: truncated, or not what its name says.
+    What is read stays valid while the file is replaced, but not when it is rewritten. ``in_place``: weights can be
+    read from it whenever they are needed. FileNotFoundError, OSError (unknown format) or ValueError (truncated, or not
+    what its name says).
     """
 
     def __init__(self, path: Path_) -> None:
@@ -63,27 +52,14 @@ class WeightFile:
         self.keys = dict.fromkeys(content.keys())  # in order, and looked up quickly
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return a tensor, as a view of the file if that can be mapped; writing to it does not change the file.
-
-        Raises:
-            KeyError: The file has no tensor of that name; the message names the file.
-        """
+        """Return a tensor, a view of the file where that can be mapped, never writing to it; KeyError names it."""
         if key not in self.keys:
             raise KeyError(f"{self.path} has no tensor {key!r}; it has {listed(map(repr, self.keys), 5)}.")
         return self._read(key)
 
 
 def check_format(path: str, metadata: Mapping[str, str] | None) -> None:
-    """Refuse a safetensors file that was written for another framework.
-
-    Args:
-        path: The file, for the message.
-        metadata: What its header says; without a format it is taken for torch's.
-
-    Raises:
-        OSError: The format is unknown.
-        ValueError: It is that of another framework.
-    """
+    """Refuse a safetensors file by its metadata: ValueError for another framework's, OSError for an unknown format."""
     written_for = (metadata or {}).get("format", "pt")
     if written_for in _FOREIGN_FORMATS:
         raise ValueError(f"{path} was written for {written_for!r}; a model of PyTorch needs a file of format 'pt'.")
@@ -109,24 +85,14 @@ def _load_torch(path: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A weight in a file.
-
-    Attributes:
-        file: The file.
-        key: Its name there.
-        value: The weight on the CPU, as a view of the file.
-    """
+    """A weight in a file: its name there, and the weight on the CPU as a view of the file."""
 
     file: WeightFile
     key: str
     value: torch.Tensor
 
     def reference(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return an entry for an offload index that reads it in place.
-
-        Args:
-            dtype: What it is cast to when it is read.
-        """
+        """Return an entry for an offload index that reads the weight in place and casts it to a dtype."""
         return {
             "safetensors_file": self.file.path,
             "weight_name": self.key,
@@ -136,15 +102,10 @@ class Entry:
 
 
 def checkpoint_files(checkpoint: Path_) -> dict[str, list[str]]:
-    """Return the files that hold the weights of a checkpoint, each with the names that an index says are in it.
+    """Return the files with the weights of a checkpoint, each with the names that an index says are in it.
 
-    Args:
-        checkpoint: A file with a state dict, an index (any ``*.json``), or a folder with one of: a `model.safetensors`, a
-            `pytorch_model.bin`, a single ``*.index.json``.
-
-    Raises:
-        FileNotFoundError: The index names files that are not there.
-        ValueError: It is none of these, or a folder with several index files.
+    A checkpoint is a state dict, an index (any ``*.json``), or a folder with either. FileNotFoundError: files of the
+    index are missing. ValueError: it is none of these, or a folder with several indices.
     """
     path = Path(checkpoint)
     if path.is_dir():
@@ -186,16 +147,7 @@ def _indexed(path: Path) -> dict[str, list[str]]:
 
 
 def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
-    """Open every file of a checkpoint and return its weights by name. No weight is read yet.
-
-    Args:
-        checkpoint: As for `checkpoint_files`.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        OSError: The metadata of a file names an unknown format.
-        ValueError: A file is truncated, or lacks what the index says is in it.
-    """
+    """Open every file of a checkpoint and return its weights by name, unread; raises as `WeightFile` does."""
     entries: dict[str, Entry] = {}
     for path, expected in checkpoint_files(checkpoint).items():
         file = WeightFile(path)
@@ -214,16 +166,7 @@ def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry], where: str) -> None:
-    """Check that weights fit the tensors that they are for, before any of them is placed.
-
-    Args:
-        tensors: The model's parameters and buffers by name.
-        entries: The weights by name; those that the model does not have are not looked at.
-        where: What the weights are of, for the message.
-
-    Raises:
-        ValueError: Shapes differ, or integers stand where the model has floating-point parameters, or the other way round.
-    """
+    """Raise a ValueError where weights have another shape than their tensors, or integers for floating point."""
     problems = []
     for name, tensor in tensors.items():
         if name not in entries or type(tensor).__name__ in FOUR_BIT:

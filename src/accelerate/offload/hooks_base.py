@@ -1,7 +1,8 @@
 """Adding hooks to modules and taking them off, and the hooks that move or cast whole modules.
 
-`add_hook_to_module` replaces a module's forward by ``functools.partial(_hooked_forward, module)`` and keeps the original
-in ``module._old_forward`` and the hook in ``module._hf_hook``. Other libraries read all three, and rebind the second.
+`add_hook_to_module` replaces a module's forward by ``functools.partial(_hooked_forward, module)`` and keeps the
+original in ``module._old_forward`` and the hook in ``module._hf_hook``. Other libraries read all three, and rebind the
+second.
 """
 
 import contextlib
@@ -189,13 +190,7 @@ def _tie_again(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
 
 
 def guard_method(module: nn.Module, name: str, guard: Callable[..., None]) -> None:
-    """Have a check run before a method of one module, until `remove_hook_from_module` takes it off again.
-
-    Args:
-        module: The module whose method is replaced on the instance.
-        name: The method, one of `_accelerate_added_attributes`.
-        guard: Called with the module; raises, warns or does nothing.
-    """
+    """Have a check run before a method of one module, until `remove_hook_from_module` takes it off again."""
     if name in module.__dict__:
         _restore_method(module, name)
     method = getattr(module, name)

@@ -172,15 +172,7 @@ def _put_quantized(
 
 @dataclass
 class _Step:
-    """One weight of a checkpoint and where it goes.
-
-    Attributes:
-        name: Its name in the model.
-        entry: Where it is.
-        device: Where it goes: a device, or ``"disk"``.
-        dtype: What it is cast to; None leaves it to the tensor that it fills.
-        statistics: The scales that belong to it, if it is an 8-bit weight of bitsandbytes.
-    """
+    """One weight of a checkpoint and where it goes; a dtype of None leaves that to the tensor that it fills."""
 
     name: str
     entry: Entry
@@ -202,11 +194,10 @@ class _Step:
 class CheckpointLoad:
     """A checkpoint on its way into a model: every weight is planned, the plan is checked, and then carried out.
 
-    Until the plan is checked nothing is changed; if carrying it out fails, the offload folder is as it was. Unlike with
-    `load_checkpoint_in_model`, whose arguments these are, weights that can be read in place need no ``offload_folder``.
-
-    Attributes:
-        whole: Whether it is an error, before anything is changed, if a tensor of a model with a ``device_map`` would be without data.
+    Until the plan is checked nothing is changed; if carrying it out fails, the offload folder is as it was. Unlike
+    with `load_checkpoint_in_model`, whose arguments these are, weights that can be read in place need no
+    ``offload_folder``. `whole` makes it an error, before anything is changed, if a tensor of a model with a
+    ``device_map`` would be without data.
     """
 
     model: nn.Module
@@ -280,8 +271,7 @@ class CheckpointLoad:
         return _Step(name, entry, device, self._dtype_of(name), statistics)
 
     def _dtype_of(self, name: str) -> torch.dtype | None:
-        """What a floating-point weight is cast to. A tensor is kept in float32 if it is named, or lies in a module whose name ends
-        like that, such as `input_norm` for ``norm``."""
+        """What a floating-point weight is cast to; those named, or in modules whose names end so, stay in float32."""
         kept = any(name == part or f"{part}." in name for part in self.keep_in_fp32_modules or ())
         return torch.float32 if kept and self.target is not None else self.target
 
@@ -464,8 +454,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """Read a checkpoint into a model in place.
 
-    Files are mapped into memory: weights in safetensors that belong on the CPU stay mapped and are copied nowhere, and those
-    that belong on the disk are read where they are. Everything is checked before the model is changed.
+    Files are mapped into memory: weights in safetensors that belong on the CPU stay mapped and are copied nowhere, and
+    those that belong on the disk are read where they are. Everything is checked before the model is changed.
 
     Args:
         model: The model; its tensors may be on the meta device.

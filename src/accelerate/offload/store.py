@@ -1,5 +1,5 @@
-"""Offloaded weights by name, wherever they are kept: in memory, in a folder that has a file of raw bytes for each beside an
-``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
+"""Offloaded weights by name, wherever they are kept: in memory, in a folder that has a file of raw bytes for each
+beside an ``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
 """
 
 import contextlib
@@ -24,24 +24,13 @@ Folder = str | os.PathLike
 
 
 def tensor_bytes(weight: torch.Tensor) -> memoryview:
-    """Return a tensor's elements as bytes, row-major, in the machine's byte order.
-
-    Args:
-        weight: A tensor of any dtype and device but meta.
-    """
+    """Return the elements of a tensor with data as bytes, row-major, in the machine's byte order."""
     # reshape before view: a scalar has no last dimension to reinterpret.
     return memoryview(weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
-    """Return the index of an offload folder; an empty one where there is none.
-
-    Args:
-        folder: The folder.
-
-    Raises:
-        ValueError: The file is there and is no index.
-    """
+    """Return the index of an offload folder, empty where there is none; ValueError: the file is no index."""
     path = Path(folder) / INDEX_NAME
     if not path.is_file():
         return {}
@@ -57,15 +46,7 @@ def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
 
 
 def weight_path(folder: Folder, name: str) -> str:
-    """Return the file of a weight in an offload folder, which is never outside of it.
-
-    Args:
-        folder: The folder.
-        name: The weight's name.
-
-    Raises:
-        ValueError: The name cannot be that of a file.
-    """
+    """Return a weight's file in an offload folder, never outside of it; ValueError: no file can have the name."""
     file = f"{name}.dat"
     if os.path.basename(file) != file or "\0" in file:
         raise ValueError(
@@ -82,25 +63,11 @@ class _Publications:
 
 
 class OffloadWriter:
-    """Writes weights aside in a folder; leaving the ``with`` block publishes them together with their index.
+    """Writes weights aside in a folder; leaving the ``with`` block publishes them, and with `indexed` their index.
 
-    If the block raises, or a disk is full, what was written is removed and the files that were there stay. A process that has mapped a
-    file that is replaced goes on reading the former one.
-
-    Args:
-        folder: The offload folder.
-        indexed: Whether the folder's index gets what is new.
-
-    Attributes:
-        index: Entries of what was added: ``{"dtype", "shape"}`` of files; the caller may add others, of weights that stay in files of
-            their own.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with OffloadWriter(folder) as writer:
-        ...         writer.add("weight", torch.ones(2))
-        ...     sorted(os.listdir(folder))
-        ['index.json', 'weight.dat']
+    If the block raises, or a disk is full, what was written is removed and the files that were there stay. A process
+    that has mapped a file that is replaced goes on reading the former one. Callers may add entries of weights in files
+    of their own to ``index``.
     """
 
     def __init__(self, folder: Folder, indexed: bool = True) -> None:
@@ -126,16 +93,7 @@ class OffloadWriter:
                 shutil.rmtree(self._aside, ignore_errors=True)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Write a weight aside.
-
-        Args:
-            name: Its name, which gives the file ``<name>.dat``.
-            weight: The tensor, of any dtype.
-
-        Raises:
-            OSError: The disk is full, or the folder cannot be written; the message names the folder and the bytes needed.
-            ValueError: The tensor is on the meta device, or its name cannot be that of a file.
-        """
+        """Write a weight aside for ``<name>.dat``; OSError: a full disk; ValueError: no data, or no file's name."""
         if weight.device.type == "meta":
             raise ValueError(f"The weight {name!r} is on the meta device and has no data to offload.")
         path = weight_path(self.folder, name)
@@ -304,7 +262,7 @@ class PrefixedDataset(Mapping):
 
 
 class OffloadedWeightsLoader(Mapping):
-    """Weights by name, from memory where they are there, else from offload or safetensors files, which are mapped in place.
+    """Weights by name, from memory where they are there, else mapped in place from offload or safetensors files.
 
     Args:
         state_dict: Weights in memory; they win over files.
@@ -356,11 +314,7 @@ class OffloadedWeightsLoader(Mapping):
         return tensor if entry.get("dtype") is None else tensor.to(getattr(torch, entry["dtype"]))
 
     def stored(self, key: str) -> torch.Tensor:
-        """Return a weight as it is kept, the same tensor each time until this process writes files or the entry is replaced.
-
-        Args:
-            key: Its name.
-        """
+        """Return a weight as it is kept, the same tensor until this process writes files or the entry is replaced."""
         if key in self.state_dict:
             return self.state_dict[key]
         info, count = self.index[key], _Publications.count
@@ -398,24 +352,14 @@ class OffloadedWeightsLoader(Mapping):
 
 
 def resolved(weights: Mapping, name: str) -> tuple[Mapping, str]:
-    """Return the mapping that has a weight of a hook's ``weights_map``, below all its prefixes, and the weight's name there.
-
-    Args:
-        weights: A plain mapping, an `OffloadedWeightsLoader`, or a `PrefixedDataset` of either.
-        name: The weight's name in it.
-    """
+    """Return the mapping below all prefixes that has a weight of a hook, and the weight's name there."""
     while isinstance(weights, PrefixedDataset):
         weights, name = weights.dataset, weights.full_name(name)
     return weights, name
 
 
 def as_stored(weights: Mapping, name: str) -> torch.Tensor:
-    """Return a weight of a hook's ``weights_map`` as it is kept, not cast to another dtype.
-
-    Args:
-        weights: As for `resolved`.
-        name: The weight's name in it.
-    """
+    """Return a weight of a hook's ``weights_map`` as it is kept, not cast to another dtype."""
     weights, name = resolved(weights, name)
     return weights.stored(name) if isinstance(weights, OffloadedWeightsLoader) else weights[name]
 

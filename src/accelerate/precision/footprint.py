@@ -18,12 +18,10 @@ class Piece:
     """One parameter as a strategy keeps it.
 
     Attributes:
-        name: Its name in the user's model.
         dtype: Of the copy at rest, which optimizers update.
-        trainable: Whether it gets gradients.
         numel: Elements of the whole tensor.
         here: Elements that this rank keeps.
-        whole: Elements that this rank has while the strategy has gathered the tensor (a slice of it under tensor parallelism).
+        whole: Elements here while the strategy has gathered the tensor (a slice of it under tensor parallelism).
         compute: Dtype in which the strategy hands it to forward.
         reduce: Dtype in which its gradient is exchanged, before a communication hook.
         unreduced: Dtype of the gradient that this rank keeps while nothing is exchanged.
@@ -45,11 +43,7 @@ class Piece:
 
 
 def pieces(model: nn.Module) -> list[Piece]:
-    """Return a model's parameters, tied ones once. Any rank, alone.
-
-    Args:
-        model: Prepared or not.
-    """
+    """Return the parameters of a model, prepared or not, tied ones once. Any rank, alone."""
     flat = list(_flat_pieces(model))
     members = {identity for _, identities in flat for identity in identities}
     sharded = dict(_sharded(model))
@@ -61,12 +55,7 @@ def pieces(model: nn.Module) -> list[Piece]:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return the name that a tensor has in the user's model.
-
-    Args:
-        model: The prepared model.
-        name: The tensor's name in it.
-    """
+    """Return the name that a tensor of a prepared model has in the user's model."""
     name = canonical_name(name)
     inner = getattr(model, "_orig_mod", model)
     return name.removeprefix("module.") if isinstance(inner, nn.parallel.DistributedDataParallel) else name
@@ -142,17 +131,7 @@ def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
 
 
 def no_sync_memory_note(model: nn.Module) -> str:
-    """Return what accumulating gradients without exchanging them costs a sharded model, for reading. Any rank, alone.
-
-    Each rank keeps the gradient of whole parameters meanwhile instead of its shard's.
-
-    Args:
-        model: A model that FSDP shards.
-
-    Example:
-        >>> no_sync_memory_note(nn.Linear(4, 4))
-        ''
-    """
+    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading. Any rank, alone."""
     trained = [piece for piece in pieces(model) if piece.trainable and piece.strategy]
     if not trained:
         return ""
