@@ -21,9 +21,9 @@ from accelerate.offload.hooks_base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.placement import Device, any_elsewhere, exact_device, scales_name, set_module_tensor_to_device
+from accelerate.offload.placement import Device, any_elsewhere, exact_device, set_module_tensor_to_device
 from accelerate.offload.prefetch import Prefetcher
-from accelerate.offload.store import PrefixedDataset, as_stored
+from accelerate.offload.store import PrefixedDataset, as_stored, with_scales
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
 
@@ -173,11 +173,7 @@ class AlignDevicesHook(ModelHook):
         """An offloaded weight, and the scales that belong to it if it is an 8-bit weight of bitsandbytes."""
         if self.weights_map is None or name not in self.weights_map:
             return None, None
-        value = self.weights_map[name]
-        scales = scales_name(name)
-        if value.dtype is torch.int8 and scales != name and scales in self.weights_map:
-            return value, self.weights_map[scales]
-        return value, None
+        return with_scales(self.weights_map, name)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Bring offloaded weights and the inputs to the execution device."""

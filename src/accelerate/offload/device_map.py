@@ -20,6 +20,7 @@ from accelerate.offload.tensors import (
     class_names,
     compute_module_sizes,
     convert_file_size_to_int,
+    entry_of,
     format_bytes,
     get_module_leaves,
     name_and_parents,
@@ -54,13 +55,9 @@ def fallback_allocate(
         Name and module, or None twice, and what waits then: the modules around the one found, opened up.
     """
     names = {name for name, _ in modules}
-
-    def holder(tensor: str) -> str | None:
-        return next((part for part in name_and_parents(tensor) if part in names), None)
-
-    ties = Ties(tied_parameters or ())
-    no_split = class_names(no_split_module_classes)
-    path = next(fitting(modules, module_sizes, size_limit, no_split, ties, holder), None)
+    ties, no_split = Ties(tied_parameters or ()), class_names(no_split_module_classes)
+    found = fitting(modules, module_sizes, size_limit, no_split, ties, lambda tensor: entry_of(tensor, names))
+    path = next(found, None)
     if path is None:
         return None, None, list(modules)
     waiting = list(modules)
@@ -231,9 +228,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     unknown = [name for name in device_map if name not in known]
     if unknown:
         warnings.warn(f"These device_map keys match no module or tensor of the model: {unknown}", stacklevel=2)
-    if "" in device_map:
-        return
-    missing = [tensor for tensor in tensors if not any(part in device_map for part in name_and_parents(tensor))]
+    missing = [tensor for tensor in tensors if entry_of(tensor, device_map) is None]
     if missing:
         raise ValueError(
             f"The device_map provided gives no device to these tensors: {', '.join(missing)}. Add them, a module that "
@@ -272,11 +267,9 @@ def disjoint_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str
     for name, module in named:
         known, prefix = first[id(module)], f"{name}." if name else ""
         for last, tensor in (*module._parameters.items(), *module._buffers.items()):
-            lies_in = next(
-                (p for p in (*name_and_parents(f"{known}.{last}".lstrip(".")), "") if p in device_map), None
-            )
-            if tensor is not None and lies_in is not None:
-                places[prefix + last] = device_map[lies_in]
+            entry = entry_of(f"{known}.{last}".lstrip("."), device_map)
+            if tensor is not None and entry is not None:
+                places[prefix + last] = device_map[entry]
     return clean_device_map(places)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from accelerate.offload.tensors import (
     compute_module_sizes,
     device_of,
+    entry_of,
     find_tied_parameters,
     is_whole,
     name_and_parents,
@@ -272,7 +273,7 @@ class _Waiting:
 
     def holder(self, name: str) -> str | None:
         """Return the name of what waits and is, or holds, the module or tensor of a name."""
-        return next((part for part in name_and_parents(name) if part in self.items), None)
+        return entry_of(name, self.items)
 
 
 class _Planner:

@@ -301,9 +301,8 @@ def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Pr
     """Have a dispatched model's hooks read weights ahead and return their prefetcher; None where nothing is gained."""
     budget, leading = prefetch_budget(prefetch), aligning_hook(model)
     transfers: dict[torch.device, Any] = {}
-    units = (
-        [] if budget == 0 else [unit for module in model.modules() if (unit := _unit(module, transfers)) is not None]
-    )
+    found = (_unit(module, transfers) for module in model.modules() if budget != 0)
+    units = [unit for unit in found if unit is not None]
     if not units or leading is None:
         return None
     if budget is None:
@@ -352,5 +351,4 @@ def _transfer(device: torch.device) -> HostTransfer | StreamTransfer | None:
     if device.type == "cpu":
         return HostTransfer()
     namespace = probe.row(device.type).namespace()
-    has_streams = hasattr(namespace, "Stream") and hasattr(namespace, "Event")
-    return StreamTransfer(device, namespace) if has_streams else None
+    return StreamTransfer(device, namespace) if hasattr(namespace, "Stream") and hasattr(namespace, "Event") else None

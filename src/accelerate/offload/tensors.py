@@ -4,13 +4,14 @@ import logging
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.config.enums import CustomDtype
+from accelerate.modules.repoint import ties
 from accelerate.modules.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger("accelerate.utils.modeling")
@@ -117,10 +118,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['a.weight', 'b.weight']]
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return [sorted(names) for _, names in ties(model)]
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
@@ -164,16 +162,21 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     return any(hasattr(module, "_tie_weights") for module in model.modules())
 
 
+def entry_of(name: str, entries: Container[str]) -> str | None:
+    """Return the longest entry of a device map that a tensor or module lies under; ``""`` is everything; None if none."""
+    while name not in entries:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
     """Return the device that the longest entry a tensor or module lies under gives to it; ValueError if none."""
-    part = name
-    while part not in device_map:
-        if not part:
-            raise ValueError(
-                f"The `device_map` gives no device for {name!r}. Add it, a parent module, or '' (the rest)."
-            )
-        part = part.rpartition(".")[0]
-    return device_map[part]
+    entry = entry_of(name, device_map)
+    if entry is None:
+        raise ValueError(f"The `device_map` gives no device for {name!r}. Add it, a parent module, or '' (the rest).")
+    return device_map[entry]
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:

@@ -13,14 +13,14 @@ from accelerate.diagnostics.table import table
 from accelerate.offload.placement import FOUR_BIT, Device, as_device, hooks_of, offloading_hook
 from accelerate.offload.store import (
     INDEX_NAME,
-    Folder,
     OffloadedWeightsLoader,
     OffloadWriter,
+    Path_,
     extract_submodules_state_dict,
     read_index,
     resolved,
 )
-from accelerate.offload.tensors import device_of, format_bytes, listed, name_and_parents, named_module_tensors
+from accelerate.offload.tensors import device_of, entry_of, format_bytes, listed, named_module_tensors
 
 logger = logging.getLogger("accelerate.big_modeling")
 
@@ -43,7 +43,7 @@ def gather_weights(
     on_cpu: Sequence[str],
     on_disk: Sequence[str],
     state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: Folder | None,
+    offload_dir: Path_ | None,
     offload_index: Mapping[str, dict] | None,
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
@@ -73,7 +73,7 @@ def gather_weights(
 
 
 def write_missing(
-    model: nn.Module, modules: Sequence[str], offload_buffers: bool, folder: Folder
+    model: nn.Module, modules: Sequence[str], offload_buffers: bool, folder: Path_
 ) -> dict[str, dict[str, Any]]:
     """Write what a folder's index lacks of some modules, and return the whole index; what differs is warned about.
 
@@ -143,7 +143,7 @@ def promised_weights(
     model: nn.Module,
     tied: Sequence[Sequence[str]],
     state_dict: Mapping[str, torch.Tensor] | None = None,
-    offload_dir: Folder | None = None,
+    offload_dir: Path_ | None = None,
     offload_index: Mapping[str, dict] | None = None,
 ) -> set[str]:
     """Return the names of the weights that will be found once those in memory are offloaded. Nothing is written."""
@@ -343,7 +343,7 @@ def device_map_report(model: nn.Module) -> DeviceMapReport:
             runs_on = str(as_device(hook.execution_device))
         else:
             device, kept, identity = str(tensor.device), "there", id(tensor)
-            runs_on = str(next((movers[part] for part in (*name_and_parents(name), "") if part in movers), device))
+            runs_on = str(movers.get(entry_of(name, movers), device))
         if identity in counted or device == "meta":
             continue
         counted.add(identity)

@@ -142,23 +142,11 @@ ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (Tran
 
 
 def setup(accelerator: Run, handlers: Mapping[str, Any]) -> FP8BackendType:
-    """Choose which library computes in fp8, and give the Accelerator the recipe of the environment where none was
-    passed.
+    """Choose which library computes in fp8, and give the Accelerator the environment's recipe where none was passed.
 
-    All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known.
-
-    Args:
-        accelerator: The Accelerator under construction.
-        handlers: What was passed as ``kwargs_handlers``, each under the attribute it becomes; None where there is none.
-
-    Returns:
-        The library. Without fp8 it is the one that ACCELERATE_FP8_BACKEND names, which computes nothing then, else
-        ``FP8BackendType.NO``.
-
-    Raises:
-        ImportError: No library is installed, or not the one that was asked for.
-        ValueError: A recipe was passed without fp8, or two were; the device cannot compute in 8 bits; or the variable names no
-            library.
+    All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known. `handlers` are those passed, each
+    under the attribute it becomes. Without fp8 the library that ACCELERATE_FP8_BACKEND names computes nothing. Raises as
+    `choose_engine`, or a ValueError for a recipe without fp8, or two.
     """
     given = _recipes(handlers)
     if not accelerator.fp8_enabled:

@@ -20,8 +20,12 @@ from accelerate.big_modeling import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accelerate.offload.files import open_checkpoint
-from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
+from accelerate.offload.loading import (
+    load_checkpoint_in_model,
+    load_offloaded_weights,
+    load_state_dict,
+    open_checkpoint,
+)
 from accelerate.offload.store import OffloadWriter, offload_weight
 
 
