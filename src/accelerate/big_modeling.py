@@ -25,11 +25,7 @@ from accelerate.offload.loading import CheckpointLoad, load_checkpoint_in_model
 from accelerate.offload.placement import Device, as_device, as_parameter
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
 from accelerate.offload.store import OffloadedWeightsLoader
-from accelerate.offload.tensors import (
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    retie_parameters,
-)
+from accelerate.offload.tensors import check_tied_parameters_on_same_device, find_tied_parameters, retie_parameters
 from accelerate.offload.weights import (
     check_data,
     gather_weights,

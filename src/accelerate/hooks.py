@@ -124,31 +124,20 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def offloaded_tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that are elsewhere between forwards; non-persistent buffers are in no checkpoint, so they
-        stay.
-
-        Args:
-            module: The module that the hook is on.
-        """
+        """Return the tensors that are elsewhere between forwards: not buffers that are in no checkpoint, which stay."""
         tensors = named_module_tensors(
-            module,
-            include_buffers=self.offload_buffers,
-            recurse=self.place_submodules,
-            remove_non_persistent=True,
+            module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
         return [(name, tensor) for name, tensor in tensors if self.weights_map is None or name in self.weights_map]
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Bring the weights to the execution device, or, with ``offload``, out of the module."""
-        if not self.offload:
-            if self.execution_device is not None:
-                for name, _ in named_module_tensors(module, recurse=self.place_submodules):
-                    self._place(module, name, self.execution_device)
-            return module
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
-        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        offloaded = [name for name, _ in self.offloaded_tensors(module)]
-        if self.weights_map is None:
+        offloaded: list[str] = []
+        if self.offload:
+            self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+            offloaded = [name for name, _ in self.offloaded_tensors(module)]
+        if self.offload and self.weights_map is None:
             empty = [name for name in offloaded if tensors[name].device.type == "meta"]
             if empty:
                 raise ValueError(
@@ -163,11 +152,11 @@ class AlignDevicesHook(ModelHook):
             # What is not offloaded lives where forward needs it.
             for name in tensors:
                 if name not in offloaded:
-                    self._place(module, name, self.execution_device)
+                    ties = self.tied_params_map
+                    set_module_tensor_to_device(
+                        module, name, self.execution_device, tied_params_map=ties, clear_cache=False
+                    )
         return module
-
-    def _place(self, module: nn.Module, name: str, device: Device) -> None:
-        set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
 
     def _saved(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """An offloaded weight, and the scales that belong to it if it is an 8-bit weight of bitsandbytes."""

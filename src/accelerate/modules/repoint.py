@@ -24,9 +24,7 @@ class MovedParameters:
     """What became of the parameters that were replaced, whoever still holds the old ones."""
 
     def __init__(self) -> None:
-        self._new = WeakTensorKeyDictionary()
-        self._names = WeakTensorKeyDictionary()
-        self._alike = WeakTensorKeyDictionary()
+        self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether that is alike
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -34,16 +32,21 @@ class MovedParameters:
 
     def record(self, name: str, old: nn.Parameter, new: nn.Parameter, alike: bool = False) -> None:
         """Remember a replacement; `alike`: of the same elements, so that what an optimizer knows holds for it."""
-        self._new[old], self._names[old], self._alike[old], _REPLACED[old] = new, name, alike, name
+        self._new[old], _REPLACED[old] = (new, alike), name
         # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
         # later, and because torch does not move a parallel model that weak references point to.
         new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
 
     def now(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what a parameter has become, through any number of replacements; itself if it was never replaced."""
-        while (new := self._new.get(parameter)) is not None:
-            parameter = new
-        return parameter
+        return self._now(parameter)[0]
+
+    def _now(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """What a parameter has become, and whether it has the same elements after all its replacements."""
+        alike = True
+        while (replaced := self._new.get(parameter)) is not None:
+            parameter, alike = replaced[0], alike and replaced[1]
+        return parameter, alike
 
     def follow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Let torch's own optimizer update what took its parameters' place, all or none; return whether it changed.
@@ -55,7 +58,7 @@ class MovedParameters:
         if not moved:
             return False
         stateful = [(old, new) for old, new in moved if optimizer.state.get(old)]
-        if stuck := [self._names[old] for old, _ in stateful if not self._stays_alike(old)]:
+        if stuck := [_REPLACED[old] for old, _ in stateful if not self._now(old)[1]]:
             raise ValueError(
                 f"The optimizer ({type(optimizer).__name__}) has a state for {stuck[0]!r} as it was before the model was sharded. "
                 "Prepare model and optimizer together before the first step, and load its state afterwards with "
@@ -70,14 +73,6 @@ class MovedParameters:
             optimizer.load_state_dict(optimizer.state_dict())
         return True
 
-    def _stays_alike(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has the same elements after all its replacements."""
-        while (new := self._new.get(parameter)) is not None:
-            if not self._alike[parameter]:
-                return False
-            parameter = new
-        return True
-
     def _check_flat(self, groups: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
         """Refuse a flat parameter of which a group has a part only: it has one learning rate."""
         for number, pairs in enumerate(groups):
@@ -87,7 +82,7 @@ class MovedParameters:
                 if new is not old and have < all_of_it:
                     raise ValueError(
                         f"Group {number} of the optimizer has {have} of the {all_of_it} parameters that FSDP flattened into one "
-                        f"({self._names[old]!r} is one of them), and one flat parameter can have one set of options only. Pass "
+                        f"({_REPLACED[old]!r} is one of them), and one flat parameter can have one set of options only. Pass "
                         "FullyShardedDataParallelPlugin(use_orig_params=True), or use fsdp_version=2, for groups within a layer."
                     )
 

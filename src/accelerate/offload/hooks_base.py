@@ -169,8 +169,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         else:
             module.forward = original
     for name in _accelerate_added_attributes:
-        if name in own:
-            _restore_method(module, name)
+        _restore_method(module, name)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
@@ -191,8 +190,7 @@ def _tie_again(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
 
 def guard_method(module: nn.Module, name: str, guard: Callable[..., None]) -> None:
     """Have a check run before a method of one module, until `remove_hook_from_module` takes it off again."""
-    if name in module.__dict__:
-        _restore_method(module, name)
+    _restore_method(module, name)
     method = getattr(module, name)
     setattr(module, name, functools.update_wrapper(functools.partial(_guarded, module, name, guard), method))
 
@@ -205,7 +203,7 @@ def _guarded(module: nn.Module, name: str, guard: Callable[..., None], *args: An
 
 def _restore_method(module: nn.Module, name: str) -> None:
     """Take a guard off; a method that other code put on the instance stays or comes back."""
-    method = module.__dict__[name]
+    method = module.__dict__.get(name)
     if not isinstance(method, functools.partial) or method.func is not _guarded:
         return
     del module.__dict__[name]

@@ -163,10 +163,7 @@ class OffloadWriter:
             raise ValueError(f"The weight {name!r} is on the meta device and has no data to offload.")
         path = weight_path(self.folder, name)
         self._write(os.path.basename(path), tensor_bytes(weight))
-        self.index[name] = {
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "shape": list(weight.shape),
-        }
+        self.index[name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
     def _publish(self) -> None:
         """Give every file its name, the index last, so that it names nothing that is not there; if one fails, undo all."""

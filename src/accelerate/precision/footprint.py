@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,27 +62,16 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
-    here = local_part(parameter).numel()
-    dtype = parameter.dtype
-    compute = reduce = unreduced = dtype
-    if owner is not None:
-        _, policy = owner
-        compute = policy.param_dtype or dtype
-        # While nothing is exchanged fully_shard adds gradients up in the dtype of the exchange.
-        reduce = unreduced = policy.reduce_dtype or compute
-    return Piece(
-        name=name,
-        dtype=dtype,
-        trainable=parameter.requires_grad,
-        numel=parameter.numel(),
-        here=here,
-        whole=math.prod(owner[0]._orig_size) if owner is not None else here,
-        compute=compute,
-        reduce=reduce,
-        unreduced=unreduced,
-        gradient=dtype,
-        strategy="fsdp2" if owner is not None else "",
-    )
+    here, dtype = local_part(parameter).numel(), parameter.dtype
+    piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), here, here, dtype, dtype, dtype, dtype)
+    if owner is None:
+        return piece
+    item, policy = owner
+    compute = policy.param_dtype or dtype
+    # While nothing is exchanged fully_shard adds gradients up in the dtype of the exchange.
+    reduce = policy.reduce_dtype or compute
+    whole = math.prod(item._orig_size)
+    return replace(piece, whole=whole, compute=compute, reduce=reduce, unreduced=reduce, strategy="fsdp2")
 
 
 def _sharded(model: nn.Module) -> Iterator[tuple[int, tuple[Any, Any]]]:

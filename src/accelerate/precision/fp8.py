@@ -40,10 +40,7 @@ class Engine:
     package: ClassVar[str]
     attribute: ClassVar[str]
     recipe: ClassVar[type]
-
-    def available(self) -> bool:
-        """Whether the library is installed."""
-        raise NotImplementedError
+    available: ClassVar[Callable[[], bool]]
 
     def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
         """Return why the library cannot compute in 8 bits on a device, or None; without recipe, the usual one."""
@@ -74,10 +71,7 @@ class TransformerEngine(Engine):
     package = "transformer_engine"
     attribute = "te_recipe_handler"
     recipe = TERecipeKwargs
-
-    def available(self) -> bool:
-        """Whether Transformer Engine is installed."""
-        return is_transformer_engine_available()
+    available = staticmethod(is_transformer_engine_available)
 
     def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
         """Return why Transformer Engine cannot run on a device; Intel's serves its Gaudi."""
@@ -96,10 +90,7 @@ class TorchAO(Engine):
     package = "torchao"
     attribute = "ao_recipe_handler"
     recipe = AORecipeKwargs
-
-    def available(self) -> bool:
-        """Whether torchao is installed."""
-        return is_torchao_available()
+    available = staticmethod(is_torchao_available)
 
     def refusal(self, device: torch.device, recipe: AORecipeKwargs | None) -> str | None:
         """Return why float8 cannot run on a device; emulation runs on each, and on a CPU it is what runs."""
@@ -123,10 +114,7 @@ class MSAMP(Engine):
     package = "msamp"
     attribute = "msamp_recipe_handler"
     recipe = MSAMPRecipeKwargs
-
-    def available(self) -> bool:
-        """Whether MS-AMP is installed."""
-        return is_msamp_available()
+    available = staticmethod(is_msamp_available)
 
     def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
         """Return why MS-AMP cannot run on a device: it wants CUDA, and stores in 8 bits on older GPUs as well."""

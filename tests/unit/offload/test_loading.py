@@ -522,10 +522,7 @@ def test_an_index_may_have_any_name(parts):
     model, index = _Pair(), parts / "model.index.json"
     load_checkpoint_in_model(model, index.rename(parts / "weights.json"))
     assert model.state_dict().keys() == open_checkpoint(parts / "weights.json").keys()
-    for folder, text in (
-        (parts, "exactly one `.index.json`.*found: none"),
-        (parts / "no", "does not exist"),
-    ):
+    for folder, text in ((parts, "exactly one `.index.json`.*found: none"), (parts / "no", "does not exist")):
         with pytest.raises(ValueError, match=text):
             load_checkpoint_in_model(model, folder)
     (parts / "config.json").write_text('{"hidden_size": 8}')
