@@ -307,12 +307,9 @@ def dispatch_model(
     prefetch_budget(prefetch)  # before anything is changed
     devices = set(device_map.values())
     tied = find_tied_parameters(model)
-    if (getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)) and not devices & {
-        "cpu",
-        "disk",
-    }:
+    if getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False):
         # A quantised model cannot simply be moved.
-        force_hooks = True
+        force_hooks = force_hooks or not devices & {"cpu", "disk"}
     if len(devices) == 1 and "disk" not in devices and not force_hooks:
         check_data(model, device_map, set(), (), tied, offload_buffers)
         model.to(as_device(next(iter(devices))))

@@ -21,7 +21,7 @@ from accelerate.offload.hooks_base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.placement import Device, any_elsewhere, exact_device, set_module_tensor_to_device
+from accelerate.offload.placement import PLAIN, Device, any_elsewhere, exact_device, set_module_tensor_to_device
 from accelerate.offload.prefetch import Prefetcher
 from accelerate.offload.store import PrefixedDataset, as_stored, with_scales
 from accelerate.offload.tensors import named_module_tensors
@@ -42,10 +42,6 @@ __all__ = [
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]
-
-
-# Classes of tensors that are what their data is; others (quantised weights) may have to be made anew.
-_PLAIN = (nn.Parameter, torch.Tensor)
 
 
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
@@ -235,7 +231,7 @@ class AlignDevicesHook(ModelHook):
                 return
         self._onload(module, name, value)
         filled = table[name]
-        if type(empty) not in _PLAIN or not empty.is_meta or name in self.tied_params_names:
+        if type(empty) not in PLAIN or not empty.is_meta or name in self.tied_params_names:
             self._loose = True
             return
         self._present[name] = (table, filled, empty)

@@ -29,7 +29,7 @@ _AT_REST = "accelerate_at_rest"
 _INERT: set[type] = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _EXACT: dict[Device, torch.device] = {}
 # Tensors that are what their data is; the others have to be made by their class.
-_PLAIN = (nn.Parameter, torch.Tensor)
+PLAIN = (nn.Parameter, torch.Tensor)
 
 
 def as_device(device: Device) -> torch.device:
@@ -102,8 +102,8 @@ def as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     """Make a value without gradient a parameter of the old one's class, with the old one's attributes."""
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
     kind = type(old)
-    if (kind is nn.Parameter and type(value) in _PLAIN) or (
-        kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*_PLAIN, kind)
+    if (kind is nn.Parameter and type(value) in PLAIN) or (
+        kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*PLAIN, kind)
     ):
         # The class's own constructor may ask for arguments that nobody here knows.
         parameter = torch.Tensor._make_subclass(kind, value, trainable)
@@ -182,7 +182,7 @@ def set_module_tensor_to_device(
             return
     if isinstance(dtype, str):
         dtype = _get_proper_dtype(dtype)
-    if type(old) not in _PLAIN and quantizes(old):
+    if type(old) not in PLAIN and quantizes(old):
         same = value is None and fp16_statistics is None and is_settled(old, dtype)
         stays = same and check_device_same(old.device, target)
         kept = QuantizedWeight(owner, name, value, target, dtype, fp16_statistics, non_blocking)
@@ -216,7 +216,7 @@ def _moved(
         return old
     if source.requires_grad:
         source = source.detach()  # else the graph is told of the copy
-    if type(source) in _PLAIN:
+    if type(source) in PLAIN:
         moved = source.to(target, dtype, non_blocking)
     else:
         # `to` of a tensor subclass may take a cast and a move one at a time only.

@@ -276,6 +276,7 @@ class _Waiting:
         return entry_of(name, self.items)
 
 
+@dataclass(eq=False)
 class _Planner:
     """Fills devices one after the other with the modules of a model, in the order in which they are registered.
 
@@ -287,26 +288,23 @@ class _Planner:
         follow_ties: Whether what is tied to a module that comes along because of a tie comes along as well.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        budgets: Mapping[Key, int | float],
-        no_split: Collection[str],
-        dtypes: Mapping[str, Any],
-        offload_buffers: bool = False,
-        fallback: bool = False,
-        verbose: bool = False,
-        follow_ties: bool = False,
-    ) -> None:
-        self.budgets: dict[Key, int | float | None] = {**budgets, UNBOUNDED: None}
-        self.model, self.no_split, self.fallback, self.verbose = model, no_split, fallback, verbose
+    model: nn.Module
+    budgets: Mapping[Key, int | float | None]
+    no_split: Collection[str]
+    dtypes: Mapping[str, Any]
+    offload_buffers: bool = False
+    fallback: bool = False
+    verbose: bool = False
+    follow_ties: bool = False
+
+    def __post_init__(self) -> None:
+        self.budgets = {**self.budgets, UNBOUNDED: None}
         self.devices = list(self.budgets)
         accelerators = [device for device in self.devices if device not in ("cpu", UNBOUNDED)]
         self.executing = ["mps"] if "mps" in self.devices else [*accelerators[:1], "cpu"]
-        self.sizes = compute_module_sizes(model, **dtypes)
-        self.buffer_sizes = {} if offload_buffers else compute_module_sizes(model, **dtypes, buffers_only=True)
-        self.ties = Ties(find_tied_parameters(model), follow_ties)
-        self.waiting = _Waiting(model, self.sizes, no_split)
+        self.sizes = compute_module_sizes(self.model, **self.dtypes)
+        self.ties = Ties(find_tied_parameters(self.model), self.follow_ties)
+        self.waiting = _Waiting(self.model, self.sizes, self.no_split)
         self.reserve = self.waiting.reserve
         self.placed: dict[str, Key] = {}
         self.refusals: list[Refusal] = []
@@ -320,8 +318,9 @@ class _Planner:
             self._treat(item)
         self._join_buffers()
         modules = Counter(self.placed.values())
-        offloaded = (name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED))
-        buffers = sum(self.buffer_sizes.get(name, 0) for name in offloaded)
+        offloaded = [name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED)]
+        sizes = {} if self.offload_buffers else compute_module_sizes(self.model, **self.dtypes, buffers_only=True)
+        buffers = sum(sizes.get(name, 0) for name in offloaded)
         uses = (DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], modules[d]) for d in self.devices)
         self._add_second_names()
         return Plan(self.placed, tuple(uses), tuple(self.refusals), self.ties.groups, buffers)

@@ -235,8 +235,7 @@ def get_state_dict_from_offload(
     Returns:
         The same dict.
     """
-    prefix = module_name.rpartition(".")[0]
-    prefix = f"{prefix}." if prefix else ""
+    prefix = module_name[: module_name.rfind(".") + 1]
     own = {name: tensor for name, tensor in module.state_dict().items() if prefix + name in state_dict}
     for name, hook, key in _offloaded(module):
         if name in own:
