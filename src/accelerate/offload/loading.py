@@ -449,7 +449,8 @@ class CheckpointLoad:
         state = self.model.state_dict(keep_vars=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         check_fit(tensors, entries, self.source)
-        names = {name for entry in entries.values() for name in entry.file.keys}
+        files = dict.fromkeys(entry.file for entry in entries.values())
+        names = {name for file in files for name in file.keys}
         self._compare(names & state.keys(), names - state.keys())
         # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together share one.
         partly_empty = any(place.is_meta for place in tensors.values())
