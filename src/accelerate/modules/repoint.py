@@ -117,10 +117,10 @@ def followed(accelerator: Any, model: nn.Module, alike: bool = False) -> Iterato
 
 def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """Return the parameters that have several names, with these."""
-    names: dict[nn.Parameter, list[str]] = {}
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}  # by id: tensors are slow to hash
     for name, value in model.named_parameters(remove_duplicate=False):
-        names.setdefault(value, []).append(name)
-    return [(value, several) for value, several in names.items() if len(several) > 1]
+        found.setdefault(id(value), (value, []))[1].append(name)
+    return [(value, names) for value, names in found.values() if len(names) > 1]
 
 
 def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:

@@ -196,7 +196,8 @@ class _Waiting:
     """What has no device yet, in order.
 
     The first of `stack` is at its end, and what was placed or opened meanwhile is noticed when its turn comes. `loose`
-    has the full names of the buffers that opened modules hold themselves.
+    has the full names of the buffers that opened modules hold themselves; `doubled` says that one holds something
+    under two names.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> None:
@@ -205,6 +206,7 @@ class _Waiting:
         for name, child in model.named_children():
             self._find_layers(name, child)
         self.loose: list[str] = []
+        self.doubled = False
         first = self.pieces("", model)
         self.items = {item.name: item for item in first}
         self.reserve = _Reserve(first)
@@ -221,6 +223,9 @@ class _Waiting:
         """Take a module apart: its own tensors, then its children."""
         found = parts(name, module)
         buffers = list(module.named_buffers(name, recurse=False))
+        tables = (module._parameters, module._modules, module._buffers)
+        held = sum(thing is not None for table in tables for thing in table.values())
+        self.doubled = self.doubled or held > len(found) + len(buffers)
         if name:
             # Buffers wait at the root alone, as upstream; those of other modules join the rest of it afterwards.
             self.loose += [full for full, _ in buffers]
@@ -322,7 +327,8 @@ class _Planner:
         sizes = {} if self.offload_buffers else compute_module_sizes(self.model, **self.dtypes, buffers_only=True)
         buffers = sum(sizes.get(name, 0) for name in offloaded)
         uses = (DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], modules[d]) for d in self.devices)
-        self._add_second_names()
+        if self.waiting.doubled:
+            self._add_second_names()
         return Plan(self.placed, tuple(uses), tuple(self.refusals), self.ties.groups, buffers)
 
     @property
