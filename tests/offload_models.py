@@ -12,6 +12,19 @@ from offload_samples import Reference, Sample
 WORDS, WIDTH = 17, 6
 
 
+class Net(nn.Module):
+    """Layers of 64, 72 and 100 bytes, one with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.linear2(self.norm(self.linear1(x)))
+
+
 class Block(nn.Module):
     """A block with a parameter and buffers of its own beside its layers."""
 

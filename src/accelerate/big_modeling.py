@@ -25,11 +25,7 @@ from accelerate.offload.loading import CheckpointLoad, load_checkpoint_in_model
 from accelerate.offload.placement import Device, as_device, as_parameter
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
 from accelerate.offload.store import OffloadedWeightsLoader
-from accelerate.offload.tensors import (
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    retie_parameters,
-)
+from accelerate.offload.tensors import check_tied_parameters_on_same_device, find_tied_parameters, retie_parameters
 from accelerate.offload.weights import (
     check_data,
     gather_weights,
@@ -73,10 +69,11 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 @contextlib.contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be made.
+    """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be
+    made.
 
-    Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint with
-    `load_checkpoint_and_dispatch` before using it.
+    Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint
+    with `load_checkpoint_and_dispatch` before using it.
 
     Args:
         include_buffers: Put buffers on the meta device too, and every other tensor made inside. None: as
@@ -310,12 +307,9 @@ def dispatch_model(
     prefetch_budget(prefetch)  # before anything is changed
     devices = set(device_map.values())
     tied = find_tied_parameters(model)
-    if (getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)) and not devices & {
-        "cpu",
-        "disk",
-    }:
+    if getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False):
         # A quantised model cannot simply be moved.
-        force_hooks = True
+        force_hooks = force_hooks or not devices & {"cpu", "disk"}
     if len(devices) == 1 and "disk" not in devices and not force_hooks:
         check_data(model, device_map, set(), (), tied, offload_buffers)
         model.to(as_device(next(iter(devices))))

@@ -1,7 +1,7 @@
 """Hooks that put weights and inputs on the right device around forward, and how a model gets them.
 
-The base classes and `add_hook_to_module` are in `accelerate.offload.hooks_base`; this module is where users find all of
-it, and where other libraries patch `AlignDevicesHook`.
+The base classes and `add_hook_to_module` are in `accelerate.offload.hooks_base`; this module is where users find all
+of it, and where other libraries patch `AlignDevicesHook`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,9 @@ from accelerate.offload.hooks_base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.placement import Device, any_elsewhere, exact_device, scales_name, set_module_tensor_to_device
+from accelerate.offload.placement import PLAIN, Device, any_elsewhere, exact_device, set_module_tensor_to_device
 from accelerate.offload.prefetch import Prefetcher
-from accelerate.offload.store import PrefixedDataset, as_stored
+from accelerate.offload.store import PrefixedDataset, as_stored, with_scales
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
 
@@ -44,16 +44,13 @@ __all__ = [
 ]
 
 
-# Classes of tensors that are what their data is; others (quantised weights) may have to be made anew.
-_PLAIN = (nn.Parameter, torch.Tensor)
-
-
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 
 
 def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
-    """A method that moves weights about, without `torch.compile`: that would look into all that is below, compile nothing of it,
-    and fail at some. Its own decorator would take a second to import for those who never compile."""
+    """A method that moves weights, without `torch.compile`, which would compile nothing of it and fail at some; its
+    own decorator would take a second to import for those who never compile.
+    """
     if not torch.compiler.is_compiling():
         return method
     if method not in _uncompiled:
@@ -62,7 +59,8 @@ def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class AlignDevicesHook(ModelHook):
-    """Has a module's weights and inputs on one device during forward, and optionally keeps the weights elsewhere between.
+    """Has a module's weights and inputs on one device during forward, and optionally keeps the weights elsewhere
+    between.
 
     Args:
         execution_device: Where forward runs. None: nothing is moved there.
@@ -122,30 +120,20 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def offloaded_tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that are elsewhere between forwards; non-persistent buffers are in no checkpoint, so they stay.
-
-        Args:
-            module: The module that the hook is on.
-        """
+        """Return the tensors that are elsewhere between forwards: not buffers that are in no checkpoint, which stay."""
         tensors = named_module_tensors(
-            module,
-            include_buffers=self.offload_buffers,
-            recurse=self.place_submodules,
-            remove_non_persistent=True,
+            module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
         return [(name, tensor) for name, tensor in tensors if self.weights_map is None or name in self.weights_map]
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Bring the weights to the execution device, or, with ``offload``, out of the module."""
-        if not self.offload:
-            if self.execution_device is not None:
-                for name, _ in named_module_tensors(module, recurse=self.place_submodules):
-                    self._place(module, name, self.execution_device)
-            return module
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
-        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        offloaded = [name for name, _ in self.offloaded_tensors(module)]
-        if self.weights_map is None:
+        offloaded: list[str] = []
+        if self.offload:
+            self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+            offloaded = [name for name, _ in self.offloaded_tensors(module)]
+        if self.offload and self.weights_map is None:
             empty = [name for name in offloaded if tensors[name].device.type == "meta"]
             if empty:
                 raise ValueError(
@@ -160,21 +148,17 @@ class AlignDevicesHook(ModelHook):
             # What is not offloaded lives where forward needs it.
             for name in tensors:
                 if name not in offloaded:
-                    self._place(module, name, self.execution_device)
+                    ties = self.tied_params_map
+                    set_module_tensor_to_device(
+                        module, name, self.execution_device, tied_params_map=ties, clear_cache=False
+                    )
         return module
-
-    def _place(self, module: nn.Module, name: str, device: Device) -> None:
-        set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
 
     def _saved(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """An offloaded weight, and the scales that belong to it if it is an 8-bit weight of bitsandbytes."""
         if self.weights_map is None or name not in self.weights_map:
             return None, None
-        value = self.weights_map[name]
-        scales = scales_name(name)
-        if value.dtype is torch.int8 and scales != name and scales in self.weights_map:
-            return value, self.weights_map[scales]
-        return value, None
+        return with_scales(self.weights_map, name)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Bring offloaded weights and the inputs to the execution device."""
@@ -247,7 +231,7 @@ class AlignDevicesHook(ModelHook):
                 return
         self._onload(module, name, value)
         filled = table[name]
-        if type(empty) not in _PLAIN or not empty.is_meta or name in self.tied_params_names:
+        if type(empty) not in PLAIN or not empty.is_meta or name in self.tied_params_names:
             self._loose = True
             return
         self._present[name] = (table, filled, empty)
@@ -256,8 +240,7 @@ class AlignDevicesHook(ModelHook):
             self._kept[name] = (value, filled)
 
     def _note_tie(self, name: str) -> None:
-        """Remember the address of a shared weight that stays in memory; one read from a file has a new one each time,
-        which may be that of a weight freed before."""
+        """Note a shared weight's address in memory; one from a file has a new one each time, maybe a freed one's."""
         value, _ = self._saved(name) if self.tied_params_map else (None, None)
         if value is not None and value.data_ptr() in self.tied_params_map:
             self.tied_params_names.add(name)
@@ -413,8 +396,8 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Give the blocks of a model the hooks that its device map asks for.
 
-    A block that stays on its device is placed there as a whole; one that is offloaded gets a hook on every module below
-    it that owns weights. The root gets a hook that returns outputs on the inputs' device.
+    A block that stays on its device is placed there as a whole; one that is offloaded gets a hook on every module
+    below it that owns weights. The root gets a hook that returns outputs on the inputs' device.
 
     Args:
         module: The root; it and everything below are searched.

@@ -50,17 +50,19 @@ _STEPPED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary
 def settle_scaler(scaler: Any) -> None:
     """Update a scaler whose optimizers stepped without all of them having come; before the next loss is scaled.
 
-    Several optimizers may share one scaler. Its update forgets which gradients are unscaled and may change the scale, so
-    between two of their steps it would unscale the second one's gradients twice, or by another scale than their own.
-
-    Args:
-        scaler: The gradient scaler.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/notes/amp_examples.html#working-with-multiple-models-losses-and-optimizers
+    Several optimizers may share one scaler. Its update forgets which gradients are unscaled and may change the scale,
+    so between two of their steps it would unscale the second one's gradients twice, or by another scale than their
+    own.
     """
     if _STEPPED.pop(scaler, None):
         scaler.update()
+
+
+def _of_inner(name: str, doc: str) -> property:
+    """Make an attribute of the wrapper that reads and sets that of the inner optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
+    )
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -106,32 +108,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
 
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's default options."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    state = _of_inner("state", "The inner optimizer's state.")
+    param_groups = _of_inner("param_groups", "The inner optimizer's parameter groups.")
+    defaults = _of_inner("defaults", "The inner optimizer's default options.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the inner optimizer."""

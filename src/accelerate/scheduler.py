@@ -49,11 +49,7 @@ class AcceleratedScheduler:
         return layout.data_parallel_size if layout is not None else self.accelerator_state.num_processes
 
     def check_length(self, updates_per_epoch: int) -> None:
-        """Warn when the schedule's ``total_steps`` cannot fit the prepared loader.
-
-        Args:
-            updates_per_epoch: Optimizer steps that one pass over the prepared loader makes.
-        """
+        """Warn when ``total_steps`` cannot fit the optimizer steps that one pass over the prepared loader makes."""
         total = getattr(self.scheduler, "total_steps", None)
         replicas = self.steps_per_update
         if not total or not updates_per_epoch or not self.step_with_optimizer:

@@ -19,17 +19,7 @@ from accelerate.big_modeling import (
     load_checkpoint_and_dispatch,
 )
 from accelerate.hooks import UserCpuOffloadHook, remove_hook_from_submodules
-
-
-class _Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear1 = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.linear2 = nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.linear2(self.norm(self.linear1(x)))
+from offload_models import Net
 
 
 class _Tied(nn.Module):
@@ -49,7 +39,7 @@ MIXED = {"linear1": "cpu", "norm": "disk", "linear2": "disk"}
 
 @pytest.fixture
 def model():
-    return _Net().eval()
+    return Net().eval()
 
 
 @pytest.fixture
@@ -93,7 +83,7 @@ def test_cpu_modules_are_offloaded_when_another_device_computes(model):
     assert hook.offload and hook.execution_device == "meta"
     assert hook.weights_map["weight"].device.type == "cpu"
     assert set(dict(hook.weights_map.dataset)) == {
-        name for name in _Net().state_dict() if name.startswith(("norm", "linear2"))
+        name for name in Net().state_dict() if name.startswith(("norm", "linear2"))
     }
     assert model._hf_hook.execution_device == "meta" and model._hf_hook.io_same_device
 
@@ -165,12 +155,12 @@ def test_weights_that_nobody_has_are_named_before_anything_is_changed(tmp_path):
 
 def test_models_without_data_are_not_offloaded(tmp_path, inputs):
     with init_empty_weights():
-        model = _Net().eval()
+        model = Net().eval()
     for call in (lambda: cpu_offload(model), lambda: disk_offload(model, tmp_path)):
         with pytest.raises(ValueError, match=r"nobody has their data: linear1\.bias"):
             call()
         assert not any("_hf_hook" in module.__dict__ for module in model.modules()) and list(tmp_path.iterdir()) == []
-    full = _Net().eval()
+    full = Net().eval()
     cpu_offload(model, "cpu", state_dict=full.state_dict())
     assert torch.equal(model(inputs), full(inputs))
     with pytest.raises(ValueError, match="nobody has their data"):
@@ -181,7 +171,7 @@ def test_models_without_data_are_not_offloaded(tmp_path, inputs):
 def test_load_checkpoint_and_dispatch(device_map, model, inputs, tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
-        empty = _Net().eval()
+        empty = Net().eval()
     memory = {"cpu": 10**6} if isinstance(device_map, str) else None
     loaded = load_checkpoint_and_dispatch(
         empty, tmp_path, device_map=device_map, max_memory=memory, offload_folder=tmp_path / "offload"
@@ -193,7 +183,7 @@ def test_load_checkpoint_and_dispatch(device_map, model, inputs, tmp_path):
 def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
-        empty = _Net().eval()
+        empty = Net().eval()
     options = {"max_memory": {"cpu": 170}, "offload_folder": tmp_path / "o", "offload_buffers": True}
     load_checkpoint_and_dispatch(empty, tmp_path, device_map="auto", **options)
     assert empty.hf_device_map == {"linear1": "cpu", "norm": "disk", "linear2": "disk"}

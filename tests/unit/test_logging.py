@@ -23,10 +23,8 @@ def test_names_rank_and_caller_once_there_is_a_state(caplog):
         get_logger("b").info("%s things", 3)
         get_logger("d").warning("mine", main_process_only=False, in_order=True)
     assert caplog.messages == ["[RANK 0] 3 things", "[RANK 0] mine"]
-    assert (
-        caplog.records[0].funcName == "test_names_rank_and_caller_once_there_is_a_state"
-        and caplog.records[0].name == "b"
-    )
+    record = caplog.records[0]
+    assert (record.funcName, record.name) == ("test_names_rank_and_caller_once_there_is_a_state", "b")
 
 
 def test_other_ranks_are_silent_unless_asked(caplog):

@@ -3,10 +3,10 @@
 A sharded gradient (a DTensor) has a part of its elements on each rank. The sum of the p-th powers is taken over local
 elements first; one number per process group then travels, however many gradients, meshes and placements there are.
 
-With groups A, B, ... (one per mesh dimension that shards something) each rank adds up the power sums of its gradients, each
-divided by the sizes of the groups that hold copies of it, and all-reduces the result over A, then over B, and so on. Summing
-copies that were divided by their count gives back one copy; and as every rank receives the same sums, all of them end with
-the same bits and scale alike, so that replicated parameters do not drift apart.
+With groups A, B, ... (one per mesh dimension that shards something) each rank adds up the power sums of its gradients,
+each divided by the sizes of the groups that hold copies of it, and all-reduces the result over A, then over B, and so
+on. Summing copies that were divided by their count gives back one copy; and as every rank receives the same sums, all
+of them end with the same bits and scale alike, so that replicated parameters do not drift apart.
 """
 
 import math
@@ -28,10 +28,9 @@ class _Gradients:
     """Gradients sorted by how they are cut, and the process groups that exchange sums of them.
 
     Attributes:
-        layouts: local gradients with elements, by device and dtype, for each set of names of groups that hold parts of them.
-        groups: the name of every group that shards a parameter or gradient, to it and its mesh, in parameter order.
+        layouts: local gradients with elements by device and dtype, for each set of groups that hold parts.
+        groups: name of each group that shards a parameter or gradient -> the group and its mesh, in parameter order.
         device: where the parameters' gradients are; None without any.
-        double: whether a gradient is in double precision.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -152,37 +151,15 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their total norm is at most `max_norm`; the norm is that of the whole model.
+    """Scale gradients in place to a total norm of at most `max_norm`; return the whole model's norm before.
 
-    Plain tensors and DTensors on any number of meshes may come together. Plain ones, and dimensions that replicate, count
-    once. Parameters without a gradient count as zero. A gradient that is only a summand on each rank (a `Partial`
-    placement) is summed first, and replaced by the sum in its parameter's layout. Every rank calls it with the same
-    parameters in the same order: each group that shards some of them does one all-reduce of one or two numbers.
+    Plain tensors and DTensors on any meshes may come together; what is replicated counts once. A `Partial` gradient is
+    summed first and replaced by the sum. Every rank passes the same parameters in the same order; each sharding group
+    all-reduces one or two numbers. An infinite `max_norm` only measures. ValueError: a bound is negative or nan, or
+    `norm_type` is not above 0. RuntimeError, on all ranks and with nothing scaled: `error_if_nonfinite`, and the norm
+    is not finite.
 
-    Args:
-        parameters: one tensor or several, whose `.grad` is scaled; any shape and floating dtype.
-        max_norm: the largest norm that stays as it is; infinity only measures.
-        norm_type: the p of the norm, above 0; infinity is the largest absolute value.
-        error_if_nonfinite: raise when the norm is nan or infinite, instead of scaling by it as torch does.
-
-    Returns:
-        The norm before clipping: a plain tensor without dimensions, float32 (float64 if a gradient is), on the device of
-        the first gradient, and the same on every rank.
-
-    Raises:
-        ValueError: `max_norm` is negative or nan, or `norm_type` is not above 0.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` was asked for; on all ranks, nothing is scaled.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> clip_grad_norm([weight], max_norm=1.0)
-        tensor(5.)
-        >>> weight.grad.norm().item() < 1.0
-        True
-
-    Source:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
@@ -206,29 +183,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamp every gradient element in place to the range from -`clip_value` to `clip_value`.
-
-    Plain tensors and DTensors on any number of meshes may come together. Nothing is communicated, except for gradients
-    that are only a summand on each rank (a `Partial` placement): those are summed first, and replaced by the sum in their
-    parameter's layout.
-
-    Args:
-        parameters: one tensor or several, whose `.grad` is clamped; any shape and floating dtype.
-        clip_value: the largest absolute value that stays as it is.
-
-    Raises:
-        ValueError: `clip_value` is negative or nan.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, -0.5])
-        >>> clip_grad_value(weight, 1.0)
-        >>> weight.grad
-        tensor([ 1.0000, -0.5000])
-
-    Source:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html
-    """
+    """Clamp gradients in place to +-`clip_value`; `Partial` ones are summed over their ranks first."""
     clip_value = float(clip_value)
     if not clip_value >= 0:
         raise ValueError(f"clip_value is {clip_value}; it must be 0 or more.")

@@ -1,7 +1,8 @@
 """Parameters that preparing replaced, and the optimizers that must follow them.
 
-Sharding puts new parameters in the place of those that an optimizer was made with, and so does moving a model to some devices. A
-prepared optimizer follows by name: what a model called a parameter before, it calls its replacement afterwards.
+Sharding puts new parameters in the place of those that an optimizer was made with, and so does moving a model to some
+devices. A prepared optimizer follows by name: what a model called a parameter before, it calls its replacement
+afterwards.
 """
 
 import contextlib
@@ -23,56 +24,41 @@ class MovedParameters:
     """What became of the parameters that were replaced, whoever still holds the old ones."""
 
     def __init__(self) -> None:
-        self._new = WeakTensorKeyDictionary()
-        self._names = WeakTensorKeyDictionary()
-        self._alike = WeakTensorKeyDictionary()
+        self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether that is alike
 
     def clear(self) -> None:
         """Forget all of them."""
         self.__init__()
 
     def record(self, name: str, old: nn.Parameter, new: nn.Parameter, alike: bool = False) -> None:
-        """Remember one replacement.
-
-        Args:
-            name: What the model calls both.
-            old: The parameter as it was.
-            new: What is in its place.
-            alike: Whether it has the same elements, so that what an optimizer knows about the old one holds for it.
-        """
-        self._new[old], self._names[old], self._alike[old], _REPLACED[old] = new, name, alike, name
+        """Remember a replacement; `alike`: of the same elements, so that what an optimizer knows holds for it."""
+        self._new[old], _REPLACED[old] = (new, alike), name
         # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
         # later, and because torch does not move a parallel model that weak references point to.
         new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
 
     def now(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter has become, through any number of replacements; itself if it was never replaced.
+        """Return what a parameter has become, through any number of replacements; itself if it was never replaced."""
+        return self._now(parameter)[0]
 
-        Args:
-            parameter: Of an optimizer, say.
-        """
-        while (new := self._new.get(parameter)) is not None:
-            parameter = new
-        return parameter
+    def _now(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """What a parameter has become, and whether it has the same elements after all its replacements."""
+        alike = True
+        while (replaced := self._new.get(parameter)) is not None:
+            parameter, alike = replaced[0], alike and replaced[1]
+        return parameter, alike
 
     def follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Let an optimizer update the parameters that took the place of those it has; all of them or, on an error, none.
+        """Let torch's own optimizer update what took its parameters' place, all or none; return whether it changed.
 
-        Args:
-            optimizer: Torch's own, out of its wrapper.
-
-        Returns:
-            Whether it was changed.
-
-        Raises:
-            ValueError: It has stepped already, or one flat parameter stands for parameters of several groups.
+        ValueError: it has stepped already, or one flat parameter stands for parameters of several groups.
         """
         groups = [[(old, self.now(old)) for old in group["params"]] for group in optimizer.param_groups]
         moved = [(old, new) for group in groups for old, new in group if new is not old]
         if not moved:
             return False
         stateful = [(old, new) for old, new in moved if optimizer.state.get(old)]
-        if stuck := [self._names[old] for old, _ in stateful if not self._stays_alike(old)]:
+        if stuck := [_REPLACED[old] for old, _ in stateful if not self._now(old)[1]]:
             raise ValueError(
                 f"The optimizer ({type(optimizer).__name__}) has a state for {stuck[0]!r} as it was before the model was sharded. "
                 "Prepare model and optimizer together before the first step, and load its state afterwards with "
@@ -87,14 +73,6 @@ class MovedParameters:
             optimizer.load_state_dict(optimizer.state_dict())
         return True
 
-    def _stays_alike(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has the same elements after all its replacements."""
-        while (new := self._new.get(parameter)) is not None:
-            if not self._alike[parameter]:
-                return False
-            parameter = new
-        return True
-
     def _check_flat(self, groups: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
         """Refuse a flat parameter of which a group has a part only: it has one learning rate."""
         for number, pairs in enumerate(groups):
@@ -104,21 +82,13 @@ class MovedParameters:
                 if new is not old and have < all_of_it:
                     raise ValueError(
                         f"Group {number} of the optimizer has {have} of the {all_of_it} parameters that FSDP flattened into one "
-                        f"({self._names[old]!r} is one of them), and one flat parameter can have one set of options only. Pass "
+                        f"({_REPLACED[old]!r} is one of them), and one flat parameter can have one set of options only. Pass "
                         "FullyShardedDataParallelPlugin(use_orig_params=True), or use fsdp_version=2, for groups within a layer."
                     )
 
 
 def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParameters]) -> None:
-    """Let an optimizer follow its parameters, whichever Accelerator replaced them.
-
-    Args:
-        optimizer: Torch's own, out of its wrapper.
-        histories: Of the Accelerator that prepares it, and of those that may have prepared its model.
-
-    Raises:
-        ValueError: As `MovedParameters.follow`; or a parameter was replaced, and nothing says by what.
-    """
+    """Let torch's own optimizer follow, whichever Accelerator replaced its parameters; ValueError if none knows."""
     while any(history.follow(optimizer) for history in histories):
         pass  # one Accelerator may have replaced what another one had put there
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -132,28 +102,13 @@ def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParame
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by all the names that they have, without the parts that wrappers put in.
-
-    Args:
-        model: Any module. A tied parameter is there under each of its names.
-    """
+    """Return a model's parameters by all the names that they have, without the parts that wrappers put in."""
     return {canonical_name(name): value for name, value in model.named_parameters(remove_duplicate=False)}
 
 
 @contextlib.contextmanager
 def followed(accelerator: Any, model: nn.Module, alike: bool = False) -> Iterator[None]:
-    """Let optimizers, those prepared and those to come, follow the parameters of a model that are replaced inside.
-
-    Parameters that were tied before are tied afterwards.
-
-    Args:
-        accelerator: Whose optimizers.
-        model: The model that is changed inside.
-        alike: As in `repoint`.
-
-    Raises:
-        ValueError: As `repoint`.
-    """
+    """Let optimizers, prepared and to come, follow parameters that are replaced inside, as `repoint`; ties stay."""
     before, tied = named(model), ties(model)
     yield
     tie(model, tied)
@@ -162,19 +117,14 @@ def followed(accelerator: Any, model: nn.Module, alike: bool = False) -> Iterato
 
 def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """Return the parameters that have several names, with these."""
-    names: dict[nn.Parameter, list[str]] = {}
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}  # by id: tensors are slow to hash
     for name, value in model.named_parameters(remove_duplicate=False):
-        names.setdefault(value, []).append(name)
-    return [(value, several) for value, several in names.items() if len(several) > 1]
+        found.setdefault(id(value), (value, []))[1].append(name)
+    return [(value, names) for value, names in found.values() if len(names) > 1]
 
 
 def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
-    """Give names that meant one parameter one parameter again: the old one if it still has one of them.
-
-    Args:
-        model: Whose parameters were replaced.
-        before: `ties` of the model as it was.
-    """
+    """Give names that meant one parameter one parameter again: the old one if it still has one of them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for old, names in before:
         owners = [(modules.get(owner), own) for owner, _, own in (name.rpartition(".") for name in names)]
@@ -187,14 +137,7 @@ def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
 def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], alike: bool = False) -> None:
     """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.
 
-    Args:
-        accelerator: Its ``prepared`` remembers the replacements.
-        model: As it is now.
-        before: `named` of the model as it was.
-        alike: Whether the replacements have the same elements, so that optimizers keep what they know about the old ones.
-
-    Raises:
-        ValueError: As `MovedParameters.follow`.
+    `before` is `named` of the model as it was; `alike` as in `record`. ValueError: as `MovedParameters.follow`.
     """
     moved: MovedParameters = accelerator.prepared.moved
     after = named(model)

@@ -1,7 +1,8 @@
-"""Models and what is around them: compiled wholly or by regions, wrapped for parallel training; their names and tensors.
+"""Models and what is around them: compiled wholly or by regions, wrapped for parallel training; their names and
+tensors.
 
-A model of many equal blocks compiles much faster when one block is compiled and its code reused for the others: that is
-regional compilation, see https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
+A model of many equal blocks compiles much faster when one block is compiled and its code reused for the others: that
+is regional compilation, see https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 """
 
 import logging
@@ -60,11 +61,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def is_parallel_wrapper(module: nn.Module) -> bool:
-    """Say whether a module is a wrapper for parallel training around another one (DDP, FSDP1, a DeepSpeed engine).
-
-    Args:
-        module: Any module.
-    """
+    """Say whether a module is a wrapper for parallel training around another one (DDP, FSDP1, a DeepSpeed engine)."""
     return isinstance(module, _loaded_wrappers())
 
 
@@ -132,11 +129,7 @@ def _unwrap_children(module: nn.Module, wrappers: tuple[type, ...]) -> None:
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo the forward that mixed precision put on an instance, if it did.
-
-    Args:
-        module: The user's own module, out of its wrappers.
-    """
+    """Undo the forward that mixed precision put on an unwrapped module, if it did."""
     own: dict[str, Any] = module.__dict__
     own.pop(AUTOCAST, None)
     original: Callable | None = own.pop("_original_forward", None)
@@ -210,10 +203,7 @@ def get_module_children_bottom_up(
 
 
 def _is_region(module: nn.Module) -> bool:
-    """Say whether a module is compiled as one piece: it can be called and no repeated blocks are inside.
-
-    A container such as ModuleList or ParameterList only holds others.
-    """
+    """Say whether a module is compiled as one piece: no mere container, and without repeated blocks inside."""
     called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return called and not has_repeated_blocks(module)
 
@@ -302,33 +292,15 @@ def canonical_name(name: str) -> str:
     """Return a parameter's name without the parts that torch.compile, FSDP1 and activation checkpointing put in.
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
-
-    Args:
-        name: A dotted name from ``named_parameters`` or a state dict.
-
-    Example:
-        >>> canonical_name("layers.0._orig_mod.weight")
-        'layers.0.weight'
     """
     return ".".join([part for part in name.split(".") if part not in INNER_ATTRIBUTES])
 
 
 def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
-    """Pair each found name with the wanted one that means the same parameter, whatever wrappers wrote the names.
+    """Map each found name to the wanted one of the same parameter, whatever wrappers wrote the names.
 
-    Equal names pair first. The others pair when they are equal without wrapper parts and without a leading
-    ``module.``, provided that this is unambiguous.
-
-    Args:
-        wanted: Names that a model has.
-        found: Names that a file has.
-
-    Returns:
-        Found name to wanted name; names without a partner are absent.
-
-    Example:
-        >>> match_names(["weight", "bias"], ["module._orig_mod.weight", "other"])
-        {'module._orig_mod.weight': 'weight'}
+    Equal names pair first; the others when, without wrapper parts and a leading ``module.``, they are equal and
+    unambiguous.
     """
     known, found = set(wanted), list(found)
     pairs = {name: name for name in found if name in known}
@@ -374,11 +346,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def shared_tensor_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
-    """Return the groups of two or more names whose tensors share memory, in the order of the dict.
-
-    Args:
-        state_dict: Names and values; values that are no tensors are left out.
-    """
+    """Return the groups of two or more names whose tensors share memory, in the order of the dict."""
     groups: dict[Any, list[str]] = defaultdict(list)
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
@@ -391,11 +359,7 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return names whose tensor is that of an earlier name, and that name. Tensors that only overlap are different data.
-
-    Args:
-        state: Names and values.
-    """
+    """Return names whose tensor is that of an earlier name, with that name; mere overlap makes different data."""
     found = {}
     for names in shared_tensor_names(state):
         first: dict[Any, str] = {}

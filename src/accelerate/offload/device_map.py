@@ -20,6 +20,7 @@ from accelerate.offload.tensors import (
     class_names,
     compute_module_sizes,
     convert_file_size_to_int,
+    entry_of,
     format_bytes,
     get_module_leaves,
     name_and_parents,
@@ -54,13 +55,9 @@ def fallback_allocate(
         Name and module, or None twice, and what waits then: the modules around the one found, opened up.
     """
     names = {name for name, _ in modules}
-
-    def holder(tensor: str) -> str | None:
-        return next((part for part in name_and_parents(tensor) if part in names), None)
-
-    ties = Ties(tied_parameters or ())
-    no_split = class_names(no_split_module_classes)
-    path = next(fitting(modules, module_sizes, size_limit, no_split, ties, holder), None)
+    ties, no_split = Ties(tied_parameters or ()), class_names(no_split_module_classes)
+    found = fitting(modules, module_sizes, size_limit, no_split, ties, lambda tensor: entry_of(tensor, names))
+    path = next(found, None)
     if path is None:
         return None, None, list(modules)
     waiting = list(modules)
@@ -231,9 +228,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     unknown = [name for name in device_map if name not in known]
     if unknown:
         warnings.warn(f"These device_map keys match no module or tensor of the model: {unknown}", stacklevel=2)
-    if "" in device_map:
-        return
-    missing = [tensor for tensor in tensors if not any(part in device_map for part in name_and_parents(tensor))]
+    missing = [tensor for tensor in tensors if entry_of(tensor, device_map) is None]
     if missing:
         raise ValueError(
             f"The device_map provided gives no device to these tensors: {', '.join(missing)}. Add them, a module that "
@@ -242,14 +237,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def check_devices(device_map: Mapping[str, Any]) -> None:
-    """Refuse a device map that names devices which this machine does not have.
-
-    Args:
-        device_map: Module names to devices; ``"disk"`` is none.
-
-    Raises:
-        ValueError: A device is not there, or is no device.
-    """
+    """Raise a ValueError for a device of a map that this machine does not have; ``"disk"`` is none."""
     for device in dict.fromkeys(device for device in device_map.values() if device != "disk"):
         found = as_device(device)
         if found.type in ("cpu", "meta"):
@@ -265,21 +253,10 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
 
 
 def disjoint_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Return a device map that says the same with entries none of which lies below another.
+    """Return a device map that says the same with entries none of which lies below another; a copy where none does.
 
-    The longest entry that a tensor lies under decides, so ``{"": "cpu", "head": "disk"}`` is everything but the head on the CPU.
-    A module that has several names is where the first of them is.
-
-    Args:
-        model: The model.
-        device_map: Module or tensor names to devices; every tensor is covered.
-
-    Returns:
-        The map itself, copied, where nothing overlaps; else the shortest that says the same.
-
-    Example:
-        >>> disjoint_map(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), {"": "cpu", "2": "disk"})
-        {'0': 'cpu', '2': 'disk'}
+    The longest entry that a tensor lies under decides: ``{"": "cpu", "head": "disk"}`` is everything but the head on
+    the CPU. A module with several names is where the first of them is.
     """
     first = {id(module): name for name, module in model.named_modules()}
     named = list(model.named_modules(remove_duplicate=False))
@@ -290,11 +267,9 @@ def disjoint_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str
     for name, module in named:
         known, prefix = first[id(module)], f"{name}." if name else ""
         for last, tensor in (*module._parameters.items(), *module._buffers.items()):
-            lies_in = next(
-                (p for p in (*name_and_parents(f"{known}.{last}".lstrip(".")), "") if p in device_map), None
-            )
-            if tensor is not None and lies_in is not None:
-                places[prefix + last] = device_map[lies_in]
+            entry = entry_of(f"{known}.{last}".lstrip("."), device_map)
+            if tensor is not None and entry is not None:
+                places[prefix + last] = device_map[entry]
     return clean_device_map(places)
 
 
@@ -445,18 +420,7 @@ def computed_map(
     offload_buffers: bool = False,
     **options: Any,
 ) -> dict[str, Device]:
-    """Return the device map that a name stands for.
-
-    Args:
-        model: The model.
-        strategy: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``.
-        max_memory: As for `get_max_memory`.
-        offload_buffers: Whether the buffers of offloaded layers are offloaded as well.
-        **options: Arguments that `get_balanced_memory` and `infer_auto_device_map` share.
-
-    Raises:
-        ValueError: The name is none of these, or an argument is wrong.
-    """
+    """Return the device map that a strategy stands for; `options` are those that balancing and inferring share."""
     if strategy not in _AUTOMATIC:
         raise ValueError(
             f"device_map={strategy!r} is unknown. Give a dict, or one of {', '.join(map(repr, _AUTOMATIC))}."

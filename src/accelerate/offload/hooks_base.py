@@ -1,7 +1,8 @@
 """Adding hooks to modules and taking them off, and the hooks that move or cast whole modules.
 
-`add_hook_to_module` replaces a module's forward by ``functools.partial(_hooked_forward, module)`` and keeps the original
-in ``module._old_forward`` and the hook in ``module._hf_hook``. Other libraries read all three, and rebind the second.
+`add_hook_to_module` replaces a module's forward by ``functools.partial(_hooked_forward, module)`` and keeps the
+original in ``module._old_forward`` and the hook in ``module._hf_hook``. Other libraries read all three, and rebind the
+second.
 """
 
 import contextlib
@@ -168,8 +169,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         else:
             module.forward = original
     for name in _accelerate_added_attributes:
-        if name in own:
-            _restore_method(module, name)
+        _restore_method(module, name)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
@@ -189,15 +189,8 @@ def _tie_again(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
 
 
 def guard_method(module: nn.Module, name: str, guard: Callable[..., None]) -> None:
-    """Have a check run before a method of one module, until `remove_hook_from_module` takes it off again.
-
-    Args:
-        module: The module whose method is replaced on the instance.
-        name: The method, one of `_accelerate_added_attributes`.
-        guard: Called with the module; raises, warns or does nothing.
-    """
-    if name in module.__dict__:
-        _restore_method(module, name)
+    """Have a check run before a method of one module, until `remove_hook_from_module` takes it off again."""
+    _restore_method(module, name)
     method = getattr(module, name)
     setattr(module, name, functools.update_wrapper(functools.partial(_guarded, module, name, guard), method))
 
@@ -210,7 +203,7 @@ def _guarded(module: nn.Module, name: str, guard: Callable[..., None], *args: An
 
 def _restore_method(module: nn.Module, name: str) -> None:
     """Take a guard off; a method that other code put on the instance stays or comes back."""
-    method = module.__dict__[name]
+    method = module.__dict__.get(name)
     if not isinstance(method, functools.partial) or method.func is not _guarded:
         return
     del module.__dict__[name]

@@ -1,10 +1,11 @@
-"""Reading checkpoints, file by file, into models that are spread over devices."""
+"""Reading checkpoints into models that are spread over devices: files are opened and checked, then weights are placed."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,22 +15,28 @@ from torch import nn
 from accelerate.devices.probe import detect
 from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.offload.device_map import check_devices, disjoint_map
-from accelerate.offload.files import (
-    Entry,
+from accelerate.offload.placement import (
+    FOUR_BIT,
+    INT8,
+    as_device,
+    default_device,
+    scales_name,
+    set_module_tensor_to_device,
+)
+from accelerate.offload.store import (
+    OffloadedWeightsLoader,
+    OffloadWriter,
     Path_,
     WeightFile,
-    check_fit,
     check_format,
-    checkpoint_files,
-    open_checkpoint,
+    with_scales,
 )
-from accelerate.offload.placement import INT8, as_device, default_device, scales_name, set_module_tensor_to_device
-from accelerate.offload.store import OffloadedWeightsLoader, OffloadWriter
 from accelerate.offload.tensors import (
     _get_proper_dtype,
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     device_of,
+    entry_of,
     find_tied_parameters,
     listed,
     retie_parameters,
@@ -37,6 +44,7 @@ from accelerate.offload.tensors import (
 )
 from accelerate.offload.weights import check_data
 from accelerate.runtime import storage
+from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -70,16 +78,12 @@ def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Any] | None
             f"{path} is truncated or no safetensors file: {error}. Copy or download it again."
         ) from error
     check_format(path, file.metadata())
-    names = list(file.keys())
-    return {name: file.get_tensor(name).to(_reading_device(name, device_map or {})) for name in names}
-
-
-def _reading_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
-    try:
-        device = device_of(name, device_map)
-    except ValueError:
-        device = "cpu"
-    return as_device("cpu" if device == "disk" else device)
+    tensors, places = {}, device_map or {}
+    for name in file.keys():  # noqa: SIM118 - no mapping
+        entry = entry_of(name, places)
+        device = "cpu" if entry is None or places[entry] == "disk" else places[entry]
+        tensors[name] = file.get_tensor(name).to(as_device(device))
+    return tensors
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, offload_folder: Path_) -> None:
@@ -97,9 +101,8 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, o
         if name.endswith("SCB"):
             continue  # goes along with its weight
         # Copies, because the files may be temporary, so that nothing may stay mapped to them.
-        value, scales = weights[name].clone(), scales_name(name)
-        statistics = weights[scales].clone() if value.dtype == torch.int8 and scales in index else None
-        set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=statistics)
+        value, scales = (None if one is None else one.clone() for one in with_scales(weights, name))
+        set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=scales)
 
 
 def quantize_and_offload_8bit(
@@ -128,18 +131,22 @@ def quantize_and_offload_8bit(
 
     Source: LLM.int8() (arXiv 2208.07339)
     """
-    value, scales = _quantized(model, param, param_name, new_dtype, fp16_statistics)
     with OffloadWriter(offload_folder, indexed=False) as writer:
-        _put_quantized(model, param_name, value, scales, writer)
+        _put_quantized(model, param, param_name, new_dtype, fp16_statistics, writer)
     offload_index.update(writer.index)
     if detect().type != "cpu":
         detect().empty_cache()
 
 
-def _quantized(
-    model: nn.Module, value: torch.Tensor, full_name: str, dtype: torch.dtype | None, scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A tensor as it is stored when 8-bit layers are offloaded, on the CPU, and its scales if it is the weight of one."""
+def _put_quantized(
+    model: nn.Module,
+    value: torch.Tensor,
+    full_name: str,
+    dtype: torch.dtype | None,
+    scales: torch.Tensor | None,
+    writer: OffloadWriter | None,
+) -> None:
+    """Put a tensor on the CPU or, with a writer, into a file; the weight of an 8-bit layer is quantised before."""
     owner, name = tensor_at(model, full_name)
     old = getattr(owner, name, None)
     if not isinstance(old, torch.Tensor):
@@ -151,62 +158,145 @@ def _quantized(
         value, scales = placed.data, placed.SCB
     elif scales is None and value.is_floating_point():
         value = value.to(old.dtype if dtype is None else dtype)
-    return value.to("cpu"), None if scales is None else scales.to("cpu")
-
-
-def _put_quantized(
-    model: nn.Module, name: str, value: torch.Tensor, scales: torch.Tensor | None, writer: OffloadWriter | None
-) -> None:
-    """Put a tensor on the CPU; or, with a writer, into a file."""
-    dtype = value.dtype
+    scales = None if scales is None else scales.to("cpu")
     if writer is not None:
         if scales is not None:
             # Small, and wanted in the state dict, so they stay in memory too.
-            writer.add(scales_name(name), scales)
-        writer.add(name, value)
-        value = value.to("meta")
+            writer.add(scales_name(full_name), scales)
+        writer.add(full_name, value)
+    value = value.to("cpu" if writer is None else "meta")
     set_module_tensor_to_device(
-        model, name, value.device, value=value, dtype=dtype, fp16_statistics=scales, clear_cache=False
+        owner, name, value.device, value=value, dtype=value.dtype, fp16_statistics=scales, clear_cache=False
     )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A weight in a file: its name there, and the weight on the CPU as a view of the file."""
+
+    file: WeightFile
+    key: str
+    value: torch.Tensor
+
+    def reference(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return an entry for an offload index that reads the weight in place and casts it to a dtype."""
+        return {
+            "safetensors_file": self.file.path,
+            "weight_name": self.key,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(self.value.shape),
+        }
+
+
+def checkpoint_files(checkpoint: Path_) -> dict[str, list[str]]:
+    """Return the files with the weights of a checkpoint, each with the names that an index says are in it.
+
+    A checkpoint is a state dict, an index (any ``*.json``), or a folder with either. FileNotFoundError: files of the
+    index are missing. ValueError: it is none of these, or a folder with several indices.
+    """
+    path = Path(checkpoint)
+    if path.is_dir():
+        for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+            if (path / name).is_file():
+                return {str(path / name): []}
+        indices = sorted(path.glob("*.index.json"))
+        if len(indices) != 1:
+            found = "none" if not indices else ", ".join(index.name for index in indices)
+            raise ValueError(
+                f"The folder {path} is not a checkpoint: it must hold {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or exactly one "
+                f"`.index.json` file (found: {found})."
+            )
+        path = indices[0]
+    if not path.is_file():
+        raise ValueError(
+            f"checkpoint={os.fspath(checkpoint)!r} does not exist. Give a file with a state dict, the index of a sharded "
+            "checkpoint, or a folder with either."
+        )
+    return _indexed(path) if path.suffix == ".json" else {str(path): []}
+
+
+def _indexed(path: Path) -> dict[str, list[str]]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        weight_map = content.get("weight_map", content)
+        files: dict[str, list[str]] = {name: [] for name in sorted(set(weight_map.values()))}
+        for name, file in weight_map.items():
+            files[file].append(name)
+        missing = [file for file in files if not (path.parent / file).is_file()]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of a sharded checkpoint: {error}.") from error
+    if missing:
+        raise FileNotFoundError(
+            f"{path} names {len(files)} files, of which {len(missing)} are not in {path.parent}: {listed(missing)}. Copy or "
+            "download them again."
+        )
+    return {str(path.parent / file): names for file, names in files.items()}
+
+
+def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
+    """Open every file of a checkpoint and return its weights by name, unread; raises as `WeightFile` does."""
+    entries: dict[str, Entry] = {}
+    for path, expected in checkpoint_files(checkpoint).items():
+        file = WeightFile(path)
+        for key in file.keys:
+            tensor = file.tensor(key)
+            # Modules may keep extra state in other forms, which only their own `load_state_dict` understands.
+            if isinstance(tensor, torch.Tensor):
+                entries[key] = Entry(file, key, tensor)
+        absent = [name for name in expected if name not in entries]
+        if absent:
+            raise ValueError(
+                f"{path} lacks weights that the checkpoint's index says are in it: {listed(absent)}. The files and the index "
+                "belong to different checkpoints; copy or download them again."
+            )
+    return entries
+
+
+def check_fit(tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry], where: str) -> None:
+    """Raise a ValueError where weights have another shape than their tensors, or integers for floating point."""
+    problems = []
+    for name, tensor in tensors.items():
+        if name not in entries or type(tensor).__name__ in FOUR_BIT:
+            continue
+        value = entries[name].value
+        if value.shape != tensor.shape:
+            problems.append(f"{name} has shape {tuple(value.shape)}, the model {tuple(tensor.shape)}")
+        elif isinstance(tensor, nn.Parameter) and not (value.dtype is torch.int8 and scales_name(name) in entries):
+            # A cast would change what the numbers mean: of quantised weights without their scales, for example.
+            real = value.is_floating_point() or value.is_complex()
+            if real != (tensor.is_floating_point() or tensor.is_complex()):
+                problems.append(f"{name} is {value.dtype}, the model's parameter {tensor.dtype}")
+    if problems:
+        raise ValueError(
+            f"{where} does not belong to this model, which is left as it was: {listed(problems)}. Check the model's "
+            "configuration; quantised weights need the quantised model."
+        )
 
 
 @dataclass
 class _Step:
-    """One weight of a checkpoint and where it goes.
-
-    Attributes:
-        name: Its name in the model.
-        entry: Where it is.
-        device: Where it goes: a device, or ``"disk"``.
-        dtype: What it is cast to; None leaves it to the tensor that it fills.
-        statistics: The scales that belong to it, if it is an 8-bit weight of bitsandbytes.
-    """
+    """One weight of a checkpoint and where it goes; a dtype of None leaves that to the tensor that it fills."""
 
     name: str
     entry: Entry
     device: Any
     dtype: torch.dtype | None
-    statistics: Entry | None
+    scales: torch.Tensor | None
 
     def on_disk_as(self, old: torch.Tensor) -> torch.dtype:
         """The dtype of the weight when it comes from the disk, which must be that of what is in memory."""
         stored = self.entry.value.dtype
         return (self.dtype or old.dtype) if stored.is_floating_point or stored.is_complex else stored
 
-    def scales(self) -> torch.Tensor | None:
-        """The scales of an 8-bit weight."""
-        return None if self.statistics is None else self.statistics.value
-
 
 @dataclass
 class CheckpointLoad:
     """A checkpoint on its way into a model: every weight is planned, the plan is checked, and then carried out.
 
-    Until the plan is checked nothing is changed; if carrying it out fails, the offload folder is as it was. Unlike with
-    `load_checkpoint_in_model`, whose arguments these are, weights that can be read in place need no ``offload_folder``.
-
-    Attributes:
-        whole: Whether it is an error, before anything is changed, if a tensor of a model with a ``device_map`` would be without data.
+    Until the plan is checked nothing is changed; if carrying it out fails, the offload folder is as it was. Unlike
+    with `load_checkpoint_in_model`, whose arguments these are, weights that can be read in place need no
+    ``offload_folder``. `whole` makes it an error, before anything is changed, if a tensor of a model with a
+    ``device_map`` would be without data.
     """
 
     model: nn.Module
@@ -276,12 +366,11 @@ class CheckpointLoad:
         device = device_of(name, self.device_map)
         if device == "disk" and name in self.buffers and not self.offload_buffers:
             device = "cpu"
-        statistics = entries.get(scales_name(name)) if entry.value.dtype == torch.int8 else None
-        return _Step(name, entry, device, self._dtype_of(name), statistics)
+        scales = entries.get(scales_name(name)) if entry.value.dtype == torch.int8 else None
+        return _Step(name, entry, device, self._dtype_of(name), None if scales is None else scales.value)
 
     def _dtype_of(self, name: str) -> torch.dtype | None:
-        """What a floating-point weight is cast to. A tensor is kept in float32 if it is named, or lies in a module whose name ends
-        like that, such as `input_norm` for ``norm``."""
+        """What a floating-point weight is cast to; those named, or in modules whose names end so, stay in float32."""
         kept = any(name == part or f"{part}." in name for part in self.keep_in_fp32_modules or ())
         return torch.float32 if kept and self.target is not None else self.target
 
@@ -304,16 +393,13 @@ class CheckpointLoad:
                 f"{os.fspath(self.checkpoint)} cannot be read in place, because it is not in safetensors: give an "
                 "`offload_folder` to put them in."
             )
-        index: dict[str, dict[str, Any]] = {}
-        with nullcontext() if self.offload_folder is None else OffloadWriter(self.offload_folder) as writer:
-            if writer is not None:
-                index = writer.index
+        with OffloadWriter(self.offload_folder) as writer:
             with _progress(steps) as bar:
                 for step in steps:
                     if self.offload_8bit_bnb and step.device in ("cpu", "disk"):
                         self._quantize(step, writer)
                     elif step.device == "disk":
-                        self._leave_on_disk(step, index, writer)
+                        self._leave_on_disk(step, writer)
                     else:
                         self._place(step)
                     bar.update(step.entry.value.nbytes)
@@ -321,22 +407,22 @@ class CheckpointLoad:
             for file in self.files:
                 for name in self.extra.keys() & file.keys.keys():
                     self.extra[name].set_extra_state(file.tensor(name))
-        return index
+        return writer.index
 
-    def _leave_on_disk(self, step: _Step, index: dict[str, dict[str, Any]], writer: OffloadWriter | None) -> None:
+    def _leave_on_disk(self, step: _Step, writer: OffloadWriter) -> None:
         dtype = step.on_disk_as(self.tensors[step.name])
         if step.entry.file.in_place:
-            index[step.name] = step.entry.reference(dtype)
+            writer.index[step.name] = step.entry.reference(dtype)
         else:
             writer.add(step.name, step.entry.value.to(dtype))
         set_module_tensor_to_device(self.model, step.name, "meta", dtype=dtype)
 
-    def _quantize(self, step: _Step, writer: OffloadWriter | None) -> None:
+    def _quantize(self, step: _Step, writer: OffloadWriter) -> None:
         value = step.entry.value
         if value.is_floating_point():
             value = value.to(step.on_disk_as(self.tensors[step.name]))
-        value, scales = _quantized(self.model, value, step.name, step.dtype, step.scales())
-        _put_quantized(self.model, step.name, value, scales, writer if step.device == "disk" else None)
+        to_disk = writer if step.device == "disk" else None
+        _put_quantized(self.model, value, step.name, step.dtype, step.scales, to_disk)
 
     def _place(self, step: _Step) -> None:
         value = step.entry.value
@@ -351,7 +437,7 @@ class CheckpointLoad:
             step.device,
             value=value,
             dtype=step.dtype,
-            fp16_statistics=step.scales(),
+            fp16_statistics=step.scales,
             clear_cache=False,
         )
 
@@ -363,7 +449,8 @@ class CheckpointLoad:
         state = self.model.state_dict(keep_vars=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         check_fit(tensors, entries, self.source)
-        names = {name for entry in entries.values() for name in entry.file.keys}
+        files = dict.fromkeys(entry.file for entry in entries.values())
+        names = {name for file in files for name in file.keys}
         self._compare(names & state.keys(), names - state.keys())
         # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together share one.
         partly_empty = any(place.is_meta for place in tensors.values())
@@ -464,8 +551,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """Read a checkpoint into a model in place.
 
-    Files are mapped into memory: weights in safetensors that belong on the CPU stay mapped and are copied nowhere, and those
-    that belong on the disk are read where they are. Everything is checked before the model is changed.
+    Files are mapped into memory: weights in safetensors that belong on the CPU stay mapped and are copied nowhere, and
+    those that belong on the disk are read where they are. Everything is checked before the model is changed.
 
     Args:
         model: The model; its tensors may be on the meta device.

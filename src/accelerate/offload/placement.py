@@ -1,8 +1,8 @@
 """Tensors on devices: making them there, putting one of a module there, or all of a module for the length of a block.
 
-Weights of bitsandbytes are numbers of 8 or 4 bits that mean nothing without the scales kept beside them. Their classes are known by
-name, so that nothing here imports bitsandbytes. They quantise floating-point data when `to` moves them, and keep the scales as
-attributes: `SCB` (8 bit) or `quant_state` (4 bit).
+Weights of bitsandbytes are numbers of 8 or 4 bits that mean nothing without the scales kept beside them. Their classes
+are known by name, so that nothing here imports bitsandbytes. They quantise floating-point data when `to` moves them,
+and keep the scales as attributes: `SCB` (8 bit) or `quant_state` (4 bit).
 """
 
 import contextlib
@@ -29,18 +29,11 @@ _AT_REST = "accelerate_at_rest"
 _INERT: set[type] = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _EXACT: dict[Device, torch.device] = {}
 # Tensors that are what their data is; the others have to be made by their class.
-_PLAIN = (nn.Parameter, torch.Tensor)
+PLAIN = (nn.Parameter, torch.Tensor)
 
 
 def as_device(device: Device) -> torch.device:
-    """Return a device given by index, name or object; an index means an accelerator of the kind this machine has.
-
-    Args:
-        device: The device, as it stands in a device map.
-
-    Raises:
-        ValueError: An index on a machine without accelerator, or a name that torch does not know, such as ``"disk"``.
-    """
+    """Return a device given by index, name or object; ValueError: no accelerator, or a name unknown to torch."""
     if isinstance(device, int):
         kind = detect().type
         if kind == "cpu":
@@ -56,11 +49,7 @@ def as_device(device: Device) -> torch.device:
 
 
 def exact_device(device: Device) -> torch.device:
-    """Return a device with the index that tensors on it tell, so that the two compare equal.
-
-    Args:
-        device: The device, as it stands in a device map.
-    """
+    """Return a device of a map with the index that tensors on it tell, so that the two compare equal."""
     if device not in _EXACT:  # hooks ask at each forward
         found = as_device(device)
         indexed = found.index is not None or found.type in ("cpu", "meta")
@@ -69,20 +58,7 @@ def exact_device(device: Device) -> torch.device:
 
 
 def any_elsewhere(value: Any, device: torch.device) -> bool:
-    """Say whether something among a forward's arguments may have to move to a device.
-
-    Args:
-        value: Arguments: tensors, nested in tuples, lists and dicts, and anything else.
-        device: The device, as `exact_device` returns it.
-
-    Returns:
-        False if all tensors are there. True also for objects that nobody can look into, such as batches with a `to` of their
-        own.
-
-    Example:
-        >>> any_elsewhere((torch.ones(1), {"past": None}), torch.device("cpu"))
-        False
-    """
+    """Say whether arguments of a forward may have to move to an `exact_device`; True for what nobody can look into."""
     kind = type(value)
     if kind in _INERT:
         return False
@@ -123,16 +99,11 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """Make a value a parameter of the old one's class, with the old one's attributes.
-
-    Args:
-        old: A parameter.
-        value: A tensor that needs no gradient.
-    """
+    """Make a value without gradient a parameter of the old one's class, with the old one's attributes."""
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
     kind = type(old)
-    if (kind is nn.Parameter and type(value) in _PLAIN) or (
-        kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*_PLAIN, kind)
+    if (kind is nn.Parameter and type(value) in PLAIN) or (
+        kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*PLAIN, kind)
     ):
         # The class's own constructor may ask for arguments that nobody here knows.
         parameter = torch.Tensor._make_subclass(kind, value, trainable)
@@ -211,7 +182,7 @@ def set_module_tensor_to_device(
             return
     if isinstance(dtype, str):
         dtype = _get_proper_dtype(dtype)
-    if type(old) not in _PLAIN and quantizes(old):
+    if type(old) not in PLAIN and quantizes(old):
         same = value is None and fp16_statistics is None and is_settled(old, dtype)
         stays = same and check_device_same(old.device, target)
         kept = QuantizedWeight(owner, name, value, target, dtype, fp16_statistics, non_blocking)
@@ -245,7 +216,7 @@ def _moved(
         return old
     if source.requires_grad:
         source = source.detach()  # else the graph is told of the copy
-    if type(source) in _PLAIN:
+    if type(source) in PLAIN:
         moved = source.to(target, dtype, non_blocking)
     else:
         # `to` of a tensor subclass may take a cast and a move one at a time only.
@@ -256,21 +227,13 @@ def _moved(
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's hook, and those that it consists of if it is several; None alone without one.
-
-    Args:
-        module: Any module.
-    """
+    """Return a module's hook, and those that it consists of if it is several; None alone without one."""
     hook = module.__dict__.get("_hf_hook")
     return (hook, *getattr(hook, "hooks", ()))
 
 
 def offloading_hook(module: nn.Module) -> Any | None:
-    """Return the hook that keeps a module's weights elsewhere, which is known by its attributes: the classes come later.
-
-    Args:
-        module: Any module.
-    """
+    """Return the hook that keeps a module's weights elsewhere, known by its attributes: the classes come later."""
     offload = (h for h in hooks_of(module) if getattr(h, "offload", False) is True and hasattr(h, "weights_map"))
     return next(offload, None)
 
@@ -341,35 +304,18 @@ def _bring_back(module: nn.Module, name: str, original: torch.Tensor) -> None:
 
 
 def scales_name(weight_name: str) -> str:
-    """Return the name under which checkpoints hold the scales of an 8-bit weight.
-
-    Args:
-        weight_name: Full name of the weight, or any part of it that has the end.
-
-    Example:
-        >>> scales_name("weighting.weight")
-        'weighting.SCB'
-    """
+    """Return the name under which checkpoints hold the scales of an 8-bit weight."""
     return f"{weight_name.removesuffix('weight')}SCB"
 
 
 def quantizes(parameter: torch.Tensor) -> bool:
-    """Say whether a tensor is a weight of bitsandbytes that is quantised, or will be once it has data.
-
-    Args:
-        parameter: Any parameter or buffer.
-    """
+    """Say whether a tensor is a weight of bitsandbytes that is quantised, or will be once it has data."""
     kind = type(parameter).__name__
     return kind in FOUR_BIT or (kind == INT8 and not getattr(parameter, "has_fp16_weights", False))
 
 
 def is_settled(weight: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Say whether a weight of bitsandbytes would be the same if it were placed again where it is.
-
-    Args:
-        weight: The weight; one without data needs no quantising.
-        dtype: What it is to be cast to, if it is not quantised yet. None: not at all.
-    """
+    """Say whether casting a weight of bitsandbytes (None: no cast) and placing it where it is changes nothing."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         return not _is_twisted(state)
@@ -380,17 +326,13 @@ def is_settled(weight: torch.Tensor, dtype: torch.dtype | None) -> bool:
 class QuantizedWeight:
     """A weight of bitsandbytes, and what is to be put in its place.
 
-    On the meta device a weight keeps its scales, which are small (8 bit: one number per row; 4 bit: one per block of 64):
-    numbers that come back later fit them, and the state dict is whole.
+    On the meta device a weight keeps its scales, which are small (8 bit: one number per row; 4 bit: one per block of
+    64): numbers that come back later fit them, and the state dict is whole.
 
     Attributes:
-        owner: The module that has the weight.
-        name: The weight's name in it.
         value: The new value: floating-point numbers, which are quantised, or quantised ones. None: the present weight.
-        target: Where it goes.
         dtype: Floating-point numbers are cast to this before they are quantised. None: to the present weight's dtype.
         scales: Scales of an 8-bit value. None: those that the value, or else the present weight, has.
-        non_blocking: Let copies overlap with computation where memory is pinned.
     """
 
     owner: nn.Module
@@ -402,12 +344,7 @@ class QuantizedWeight:
     non_blocking: bool
 
     def placed(self) -> nn.Parameter:
-        """Return the parameter to put in the place of the weight; the present one stays as it is.
-
-        Raises:
-            ValueError: A quantised value without scales, or one of another shape.
-            RuntimeError: The installed bitsandbytes cannot quantise on this device.
-        """
+        """Return the parameter to put there; ValueError: no scales or another shape; RuntimeError: not quantised."""
         self.old = getattr(self.owner, self.name)
         _take_scales_back(self.owner, self.old)
         self.source = self.old if self.value is None else self.value
@@ -474,8 +411,9 @@ class QuantizedWeight:
         return made
 
     def _packed(self, state: Any) -> nn.Parameter:
-        """A weight that is quantised. On some CPUs the first forward packs numbers and scales in another way, so what is put on a
-        device gets scales of its own, and goes back to the meta device with those of the numbers that it was filled from."""
+        """A quantised weight. A first forward on some CPUs repacks numbers and scales, so a device gets scales of its
+        own, and the meta device those of the numbers that the weight was filled from.
+        """
         source = self.source
         if self.target.type == "meta":
             at_rest, shape = source.__dict__.get(_AT_REST) or (_copied(state), source.shape)
@@ -493,8 +431,7 @@ class QuantizedWeight:
 
 
 def _take_scales_back(owner: nn.Module, weight: torch.Tensor) -> None:
-    """Undo what the first forward of an 8-bit layer does: it moves the scales from the weight to the layer, which would keep
-    them, and with them the numbers, when the weight is replaced."""
+    """Undo that an 8-bit layer's first forward moves scales to the layer, which would keep the numbers too."""
     state = getattr(owner, "state", None)
     if type(weight).__name__ != INT8 or getattr(owner, "weight", None) is not weight or not hasattr(state, "SCB"):
         return
@@ -527,6 +464,5 @@ def _copied(state: Any) -> Any:
 
 
 def _is_twisted(state: Any) -> bool:
-    """Whether `state_dict()` of bitsandbytes unpacked a weight that a forward on some CPUs had packed, and left its scales
-    transposed: 0.50.2 and before do. Such a weight is wrong until the scales are turned back."""
+    """Whether bitsandbytes (up to 0.50.2) unpacked a weight packed for a CPU and left its scales transposed."""
     return state.absmax.dim() == 2 and not getattr(state, "packing_format_for_cpu", False)

@@ -1,9 +1,11 @@
 """Filling devices with the modules of a model, one device after the other: what `infer_auto_device_map` runs.
 
-The work grows linearly with the number of modules (and with the square of the number of names of one weight, which are few): names
-lead to items through dictionaries, the sizes of the layers that wait are counted, and nothing is searched for from the beginning.
+The work grows linearly with the number of modules (and with the square of the number of names of one weight, which are
+few): names lead to items through dictionaries, the sizes of the layers that wait are counted, and nothing is searched
+for from the beginning.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from torch import nn
 from accelerate.offload.tensors import (
     compute_module_sizes,
     device_of,
+    entry_of,
     find_tied_parameters,
     is_whole,
     name_and_parents,
@@ -30,7 +33,6 @@ class DeviceUse:
     """What a plan does with one device.
 
     Attributes:
-        device: The device, as in a device map.
         budget: Bytes that it may take; None: any number.
         reserve: Bytes kept free for the largest layer that was still waiting when the device was left.
         used: Bytes placed there.
@@ -46,10 +48,7 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A module or tensor, `size` bytes with what is tied to it, that did not fit onto a device with `left` bytes, and why.
-
-    `reserve` is what the device keeps free for the largest layer.
-    """
+    """What, with all tied to it, did not fit onto a device, and why; `reserve` is kept for the largest layer."""
 
     name: str
     size: int | float
@@ -87,15 +86,8 @@ def make_plan(
 ) -> Plan:
     """Return a plan for a model.
 
-    What is tied to a module that comes along because of a tie is brought along as well only where a tied parameter would
-    have two devices otherwise: all of them together may be too much for a device.
-
-    Args:
-        model: The model.
-        budgets: Bytes per device, in the order in which devices are filled.
-        no_split: Names of classes that stay on one device.
-        dtypes: Arguments of `compute_module_sizes`.
-        **options: Other arguments of `_Planner`.
+    What is tied to a module that comes along because of a tie is brought along as well only where a tied parameter
+    would have two devices otherwise: all of them together may be too much for a device.
     """
     plan = _Planner(model, budgets, no_split, dtypes or {}, **options).plan()
     if all(len({device_of(name, plan.device_map) for name in group}) == 1 for group in plan.tied):
@@ -104,12 +96,7 @@ def make_plan(
 
 
 class Ties:
-    """The groups of tied parameters, by every module that one of them lies in.
-
-    Args:
-        groups: Names of one parameter each.
-        followed: Whether what is tied to a module that comes along comes along as well.
-    """
+    """The groups of tied parameters, by every module that one of them lies in."""
 
     def __init__(self, groups: Sequence[Sequence[str]], followed: bool = False) -> None:
         self.groups, self.followed = groups, followed
@@ -120,12 +107,7 @@ class Ties:
                     self._of.setdefault(part, {})[index] = None
 
     def partners(self, name: str, holder: Callable[[str], str | None]) -> list[str]:
-        """Return the waiting items that are tied to an item, so that they have to go where it goes.
-
-        Args:
-            name: The item.
-            holder: Returns the name of the item that holds a tensor and waits, other than the one given.
-        """
+        """Return the waiting items that must go where an item goes; `holder` names that which has a tensor."""
         found: dict[str, None] = {}
         groups: set[int] = set()
         items = [name]
@@ -145,8 +127,8 @@ class Ties:
 class _Item:
     """A module or tensor that waits for a device.
 
-    `layers` are the sizes of what is in it and has to be on a device at once, `peak` the largest of them; `pieces` wait in its
-    place once it was opened, and `seen` is the measurement of the reserve in which it was looked at last.
+    `layers` are the sizes of what is in it and has to be on a device at once, `peak` the largest of them; `pieces`
+    wait in its place once it was opened, and `seen` is the measurement of the reserve in which it was looked at last.
     """
 
     name: str
@@ -163,17 +145,15 @@ class _Item:
 
 
 class _Reserve:
-    """The size of the largest layer that waits, for which devices that execute keep room.
+    """The size of the largest waiting layer, for which devices that execute keep room.
 
-    It is measured now and then, and stays as it is until the last of the items that have it was looked at, even where
-    such an item was placed meanwhile together with another one.
+    It is measured now and then, and stays until the last item that has it was looked at, even where that one was
+    placed meanwhile.
     """
 
-    def __init__(self, layers: Iterable[int | float], items: Sequence[_Item]) -> None:
-        self._sizes = sorted(set(layers), reverse=True)
-        self._rank = {size: rank for rank, size in enumerate(self._sizes)}
+    def __init__(self, items: Sequence[_Item]) -> None:
         self._waiting: Counter[int | float] = Counter()
-        self._top = 0
+        self._heap: list[int | float] = []  # the sizes that waited, negative, so that the largest is the first
         self._measured = -1
         for item in items:
             self.enter(item)
@@ -186,9 +166,10 @@ class _Reserve:
 
     def enter(self, item: _Item) -> None:
         """Take notice that an item waits."""
-        if item.layers:
-            self._waiting.update(item.layers)
-            self._top = min(self._top, self._rank[item.peak])
+        for size in item.layers:
+            if not self._waiting[size]:
+                heapq.heappush(self._heap, -size)
+            self._waiting[size] += 1
 
     def leave(self, item: _Item) -> None:
         """Take notice that an item does not wait any more."""
@@ -196,16 +177,15 @@ class _Reserve:
 
     def measure(self) -> None:
         """Look up the largest layer of the modules that wait."""
-        while self._top < len(self._sizes) and not self._waiting[self._sizes[self._top]]:
-            self._top += 1
-        self.size = self._sizes[self._top] if self._top < len(self._sizes) else 0
+        while self._heap and not self._waiting[-self._heap[0]]:
+            heapq.heappop(self._heap)
+        self.size = -self._heap[0] if self._heap else 0
         self._unseen = self._waiting[self.size]
         self._measured += 1
 
     def look_at(self, item: _Item) -> None:
         """A layer needs no room in reserve once it is being placed itself."""
-        counted = item.peak == self.size and item.seen < self._measured and (item.is_module or not self._measured)
-        if counted:
+        if item.peak == self.size and item.seen < self._measured and (item.is_module or not self._measured):
             self._unseen -= item.layers.count(item.peak) or 1
         if self._unseen <= 0:
             self.measure()
@@ -215,22 +195,21 @@ class _Reserve:
 class _Waiting:
     """What has no device yet, in order.
 
-    Attributes:
-        items: What waits, by name.
-        stack: The same, the first at the end; what was placed or opened meanwhile is noticed when its turn comes.
-        loose: The full names of the buffers that opened modules hold themselves.
-        doubled: Whether an opened module holds something under two names.
+    The first of `stack` is at its end, and what was placed or opened meanwhile is noticed when its turn comes. `loose`
+    has the full names of the buffers that opened modules hold themselves; `doubled` says that one holds something
+    under two names.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> None:
         self._sizes, self._no_split = sizes, no_split
         self._layers: dict[str, list[int | float]] = {}
-        layers = [size for name, child in model.named_children() for size in self._find_layers(name, child)]
+        for name, child in model.named_children():
+            self._find_layers(name, child)
         self.loose: list[str] = []
         self.doubled = False
         first = self.pieces("", model)
         self.items = {item.name: item for item in first}
-        self.reserve = _Reserve(layers, first)
+        self.reserve = _Reserve(first)
         self.stack: list[_Item] = first[::-1]
 
     def _find_layers(self, name: str, module: nn.Module) -> list[int | float]:
@@ -299,46 +278,38 @@ class _Waiting:
 
     def holder(self, name: str) -> str | None:
         """Return the name of what waits and is, or holds, the module or tensor of a name."""
-        return next((part for part in name_and_parents(name) if part in self.items), None)
+        return entry_of(name, self.items)
 
 
+@dataclass(eq=False)
 class _Planner:
     """Fills devices one after the other with the modules of a model, in the order in which they are registered.
 
-    The first accelerator, where offloaded layers are brought to, and the host memory, where they wait for it, keep room
-    for the largest layer. What does not fit is split; what cannot be split is the first on the next device.
+    The first accelerator, where offloaded layers are brought to, and the host memory, where they wait for it, keep
+    room for the largest layer. What does not fit is split; what cannot be split is the first on the next device.
 
     Args:
-        model: The model to place.
-        budgets: Bytes per device, in the order in which they are filled; ``"disk"`` takes whatever is left.
-        no_split: Names of classes that stay on one device.
-        dtypes: Arguments of `compute_module_sizes`.
-        offload_buffers: Whether buffers of offloaded modules stay off the executing device too.
         fallback: Whether an otherwise empty device gets a deeper module that fits.
-        verbose: Whether to print each step.
         follow_ties: Whether what is tied to a module that comes along because of a tie comes along as well.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        budgets: Mapping[Key, int | float],
-        no_split: Collection[str],
-        dtypes: Mapping[str, Any],
-        offload_buffers: bool = False,
-        fallback: bool = False,
-        verbose: bool = False,
-        follow_ties: bool = False,
-    ) -> None:
-        self.budgets: dict[Key, int | float | None] = {**budgets, UNBOUNDED: None}
-        self.model, self.no_split, self.fallback, self.verbose = model, no_split, fallback, verbose
+    model: nn.Module
+    budgets: Mapping[Key, int | float | None]
+    no_split: Collection[str]
+    dtypes: Mapping[str, Any]
+    offload_buffers: bool = False
+    fallback: bool = False
+    verbose: bool = False
+    follow_ties: bool = False
+
+    def __post_init__(self) -> None:
+        self.budgets = {**self.budgets, UNBOUNDED: None}
         self.devices = list(self.budgets)
         accelerators = [device for device in self.devices if device not in ("cpu", UNBOUNDED)]
         self.executing = ["mps"] if "mps" in self.devices else [*accelerators[:1], "cpu"]
-        self.sizes = compute_module_sizes(model, **dtypes)
-        self.buffer_sizes = {} if offload_buffers else compute_module_sizes(model, **dtypes, buffers_only=True)
-        self.ties = Ties(find_tied_parameters(model), follow_ties)
-        self.waiting = _Waiting(model, self.sizes, no_split)
+        self.sizes = compute_module_sizes(self.model, **self.dtypes)
+        self.ties = Ties(find_tied_parameters(self.model), self.follow_ties)
+        self.waiting = _Waiting(self.model, self.sizes, self.no_split)
         self.reserve = self.waiting.reserve
         self.placed: dict[str, Key] = {}
         self.refusals: list[Refusal] = []
@@ -350,11 +321,11 @@ class _Planner:
         """Place everything."""
         while (item := self.waiting.pop()) is not None:
             self._treat(item)
-        if self.waiting.loose:
-            self._join_buffers()
+        self._join_buffers()
         modules = Counter(self.placed.values())
-        offloaded = (name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED))
-        buffers = sum(self.buffer_sizes.get(name, 0) for name in offloaded)
+        offloaded = [name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED)]
+        sizes = {} if self.offload_buffers else compute_module_sizes(self.model, **self.dtypes, buffers_only=True)
+        buffers = sum(sizes.get(name, 0) for name in offloaded)
         uses = (DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], modules[d]) for d in self.devices)
         if self.waiting.doubled:
             self._add_second_names()
@@ -430,11 +401,10 @@ class _Planner:
 
     def _next_device(self, item: _Item, size: int | float) -> None:
         self.waiting.push([item])
-        executes = self.device in self.executing
-        if self.fallback and executes and not self.used[self.device] and self._go_deeper(item, size):
+        empty = self.device in self.executing and not self.used[self.device]
+        if self.fallback and empty and self._go_deeper(item, size):
             return
-        if executes:
-            self.kept[self.device] = self.reserve.size
+        self.kept[self.device] = self.reserve_here
         self.device = self.devices[self.devices.index(self.device) + 1]
 
     def _refuse(self, item: _Item, size: int | float, cause: str) -> None:
@@ -481,16 +451,8 @@ def fitting(
 ) -> Iterator[list[str]]:
     """Yield the modules, however deep, that fit into a limit together with all that they are tied to.
 
-    Args:
-        items: Names and modules that wait for a device.
-        sizes: Bytes by name, tied parameters counted once.
-        limit: Bytes.
-        no_split: Names of classes that stay whole.
-        ties: The ties of the model.
-        holder: Returns the name of the waiting module that a tensor lies in.
-
-    Returns:
-        For each the names of the modules around it, outermost first, and its own.
+    Each comes as the names of the modules around it, outermost first, and its own. `holder` names the waiting module a
+    tensor is in.
     """
 
     def holder_beside(path: list[str], tensor: str) -> str | None:
@@ -517,12 +479,7 @@ def fitting(
 
 
 def parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module | torch.Tensor]]:
-    """Return the parameters that a module holds itself and its children, with full names.
-
-    Args:
-        name: The module's own full name.
-        module: The module.
-    """
+    """Return the parameters that a module holds itself and its children, with full names."""
     prefix = f"{name}." if name else ""
     found = [*module.named_parameters(recurse=False), *module.named_children()]
     return [(prefix + last, part) for last, part in found]

@@ -1,9 +1,10 @@
 """Reading the weights of the next modules while this one computes.
 
-A dispatched model with offloaded weights gets one `Prefetcher`, which all its hooks share. In a forward of the model each hook that
-brings weights in announces itself; the order of the last forward says which hooks follow. A thread reads their weights ahead, in that
-order and no further than a budget of bytes; where the model takes another way, what is ahead is dropped. Nothing is ahead between two
-forwards, when weights may be changed, so results do not depend on it.
+A dispatched model with offloaded weights gets one `Prefetcher`, which all its hooks share. In a forward of the model
+each hook that brings weights in announces itself; the order of the last forward says which hooks follow. A thread
+reads their weights ahead, in that order and no further than a budget of bytes; where the model takes another way, what
+is ahead is dropped. Nothing is ahead between two forwards, when weights may be changed, so results do not depend on
+it.
 """
 
 import contextlib
@@ -49,18 +50,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
-    """Return how many bytes may be read ahead; 0 for none, None for the size of the largest module.
+    """Return how many bytes may be read ahead: 0 for none, None for the size of the largest module.
 
-    Args:
-        prefetch: True or False, a number of bytes, text such as ``"2GiB"``; None: what ``ACCELERATE_OFFLOAD_PREFETCH`` says
-            in the same words, else True.
-
-    Raises:
-        ValueError: It is none of these.
-
-    Example:
-        >>> prefetch_budget("1MiB"), prefetch_budget(False)
-        (1048576, 0)
+    `prefetch` is a bool, a number of bytes or text such as ``"2GiB"``; None: what ``ACCELERATE_OFFLOAD_PREFETCH``
+    says, else True.
     """
     source = "prefetch"
     if prefetch is None:
@@ -109,15 +102,9 @@ class HostTransfer:
 
 
 class StreamTransfer:
-    """For weights that compute on an accelerator: cast into pinned buffers, and sent on a stream of their own.
+    """For weights that compute on an accelerator: cast into two pinned buffers, and sent on a stream of their own.
 
-    Args:
-        device: The accelerator, with its index.
-        namespace: Its torch module, such as ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-        staging_bytes: Size of each of the two pinned buffers.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers
     """
 
     def __init__(self, device: torch.device, namespace: ModuleType, staging_bytes: int = STAGING_BYTES) -> None:
@@ -168,14 +155,7 @@ class StreamTransfer:
 
 @dataclass(frozen=True)
 class Unit:
-    """The offloaded weights that one hook brings in at once.
-
-    Attributes:
-        hook: The hook.
-        transfer: How the weights are brought in.
-        dtypes: The dtype that each has to have, by name.
-        nbytes: What they take where they are needed.
-    """
+    """The offloaded weights that one hook brings in at once, with the dtypes that they must have by name."""
 
     hook: Any
     transfer: HostTransfer | StreamTransfer
@@ -189,12 +169,7 @@ class Unit:
 
 
 class Prefetcher:
-    """Learns in which order hooks bring in weights, and reads ahead.
-
-    Args:
-        units: What each hook brings in.
-        budget: Bytes that may be ahead of the module that computes.
-    """
+    """Learns in which order hooks bring in weights, and reads up to `budget` bytes ahead of what computes."""
 
     def __init__(self, units: list[Unit], budget: int) -> None:
         self.budget = budget
@@ -229,14 +204,7 @@ class Prefetcher:
                 self._order, self._now = self._now, None
 
     def enter(self, hook: Any) -> Tensors:
-        """Note that a hook's module runs now, have the next ones read, and return what was read for this one.
-
-        Args:
-            hook: The hook.
-
-        Returns:
-            Its weights on the execution device by name; nothing where the hook has to bring them itself.
-        """
+        """Note that a hook's module runs; return its weights there, or nothing if the hook brings them itself."""
         unit = self._units.get(id(hook))
         if unit is None or self._now is None:
             return {}
@@ -330,20 +298,11 @@ def _work(jobs: "queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None]") ->
 
 
 def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Prefetcher | None:
-    """Have a dispatched model's hooks read weights ahead; without anything to gain nothing happens.
-
-    Args:
-        model: A model whose offloading hooks are attached; the hook of the model itself says where a forward begins and ends.
-        prefetch: As for `prefetch_budget`.
-
-    Returns:
-        The prefetcher that the hooks share, or None.
-    """
+    """Have a dispatched model's hooks read weights ahead and return their prefetcher; None where nothing is gained."""
     budget, leading = prefetch_budget(prefetch), aligning_hook(model)
     transfers: dict[torch.device, Any] = {}
-    units = (
-        [] if budget == 0 else [unit for module in model.modules() if (unit := _unit(module, transfers)) is not None]
-    )
+    found = (_unit(module, transfers) for module in model.modules() if budget != 0)
+    units = [unit for unit in found if unit is not None]
     if not units or leading is None:
         return None
     if budget is None:
@@ -357,11 +316,7 @@ def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Pr
 
 
 def aligning_hook(module: nn.Module) -> Any | None:
-    """Return the hook (or the one among several) of a module that aligns devices; None if it has none.
-
-    Args:
-        module: Any module.
-    """
+    """Return the module's hook, or the one among several, that aligns devices; None if it has none."""
     return next((hook for hook in hooks_of(module) if hasattr(hook, "io_same_device")), None)
 
 
@@ -396,5 +351,4 @@ def _transfer(device: torch.device) -> HostTransfer | StreamTransfer | None:
     if device.type == "cpu":
         return HostTransfer()
     namespace = probe.row(device.type).namespace()
-    has_streams = hasattr(namespace, "Stream") and hasattr(namespace, "Event")
-    return StreamTransfer(device, namespace) if has_streams else None
+    return StreamTransfer(device, namespace) if hasattr(namespace, "Stream") and hasattr(namespace, "Event") else None

@@ -1,5 +1,9 @@
-"""Offloaded weights by name, wherever they are kept: in memory, in a folder that has a file of raw bytes for each beside an
-``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
+"""Offloaded weights by name, wherever they are kept: in memory, in a folder that has a file of raw bytes for each
+beside an ``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
+
+A weight is a view of its file, and costs no memory of its own. The kernel reads a page when it is first used, keeps it
+while there is room, and drops it when there is none, because the file still has it. Nothing has to be copied to be
+offloaded.
 """
 
 import contextlib
@@ -14,34 +18,84 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from accelerate.offload.files import WeightFile
-from accelerate.offload.tensors import name_and_parents
+from accelerate.offload.placement import scales_name
+from accelerate.offload.tensors import entry_of, listed
 from accelerate.runtime.durable import STAGING_PREFIX
 
 INDEX_NAME = "index.json"
-Folder = str | os.PathLike
+Path_ = str | os.PathLike
+
+_FOREIGN_FORMATS = ("tf", "flax", "np", "mlx")
+
+
+class WeightFile:
+    """A file of weights, opened once: safetensors, or of `torch.save` with tensors in plain containers alone.
+
+    What is read stays valid while the file is replaced, but not when it is rewritten. ``in_place``: weights can be
+    read from it whenever they are needed. FileNotFoundError, OSError (unknown format) or ValueError (truncated, or not
+    what its name says).
+    """
+
+    def __init__(self, path: Path_) -> None:
+        self.path = os.path.abspath(path)  # wherever the process goes later
+        if not os.path.isfile(self.path):
+            raise FileNotFoundError(f"The file of weights {self.path} does not exist.")
+        self.in_place = self.path.endswith(".safetensors")
+        try:
+            content = safe_open(self.path, framework="pt") if self.in_place else _load_torch(self.path)
+        except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
+            kind = "safetensors file" if self.in_place else "state dict of torch.save"
+            raise ValueError(
+                f"{self.path} ({os.path.getsize(self.path):,} bytes) is truncated or no {kind}: "
+                f"{str(error).partition(chr(10))[0]}. Copy or download it again."
+            ) from error
+        if self.in_place:
+            check_format(self.path, content.metadata())
+        self._read = content.get_tensor if self.in_place else content.__getitem__
+        self.keys = dict.fromkeys(content.keys())  # in order, and looked up quickly
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return a tensor, a view of the file where that can be mapped, never writing to it; KeyError names it."""
+        if key not in self.keys:
+            raise KeyError(f"{self.path} has no tensor {key!r}; it has {listed(map(repr, self.keys), 5)}.")
+        return self._read(key)
+
+
+def check_format(path: str, metadata: Mapping[str, str] | None) -> None:
+    """Refuse a safetensors file by its metadata: ValueError for another framework's, OSError for an unknown format."""
+    written_for = (metadata or {}).get("format", "pt")
+    if written_for in _FOREIGN_FORMATS:
+        raise ValueError(f"{path} was written for {written_for!r}; a model of PyTorch needs a file of format 'pt'.")
+    if written_for != "pt":
+        raise OSError(
+            f"The metadata of {path} names the format {written_for!r}, which is unknown. Save it with "
+            "save_file(..., metadata={'format': 'pt'})."
+        )
+
+
+def _load_torch(path: str) -> dict[str, Any]:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        # Files of torch before 1.6 are no zip archives and cannot be mapped.
+        if "mmap can only be used" not in str(error):
+            raise
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"it holds a {type(loaded).__name__}")
+    return dict(loaded)
 
 
 def tensor_bytes(weight: torch.Tensor) -> memoryview:
-    """Return a tensor's elements as bytes, row-major, in the machine's byte order.
-
-    Args:
-        weight: A tensor of any dtype and device but meta.
-    """
+    """Return the elements of a tensor with data as bytes, row-major, in the machine's byte order."""
     # reshape before view: a scalar has no last dimension to reinterpret.
     return memoryview(weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
-    """Return the index of an offload folder; an empty one where there is none.
-
-    Args:
-        folder: The folder.
-
-    Raises:
-        ValueError: The file is there and is no index.
-    """
+def read_index(folder: Path_) -> dict[str, dict[str, Any]]:
+    """Return the index of an offload folder, empty where there is none; ValueError: the file is no index."""
     path = Path(folder) / INDEX_NAME
     if not path.is_file():
         return {}
@@ -56,16 +110,8 @@ def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
     return index
 
 
-def weight_path(folder: Folder, name: str) -> str:
-    """Return the file of a weight in an offload folder, which is never outside of it.
-
-    Args:
-        folder: The folder.
-        name: The weight's name.
-
-    Raises:
-        ValueError: The name cannot be that of a file.
-    """
+def weight_path(folder: Path_, name: str) -> str:
+    """Return a weight's file in an offload folder, never outside of it; ValueError: no file can have the name."""
     file = f"{name}.dat"
     if os.path.basename(file) != file or "\0" in file:
         raise ValueError(
@@ -82,31 +128,17 @@ class _Publications:
 
 
 class OffloadWriter:
-    """Writes weights aside in a folder; leaving the ``with`` block publishes them together with their index.
+    """Writes weights aside in a folder; leaving the ``with`` block publishes them, and with `indexed` their index.
 
-    If the block raises, or a disk is full, what was written is removed and the files that were there stay. A process that has mapped a
-    file that is replaced goes on reading the former one.
-
-    Args:
-        folder: The offload folder.
-        indexed: Whether the folder's index gets what is new.
-
-    Attributes:
-        index: Entries of what was added: ``{"dtype", "shape"}`` of files; the caller may add others, of weights that stay in files of
-            their own.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with OffloadWriter(folder) as writer:
-        ...         writer.add("weight", torch.ones(2))
-        ...     sorted(os.listdir(folder))
-        ['index.json', 'weight.dat']
+    If the block raises, or a disk is full, what was written is removed and the files that were there stay. A process
+    that has mapped a file that is replaced goes on reading the former one. Callers may add entries of weights in files
+    of their own to ``index``.
     """
 
-    def __init__(self, folder: Folder, indexed: bool = True) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path_ | None, indexed: bool = True) -> None:
+        self.folder = Path(folder or "")
         self.index: dict[str, dict[str, Any]] = {}
-        self._indexed = indexed
+        self._indexed = indexed and folder is not None
         self._aside: Path | None = None
 
     def __enter__(self) -> "OffloadWriter":
@@ -116,34 +148,22 @@ class OffloadWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self.index:
-                if self._indexed:
-                    entries = {**read_index(self.folder), **self.index}
-                    self._write(INDEX_NAME, json.dumps(entries, indent=2).encode("utf-8"))
+            if kind is None and self.index and self._indexed:
+                entries = {**read_index(self.folder), **self.index}
+                self._write(INDEX_NAME, json.dumps(entries, indent=2).encode("utf-8"))
+            if kind is None and self._aside is not None:
                 self._publish()
         finally:
             if self._aside is not None:
                 shutil.rmtree(self._aside, ignore_errors=True)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Write a weight aside.
-
-        Args:
-            name: Its name, which gives the file ``<name>.dat``.
-            weight: The tensor, of any dtype.
-
-        Raises:
-            OSError: The disk is full, or the folder cannot be written; the message names the folder and the bytes needed.
-            ValueError: The tensor is on the meta device, or its name cannot be that of a file.
-        """
+        """Write a weight aside for ``<name>.dat``; OSError: a full disk; ValueError: no data, or no file's name."""
         if weight.device.type == "meta":
             raise ValueError(f"The weight {name!r} is on the meta device and has no data to offload.")
         path = weight_path(self.folder, name)
         self._write(os.path.basename(path), tensor_bytes(weight))
-        self.index[name] = {
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "shape": list(weight.shape),
-        }
+        self.index[name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
     def _publish(self) -> None:
         """Give every file its name, the index last, so that it names nothing that is not there; if one fails, undo all."""
@@ -184,7 +204,7 @@ class OffloadWriter:
 
 
 def offload_weight(
-    weight: torch.Tensor, weight_name: str, offload_folder: Folder, index: dict[str, dict] | None = None
+    weight: torch.Tensor, weight_name: str, offload_folder: Path_, index: dict[str, dict] | None = None
 ) -> dict[str, dict] | None:
     """Write a tensor to ``<offload_folder>/<weight_name>.dat`` as raw bytes, row-major, in the machine's byte order.
 
@@ -208,7 +228,7 @@ def offload_weight(
     return index
 
 
-def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
+def load_offloaded_weight(weight_file: Path_, weight_info: Mapping[str, Any]) -> torch.Tensor:
     """Return a tensor that `offload_weight` wrote, mapped into memory: bytes are read when they are used.
 
     Args:
@@ -238,7 +258,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     return torch.from_file(path, shared=False, size=count, dtype=dtype).reshape(shape)
 
 
-def save_offload_index(index: Mapping[str, dict] | None, offload_folder: Folder) -> None:
+def save_offload_index(index: Mapping[str, dict] | None, offload_folder: Path_) -> None:
     """Merge entries into ``<offload_folder>/index.json``; new ones replace old ones of the same name.
 
     Args:
@@ -249,7 +269,7 @@ def save_offload_index(index: Mapping[str, dict] | None, offload_folder: Folder)
         writer.index.update(index or {})
 
 
-def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor]) -> None:
+def offload_state_dict(save_dir: Path_, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write every tensor of a state dict into a folder, for `OffloadedWeightsLoader`.
 
     Args:
@@ -304,7 +324,7 @@ class PrefixedDataset(Mapping):
 
 
 class OffloadedWeightsLoader(Mapping):
-    """Weights by name, from memory where they are there, else from offload or safetensors files, which are mapped in place.
+    """Weights by name, from memory where they are there, else mapped in place from offload or safetensors files.
 
     Args:
         state_dict: Weights in memory; they win over files.
@@ -323,7 +343,7 @@ class OffloadedWeightsLoader(Mapping):
     def __init__(
         self,
         state_dict: Mapping[str, torch.Tensor] | None = None,
-        save_folder: Folder | None = None,
+        save_folder: Path_ | None = None,
         index: Mapping[str, dict] | None = None,
         device: int | str | torch.device | None = None,
     ) -> None:
@@ -356,11 +376,7 @@ class OffloadedWeightsLoader(Mapping):
         return tensor if entry.get("dtype") is None else tensor.to(getattr(torch, entry["dtype"]))
 
     def stored(self, key: str) -> torch.Tensor:
-        """Return a weight as it is kept, the same tensor each time until this process writes files or the entry is replaced.
-
-        Args:
-            key: Its name.
-        """
+        """Return a weight as it is kept, the same tensor until this process writes files or the entry is replaced."""
         if key in self.state_dict:
             return self.state_dict[key]
         info, count = self.index[key], _Publications.count
@@ -373,19 +389,16 @@ class OffloadedWeightsLoader(Mapping):
 
     def _map(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
         path = info.get("safetensors_file")
-        if path is None:
-            return load_offloaded_weight(self._dat_file(key), info)
-        if path not in self._files:
-            self._files[path] = WeightFile(path)
-        return self._files[path].tensor(info.get("weight_name", key))
-
-    def _dat_file(self, key: str) -> str:
+        if path is not None:
+            if path not in self._files:
+                self._files[path] = WeightFile(path)
+            return self._files[path].tensor(info.get("weight_name", key))
         if self.save_folder is None:
             raise ValueError(
                 f"The index says that {key!r} is in a .dat file, but there is no `save_folder` to find it in."
             )
         # A tied weight has the file of the name that was written.
-        return weight_path(self.save_folder, self.index[key].get("dat_name", key))
+        return load_offloaded_weight(weight_path(self.save_folder, info.get("dat_name", key)), info)
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
@@ -397,25 +410,21 @@ class OffloadedWeightsLoader(Mapping):
         return len(self.all_keys)
 
 
-def resolved(weights: Mapping, name: str) -> tuple[Mapping, str]:
-    """Return the mapping that has a weight of a hook's ``weights_map``, below all its prefixes, and the weight's name there.
+def with_scales(weights: Mapping, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a weight, and the scales stored beside it if it is an 8-bit weight of bitsandbytes."""
+    value, scales = weights[name], scales_name(name)
+    return value, weights[scales] if value.dtype is torch.int8 and scales in weights else None
 
-    Args:
-        weights: A plain mapping, an `OffloadedWeightsLoader`, or a `PrefixedDataset` of either.
-        name: The weight's name in it.
-    """
+
+def resolved(weights: Mapping, name: str) -> tuple[Mapping, str]:
+    """Return the mapping below all prefixes that has a weight of a hook, and the weight's name there."""
     while isinstance(weights, PrefixedDataset):
         weights, name = weights.dataset, weights.full_name(name)
     return weights, name
 
 
 def as_stored(weights: Mapping, name: str) -> torch.Tensor:
-    """Return a weight of a hook's ``weights_map`` as it is kept, not cast to another dtype.
-
-    Args:
-        weights: As for `resolved`.
-        name: The weight's name in it.
-    """
+    """Return a weight of a hook's ``weights_map`` as it is kept, not cast to another dtype."""
     weights, name = resolved(weights, name)
     return weights.stored(name) if isinstance(weights, OffloadedWeightsLoader) else weights[name]
 
@@ -432,4 +441,4 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
         {'a.w': 1}
     """
     wanted = set(submodule_names)
-    return {k: state_dict[k] for k in state_dict if any(part in wanted for part in ("", *name_and_parents(k)))}
+    return {name: state_dict[name] for name in state_dict if entry_of(name, wanted) is not None}

@@ -4,13 +4,14 @@ import logging
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.config.enums import CustomDtype
+from accelerate.modules.repoint import ties
 from accelerate.modules.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger("accelerate.utils.modeling")
@@ -83,15 +84,7 @@ def _direct(table: dict[str, torch.Tensor | None]) -> list[tuple[str, torch.Tens
 
 
 def tensor_at(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that directly owns a tensor and the tensor's name in it.
-
-    Args:
-        module: The module that the name starts from.
-        name: Dotted name of a parameter or buffer.
-
-    Raises:
-        AttributeError: A module on the way does not exist.
-    """
+    """Return the module that owns a tensor and the tensor's name in it; AttributeError: no such module."""
     path, _, last = name.rpartition(".")
     return (module.get_submodule(path) if path else module), last
 
@@ -125,10 +118,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['a.weight', 'b.weight']]
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return [sorted(names) for _, names in ties(model)]
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
@@ -172,24 +162,21 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     return any(hasattr(module, "_tie_weights") for module in model.modules())
 
 
+def entry_of(name: str, entries: Container[str]) -> str | None:
+    """Return the longest entry of a device map that a tensor or module lies under; ``""`` is everything; None if none."""
+    while name not in entries:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device that a device map gives to a parameter: that of the longest entry it lies under.
-
-    Args:
-        name: Dotted name of a parameter, buffer or module.
-        device_map: Module or tensor names to devices; ``""`` stands for everything.
-
-    Raises:
-        ValueError: No entry covers the name.
-    """
-    part = name
-    while part not in device_map:
-        if not part:
-            raise ValueError(
-                f"The `device_map` gives no device for {name!r}. Add it, a parent module, or '' (the rest)."
-            )
-        part = part.rpartition(".")[0]
-    return device_map[part]
+    """Return the device that the longest entry a tensor or module lies under gives to it; ValueError if none."""
+    entry = entry_of(name, device_map)
+    if entry is None:
+        raise ValueError(f"The `device_map` gives no device for {name!r}. Add it, a parent module, or '' (the rest).")
+    return device_map[entry]
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
@@ -245,11 +232,7 @@ def get_module_size_with_ties(
 
 
 def name_and_parents(name: str) -> Iterator[str]:
-    """Yield a dotted name, and then those of the modules that it lies in, innermost first.
-
-    Args:
-        name: Name of a module or tensor; an empty one yields nothing.
-    """
+    """Yield a dotted name, then those of the modules that it lies in, innermost first; nothing for an empty one."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -375,7 +358,8 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names that no other name in the mapping lies right below; the whole model, ``""``, is never one of them.
+    """Return the names that no other name in the mapping lies right below; the whole model, ``""``, is never one of
+    them.
 
     Args:
         module_sizes: As `compute_module_sizes` returns it, or a part of it.
@@ -417,19 +401,7 @@ def get_max_layer_size(
 
 
 def class_names(classes: Iterable[str | type] | str | None, argument: str = "no_split_module_classes") -> set[str]:
-    """Return names of classes as a set.
-
-    Args:
-        classes: Names, or classes themselves, or one name.
-        argument: What error messages call it.
-
-    Raises:
-        ValueError: Something else was given.
-
-    Example:
-        >>> class_names("Block")
-        {'Block'}
-    """
+    """Return classes, their names, or one of either as a set of names; a ValueError names the argument."""
     given = [classes] if isinstance(classes, str | type) or not isinstance(classes, Iterable) else list(classes)
     found = [] if classes is None else given
     wrong = [entry for entry in found if not isinstance(entry, str | type)]
@@ -439,43 +411,21 @@ def class_names(classes: Iterable[str | type] | str | None, argument: str = "no_
 
 
 def is_whole(item: nn.Module | torch.Tensor, no_split: Collection[str]) -> bool:
-    """Say whether an item goes to one device as it is: a tensor, a module without submodules, or one of some classes.
-
-    Args:
-        item: A module or tensor.
-        no_split: Names of classes that must not be split.
-    """
+    """Say whether an item is never split: a tensor, a module without submodules, or one of some classes."""
     if not isinstance(item, nn.Module) or type(item).__name__ in no_split:
         return True
     return next(item.children(), None) is None
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Return names for a message: the first few, and how many more there are.
-
-    Args:
-        names: The names.
-        most: How many are shown.
-
-    Example:
-        >>> listed(["a", "b", "c"], 2)
-        'a, b and 1 more'
-    """
+    """Return names for a message: the first few, and how many more there are ("a, b and 1 more")."""
     found = list(names)
     shown = ", ".join(found[:most])
     return f"{shown} and {len(found) - most} more" if len(found) > most else shown
 
 
 def format_bytes(size: int | float) -> str:
-    """Return a size for people, with binary units.
-
-    Args:
-        size: A number of bytes.
-
-    Example:
-        >>> format_bytes(3 * 2**29)
-        '1.50 GiB'
-    """
+    """Return a number of bytes for people, such as ``"1.50 GiB"``."""
     for unit in ("GiB", "MiB", "KiB"):
         if abs(size) >= _UNITS[unit.upper()]:
             return f"{size / _UNITS[unit.upper()]:.2f} {unit}"

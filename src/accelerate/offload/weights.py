@@ -13,24 +13,20 @@ from accelerate.diagnostics.table import table
 from accelerate.offload.placement import FOUR_BIT, Device, as_device, hooks_of, offloading_hook
 from accelerate.offload.store import (
     INDEX_NAME,
-    Folder,
     OffloadedWeightsLoader,
     OffloadWriter,
+    Path_,
     extract_submodules_state_dict,
     read_index,
     resolved,
 )
-from accelerate.offload.tensors import device_of, format_bytes, listed, name_and_parents, named_module_tensors
+from accelerate.offload.tensors import device_of, entry_of, format_bytes, listed, named_module_tensors
 
 logger = logging.getLogger("accelerate.big_modeling")
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer of a model by every name it has.
-
-    Args:
-        model: The model.
-    """
+    """Return every parameter and buffer of a model by every name it has."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -38,11 +34,7 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a model without the extra state that modules keep in other forms, which stays with them.
-
-    Args:
-        model: The model.
-    """
+    """Return a model's state dict without the extra state that modules keep in other forms, which stays with them."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
@@ -51,28 +43,15 @@ def gather_weights(
     on_cpu: Sequence[str],
     on_disk: Sequence[str],
     state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: Folder | None,
+    offload_dir: Path_ | None,
     offload_index: Mapping[str, dict] | None,
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
-    """Return where hooks read offloaded weights from; what goes to disk and is not there yet is written.
+    """Return where hooks read offloaded weights from, or None; what goes to disk and has no index is written.
 
-    Args:
-        model: The model; its tensors stay as they are.
-        on_cpu: Modules whose weights wait in host memory.
-        on_disk: Modules whose weights wait on disk.
-        state_dict: The weights of ``on_cpu``. None: the model's.
-        offload_dir: Folder for ``on_disk``.
-        offload_index: Where weights on disk are; then nothing is written.
-        offload_buffers: Whether buffers are offloaded too.
-
-    Returns:
-        The weights; None if nothing is offloaded.
-
-    Raises:
-        FileNotFoundError: The index names a file that is not there.
-        OSError: The disk is full; then nothing is left behind.
-        ValueError: There is no place for weights on disk, or what is there does not fit the model.
+    `state_dict` has the weights of `on_cpu` (None: the model's). FileNotFoundError: the index names a file that is not
+    there. OSError: the disk is full; nothing is left behind. ValueError: no place on disk, or what is there does not
+    fit the model.
     """
     if state_dict is None and on_cpu:
         state_dict = extract_submodules_state_dict(state_tensors(model), on_cpu)
@@ -94,22 +73,11 @@ def gather_weights(
 
 
 def write_missing(
-    model: nn.Module, modules: Sequence[str], offload_buffers: bool, folder: Folder
+    model: nn.Module, modules: Sequence[str], offload_buffers: bool, folder: Path_
 ) -> dict[str, dict[str, Any]]:
-    """Write the weights that a folder's index does not have yet, and return the index of all of them.
+    """Write what a folder's index lacks of some modules, and return the whole index; what differs is warned about.
 
-    What the folder has is used as it is. If it differs from the model's weights, a warning says so.
-
-    Args:
-        model: The model; tensors on the meta device are left out.
-        modules: Names of the modules whose weights are needed.
-        offload_buffers: Whether buffers are needed too.
-        folder: The offload folder.
-
-    Raises:
-        FileNotFoundError: The index names a file that is not there.
-        OSError: The disk is full; then nothing is left behind.
-        ValueError: The folder's index is damaged, or what it has does not fit.
+    Tensors on the meta device are left out. Errors are those of `check_stored`, `read_index` and `OffloadWriter`.
     """
     buffers = set() if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
     wanted = extract_submodules_state_dict(state_tensors(model), modules)
@@ -136,16 +104,7 @@ def write_missing(
 
 
 def check_stored(weights: OffloadedWeightsLoader, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that what an index says of a model's tensors is there and has their shapes. No weight is read.
-
-    Args:
-        weights: The weights.
-        tensors: The tensors that are on disk by name.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: A file is truncated, or a shape differs.
-    """
+    """Raise a ValueError where stored weights differ in shape, FileNotFoundError without file; none is read."""
     problems = []
     for name, tensor in tensors.items():
         if name not in weights.index or name in weights.state_dict:
@@ -164,12 +123,7 @@ def check_stored(weights: OffloadedWeightsLoader, tensors: Mapping[str, torch.Te
 
 
 def name_tied_weights(weights: OffloadedWeightsLoader | None, tied: Sequence[Sequence[str]]) -> None:
-    """Make a tied weight, which checkpoints hold under one name only, known under its other names.
-
-    Args:
-        weights: The offloaded weights.
-        tied: Groups of names, as `find_tied_parameters` returned them.
-    """
+    """Make a tied weight, which checkpoints hold under one name only, known under its other names."""
     for group in tied if weights is not None else ():
         known = next((name for name in group if name in weights), None)
         for name in group if known is not None else ():
@@ -189,18 +143,10 @@ def promised_weights(
     model: nn.Module,
     tied: Sequence[Sequence[str]],
     state_dict: Mapping[str, torch.Tensor] | None = None,
-    offload_dir: Folder | None = None,
+    offload_dir: Path_ | None = None,
     offload_index: Mapping[str, dict] | None = None,
 ) -> set[str]:
-    """Return the names of the weights that will be found once those in memory are offloaded. Nothing is written.
-
-    Args:
-        model: The model.
-        tied: Groups of names that share one parameter.
-        state_dict: Weights in memory beside the model's.
-        offload_dir: An offload folder, whose index is read unless ``offload_index`` is given.
-        offload_index: Where weights on disk are.
-    """
+    """Return the names of the weights that will be found once those in memory are offloaded. Nothing is written."""
     if offload_index is None:
         offload_index = {} if offload_dir is None else read_index(offload_dir)
     in_memory = [*state_tensors(model).items(), *(state_dict or {}).items()]
@@ -219,18 +165,10 @@ def check_data(
     tied: Sequence[Sequence[str]],
     offload_buffers: bool,
 ) -> None:
-    """Check before a model is dispatched that each of its tensors has data somewhere.
+    """Raise a ValueError that names the tensors that would have no data once a model is dispatched.
 
-    Args:
-        model: The model.
-        device_map: Module names to devices; what it puts on ``"meta"`` is meant to have none.
-        offloaded_to: The devices in it that mean offloading.
-        weights: The names of the offloaded weights, as `promised_weights` returns them.
-        tied: Groups of names that share one parameter.
-        offload_buffers: Whether buffers of offloaded modules are offloaded.
-
-    Raises:
-        ValueError: Tensors have no data; the message names them.
+    `weights` has the names that `promised_weights` returns, `offloaded_to` the devices that mean offloading; what the
+    map puts on ``"meta"`` is meant to have none.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = all_tensors(model)
@@ -257,12 +195,7 @@ def check_data(
 
 
 def shared_pointers(model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[int, dict[Any, torch.Tensor]]:
-    """Return the addresses of tied weights that hold data, to each of which hooks note its copies per device.
-
-    Args:
-        model: The model.
-        tied: Groups of names that share one parameter.
-    """
+    """Return the addresses of tied weights that hold data, to each of which hooks note its copies per device."""
     parameters = dict(model.named_parameters(remove_duplicate=False)) if tied else {}
     named = (parameters[name] for group in tied for name in group)
     return {parameter.data_ptr(): {} for parameter in named if parameter.device.type != "meta"}
@@ -280,11 +213,7 @@ def _offloaded(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 def tensors_without_data(model: nn.Module) -> list[str]:
-    """Return the names of tensors that are on the meta device although no hook keeps their data.
-
-    Args:
-        model: The model, dispatched or not.
-    """
+    """Return the names of tensors that are on the meta device although no hook keeps their data."""
     empty = {name for name, tensor in all_tensors(model).items() if tensor.device.type == "meta"}
     return sorted(empty - {name for name, _, _ in _offloaded(model)} if empty else empty)
 
@@ -306,8 +235,7 @@ def get_state_dict_from_offload(
     Returns:
         The same dict.
     """
-    prefix = module_name.rpartition(".")[0]
-    prefix = f"{prefix}." if prefix else ""
+    prefix = module_name[: module_name.rfind(".") + 1]
     own = {name: tensor for name, tensor in module.state_dict().items() if prefix + name in state_dict}
     for name, hook, key in _offloaded(module):
         if name in own:
@@ -414,7 +342,7 @@ def device_map_report(model: nn.Module) -> DeviceMapReport:
             runs_on = str(as_device(hook.execution_device))
         else:
             device, kept, identity = str(tensor.device), "there", id(tensor)
-            runs_on = str(next((movers[part] for part in (*name_and_parents(name), "") if part in movers), device))
+            runs_on = str(movers.get(entry_of(name, movers), device))
         if identity in counted or device == "meta":
             continue
         counted.add(identity)

@@ -18,33 +18,12 @@ from accelerate.utils.operations import convert_to_fp32
 def autocast_context(
     device_type: str, row: Precision, handler: AutocastKwargs | None = None
 ) -> contextlib.AbstractContextManager:
-    """Return the autocast context of a precision, or a null context when nothing is cast.
-
-    Args:
-        device_type: torch device type that computes, such as ``"cuda"`` or ``"cpu"``.
-        row: The precision in force.
-        handler: The user's autocast settings; ``enabled=False`` switches autocast off inside the context.
-
-    Example:
-        >>> from accelerate.precision.base import precision
-        >>> with autocast_context("cpu", precision("bf16")):
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.bfloat16
-
-    Source:
-        https://docs.pytorch.org/docs/stable/amp.html
-    """
+    """Return the autocast context of a precision, or a null context when nothing is cast."""
     return Autocast(device_type, row, handler).context()
 
 
 class Autocast:
-    """The context that a model's forward runs in.
-
-    Args:
-        device_type: torch device type that computes.
-        row: The precision in force.
-        handler: The user's autocast settings.
-    """
+    """The context that a model's forward runs in."""
 
     def __init__(self, device_type: str, row: Precision, handler: AutocastKwargs | None = None) -> None:
         self.device_type = device_type
@@ -67,12 +46,7 @@ class Autocast:
 
 
 class AutocastForward:
-    """A forward under autocast that is no method of its module; a class, so that it pickles where the forward does.
-
-    Args:
-        forward: The forward to call.
-        autocast: Its context.
-    """
+    """A forward under autocast that is no method of its module; a class, so that it pickles where the forward does."""
 
     def __init__(self, forward: Callable, autocast: Autocast) -> None:
         # Signature probes (inspect.signature follows __wrapped__) see the model's own parameters.
@@ -100,11 +74,7 @@ _CODE = _function(nn.Module.forward, Autocast("cpu", precision("no"))).__code__
 
 
 def autocast_of(forward: Any) -> Autocast | None:
-    """Return what a forward runs in, if ``wrap_forward`` made it; else None.
-
-    Args:
-        forward: A model's ``forward``, or None.
-    """
+    """Return what a forward runs in, if ``wrap_forward`` made it; else None."""
     ours = isinstance(forward, AutocastForward) or getattr(forward, "__code__", None) is _CODE
     return forward.autocast if ours else None
 
@@ -131,14 +101,9 @@ def _wrapped_again(model: nn.Module, autocast: Autocast) -> _Again:
 def wrap_forward(model: nn.Module, device_type: str, row: Precision, handler: AutocastKwargs | None = None) -> None:
     """Make a model's forward run under autocast and return float32, in place and at most once.
 
-    The new forward is a method of the model, if the original is. That one is kept as ``model._original_forward``, where
-    ``unwrap_model(keep_fp32_wrapper=False)`` finds it.
-
-    Args:
-        model: The module whose ``forward`` is replaced on the instance.
-        device_type: torch device type that computes.
-        row: The precision in force; one that casts nothing takes off an earlier wrapper.
-        handler: The user's autocast settings.
+    The new forward is a method of the model, if the original is. That one is kept as ``model._original_forward``,
+    where ``unwrap_model(keep_fp32_wrapper=False)`` finds it. A precision that casts nothing takes off an earlier
+    wrapper.
     """
     unwrap_forward(model)  # a deep copy, or a run in another precision, brings the earlier wrapper along
     if row.autocast_dtype is None:
@@ -163,32 +128,14 @@ def unwrap_forward(model: nn.Module) -> None:
 def make_scaler(
     device_type: str, row: Precision, handler: GradScalerKwargs | None = None, kind: type = torch.amp.GradScaler
 ) -> Any | None:
-    """Return the gradient scaler of a precision, or None when the loss is not scaled.
-
-    Args:
-        device_type: torch device type that computes.
-        row: The precision in force.
-        handler: The user's scaler settings.
-        kind: The scaler's class.
-
-    Source:
-        https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
-    """
+    """Return the gradient scaler of a precision, of the class `kind`, or None when the loss is not scaled."""
     if not row.scales_loss:
         return None
     return kind(device_type, **(handler.to_kwargs() if handler is not None else {}))
 
 
 def check_weights(model: nn.Module, scaler: Any | None) -> None:
-    """Refuse a model that a gradient scaler cannot train, before the first step rather than in it.
-
-    Args:
-        model: The model to train.
-        scaler: The gradient scaler in force, or None.
-
-    Raises:
-        ValueError: A trainable parameter is float16 while gradients are scaled; the message names it.
-    """
+    """Raise a ValueError for a trainable float16 parameter while gradients are scaled, before the first step."""
     if scaler is None or not scaler.is_enabled():
         return
     for name, parameter in model.named_parameters():

@@ -16,7 +16,6 @@ class Precision:
     """What one ``mixed_precision`` value asks for.
 
     Attributes:
-        name: The value as the user writes it.
         autocast_dtype: The dtype that forward passes are autocast to; None when they are not.
         scales_loss: Whether gradients can underflow, so that the loss is scaled.
         needs_engine: Whether an fp8 library has to convert the model.
@@ -38,14 +37,7 @@ _TABLE = {
 
 
 def precision(name: str | PrecisionType) -> Precision:
-    """Return the table row of a ``mixed_precision`` value.
-
-    Args:
-        name: One of ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``.
-
-    Raises:
-        ValueError: The value is none of them.
-    """
+    """Return the table row of a ``mixed_precision`` value; ValueError: there is none."""
     key = getattr(name, "value", name)
     if key not in _TABLE:
         raise ValueError(f"mixed_precision={name!r} is unknown. Choose one of {list(_TABLE)}.")
@@ -53,11 +45,7 @@ def precision(name: str | PrecisionType) -> Precision:
 
 
 def warn_user(message: str) -> None:
-    """Issue a UserWarning that points at the first line outside this package.
-
-    Args:
-        message: What happened, what it means, and what to do.
-    """
+    """Issue a UserWarning that points at the first line outside this package."""
     depth, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
         depth, frame = depth + 1, frame.f_back
@@ -70,14 +58,10 @@ FLAG = "ACCELERATE_DOWNCAST_BF16"
 
 
 def apply_downcast(device_type: str, mixed_precision: str) -> None:
-    """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or say that it has no effect. All ranks.
+    """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or warn that it has no effect. All ranks.
 
-    ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker starts; this is for a worker that
-    is started by hand.
-
-    Args:
-        device_type: What this rank computes on.
-        mixed_precision: The precision in force.
+    For a worker started by hand: ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker
+    starts.
     """
     if not parse_flag_from_env(FLAG):
         return

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ class Piece:
     """One parameter as a strategy keeps it.
 
     Attributes:
-        name: Its name in the user's model.
         dtype: Of the copy at rest, which optimizers update.
-        trainable: Whether it gets gradients.
         numel: Elements of the whole tensor.
         here: Elements that this rank keeps.
-        whole: Elements that this rank has while the strategy has gathered the tensor (a slice of it under tensor parallelism).
+        whole: Elements here while the strategy has gathered the tensor (a slice of it under tensor parallelism).
         compute: Dtype in which the strategy hands it to forward.
         reduce: Dtype in which its gradient is exchanged, before a communication hook.
         unreduced: Dtype of the gradient that this rank keeps while nothing is exchanged.
@@ -45,11 +43,7 @@ class Piece:
 
 
 def pieces(model: nn.Module) -> list[Piece]:
-    """Return a model's parameters, tied ones once. Any rank, alone.
-
-    Args:
-        model: Prepared or not.
-    """
+    """Return the parameters of a model, prepared or not, tied ones once. Any rank, alone."""
     flat = list(_flat_pieces(model))
     members = {identity for _, identities in flat for identity in identities}
     sharded = dict(_sharded(model))
@@ -61,39 +55,23 @@ def pieces(model: nn.Module) -> list[Piece]:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return the name that a tensor has in the user's model.
-
-    Args:
-        model: The prepared model.
-        name: The tensor's name in it.
-    """
+    """Return the name that a tensor of a prepared model has in the user's model."""
     name = canonical_name(name)
     inner = getattr(model, "_orig_mod", model)
     return name.removeprefix("module.") if isinstance(inner, nn.parallel.DistributedDataParallel) else name
 
 
 def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
-    here = local_part(parameter).numel()
-    dtype = parameter.dtype
-    compute = reduce = unreduced = dtype
-    if owner is not None:
-        _, policy = owner
-        compute = policy.param_dtype or dtype
-        # While nothing is exchanged fully_shard adds gradients up in the dtype of the exchange.
-        reduce = unreduced = policy.reduce_dtype or compute
-    return Piece(
-        name=name,
-        dtype=dtype,
-        trainable=parameter.requires_grad,
-        numel=parameter.numel(),
-        here=here,
-        whole=math.prod(owner[0]._orig_size) if owner is not None else here,
-        compute=compute,
-        reduce=reduce,
-        unreduced=unreduced,
-        gradient=dtype,
-        strategy="fsdp2" if owner is not None else "",
-    )
+    here, dtype = local_part(parameter).numel(), parameter.dtype
+    piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), here, here, dtype, dtype, dtype, dtype)
+    if owner is None:
+        return piece
+    item, policy = owner
+    compute = policy.param_dtype or dtype
+    # While nothing is exchanged fully_shard adds gradients up in the dtype of the exchange.
+    reduce = policy.reduce_dtype or compute
+    whole = math.prod(item._orig_size)
+    return replace(piece, whole=whole, compute=compute, reduce=reduce, unreduced=reduce, strategy="fsdp2")
 
 
 def _sharded(model: nn.Module) -> Iterator[tuple[int, tuple[Any, Any]]]:
@@ -142,17 +120,7 @@ def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
 
 
 def no_sync_memory_note(model: nn.Module) -> str:
-    """Return what accumulating gradients without exchanging them costs a sharded model, for reading. Any rank, alone.
-
-    Each rank keeps the gradient of whole parameters meanwhile instead of its shard's.
-
-    Args:
-        model: A model that FSDP shards.
-
-    Example:
-        >>> no_sync_memory_note(nn.Linear(4, 4))
-        ''
-    """
+    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading. Any rank, alone."""
     trained = [piece for piece in pieces(model) if piece.trainable and piece.strategy]
     if not trained:
         return ""

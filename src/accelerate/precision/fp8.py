@@ -31,12 +31,8 @@ _EMULATED = (
 class Engine:
     """A library that computes in 8 bits. Stateless: recipes live on the Accelerator, marks on the models.
 
-    Attributes:
-        kind: Its name in settings.
-        title: Its name in messages.
-        package: What to install.
-        attribute: The attribute of the Accelerator with its recipe.
-        recipe: The class of the recipe; without arguments it asks the environment.
+    `attribute` is the Accelerator's with its `recipe`, a class that asks the environment without arguments; `title`
+    stands in messages.
     """
 
     kind: ClassVar[FP8BackendType]
@@ -44,18 +40,10 @@ class Engine:
     package: ClassVar[str]
     attribute: ClassVar[str]
     recipe: ClassVar[type]
-
-    def available(self) -> bool:
-        """Whether the library is installed."""
-        raise NotImplementedError
+    available: ClassVar[Callable[[], bool]]
 
     def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
-        """Return why the library cannot compute in 8 bits on a device, or None when it can.
-
-        Args:
-            device: Where this rank computes.
-            recipe: The recipe in force; None asks about the usual one.
-        """
+        """Return why the library cannot compute in 8 bits on a device, or None; without recipe, the usual one."""
         if device.type == "cuda" and torch.version.hip is None:
             seen = torch.cuda.get_device_capability(device)
             if seen >= CAPABILITY:
@@ -83,10 +71,7 @@ class TransformerEngine(Engine):
     package = "transformer_engine"
     attribute = "te_recipe_handler"
     recipe = TERecipeKwargs
-
-    def available(self) -> bool:
-        """Whether Transformer Engine is installed."""
-        return is_transformer_engine_available()
+    available = staticmethod(is_transformer_engine_available)
 
     def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
         """Return why Transformer Engine cannot run on a device; Intel's serves its Gaudi."""
@@ -105,10 +90,7 @@ class TorchAO(Engine):
     package = "torchao"
     attribute = "ao_recipe_handler"
     recipe = AORecipeKwargs
-
-    def available(self) -> bool:
-        """Whether torchao is installed."""
-        return is_torchao_available()
+    available = staticmethod(is_torchao_available)
 
     def refusal(self, device: torch.device, recipe: AORecipeKwargs | None) -> str | None:
         """Return why float8 cannot run on a device; emulation runs on each, and on a CPU it is what runs."""
@@ -132,10 +114,7 @@ class MSAMP(Engine):
     package = "msamp"
     attribute = "msamp_recipe_handler"
     recipe = MSAMPRecipeKwargs
-
-    def available(self) -> bool:
-        """Whether MS-AMP is installed."""
-        return is_msamp_available()
+    available = staticmethod(is_msamp_available)
 
     def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
         """Return why MS-AMP cannot run on a device: it wants CUDA, and stores in 8 bits on older GPUs as well."""
@@ -151,22 +130,11 @@ ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (Tran
 
 
 def setup(accelerator: Run, handlers: Mapping[str, Any]) -> FP8BackendType:
-    """Choose which library computes in fp8, and give the Accelerator the recipe of the environment where none was passed.
+    """Choose which library computes in fp8, and give the Accelerator the environment's recipe where none was passed.
 
-    All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known.
-
-    Args:
-        accelerator: The Accelerator under construction.
-        handlers: What was passed as ``kwargs_handlers``, each under the attribute it becomes; None where there is none.
-
-    Returns:
-        The library. Without fp8 it is the one that ACCELERATE_FP8_BACKEND names, which computes nothing then, else
-        ``FP8BackendType.NO``.
-
-    Raises:
-        ImportError: No library is installed, or not the one that was asked for.
-        ValueError: A recipe was passed without fp8, or two were; the device cannot compute in 8 bits; or the variable names no
-            library.
+    All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known. `handlers` are those passed, each
+    under the attribute it becomes. Without fp8 the library that ACCELERATE_FP8_BACKEND names computes nothing. Raises as
+    `choose_engine`, or a ValueError for a recipe without fp8, or two.
     """
     given = _recipes(handlers)
     if not accelerator.fp8_enabled:
@@ -197,18 +165,10 @@ def _recipes(handlers: Mapping[str, Any]) -> dict[FP8BackendType, Any]:
 
 
 def choose_engine(recipes: Mapping[FP8BackendType, Any], device: torch.device | None = None) -> FP8BackendType:
-    """Return the fp8 library to use.
+    """Return the fp8 library: that of a recipe, else of ACCELERATE_FP8_BACKEND, else the first to serve the device.
 
-    That is the one whose recipe was passed; else the one that ACCELERATE_FP8_BACKEND names; else the first of Transformer
-    Engine, torchao and MS-AMP that is installed and can serve the device.
-
-    Args:
-        recipes: The recipe passed for each library; None counts as none.
-        device: Where this rank computes; None leaves hardware out of it.
-
-    Raises:
-        ImportError: No library is installed, or not the one that was asked for.
-        ValueError: The variable names none of them, or the device cannot compute in 8 bits.
+    ImportError: not installed. ValueError: an unknown name, or a device that cannot compute in 8 bits; None leaves
+    hardware out.
     """
     asked = [kind for kind, recipe in recipes.items() if recipe is not None]
     source = f"kwargs_handlers has {type(recipes[asked[0]]).__name__}" if asked else "ACCELERATE_FP8_BACKEND is set"
@@ -278,16 +238,7 @@ def _convert(
 
 
 def prepare_ao(accelerator: Run, objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
-    """Convert the models among some objects to float8, and let their optimizers follow. All ranks.
-
-    Args:
-        accelerator: Its ``ao_recipe_handler`` says how.
-        objects: What the user gave to ``prepare``.
-        converter: ``convert_model_to_fp8_ao``, as the module of the Accelerator knows it at the call.
-
-    Returns:
-        The same objects, in their order.
-    """
+    """Convert models to float8 with `converter`, and let their optimizers follow. All ranks."""
     engine, recipe = ENGINES[FP8BackendType.AO], accelerator.ao_recipe_handler
     config = ao_config(recipe.config, accelerator.device, accelerator.is_fsdp2)
     rule = "module_filter_func took none of them" if recipe.module_filter_func else "the first and the last stay"
@@ -314,15 +265,7 @@ def ao_config(config: Any, device: torch.device, sharded: bool) -> Any:
 
 
 def prepare_te(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks.
-
-    Args:
-        accelerator: Its ``te_recipe_handler`` or ``fp8_recipe_handler`` says how.
-        objects: What the user gave to ``prepare``.
-
-    Returns:
-        The same objects, in their order.
-    """
+    """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks."""
     engine = ENGINES[FP8BackendType.TE]
     recipe = accelerator.te_recipe_handler or accelerator.fp8_recipe_handler
     rule = "no layer norm has weight and bias. Widen the layers"
@@ -335,17 +278,7 @@ def prepare_te(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
 def prepare_msamp(accelerator: Run, objects: Sequence[Any], device_placement: Any) -> tuple[Any, ...]:
     """Hand a model and its optimizer to MS-AMP, and return what it made of them in their places. All ranks.
 
-    Args:
-        accelerator: Its ``msamp_recipe_handler`` or ``fp8_recipe_handler`` says how far to go.
-        objects: What the user gave to ``prepare``.
-        device_placement: For each object whether it moves to the device, or None for all.
-
-    Returns:
-        The objects in their order, model and optimizer replaced.
-
-    Raises:
-        ValueError: There is a model to convert without exactly one optimizer, or several models; or a strategy shards the
-            model.
+    ValueError: several models to train, or one without exactly one optimizer; or a strategy shards the model.
     """
     objects = [_standing_for(item) for item in objects]
     places = {index for index, item in enumerate(objects) if isinstance(item, torch.optim.Optimizer)}

@@ -14,13 +14,7 @@ LOW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Upcast:
-    """What ``upcast`` did to a model, kept on it as ``_accelerate_upcast`` for the precision report.
-
-    Attributes:
-        before: The dtype that each changed parameter had, by its name in the model.
-        dtype: The dtype that they have now.
-        added: The memory that this costs on this rank, in bytes.
-    """
+    """What ``upcast`` did, as ``model._accelerate_upcast``: former dtypes by name, the dtype now, bytes added here."""
 
     before: dict[str, torch.dtype]
     dtype: torch.dtype
@@ -28,35 +22,12 @@ class Upcast:
 
 
 def upcast(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
-    """Turn the trainable 16-bit parameters of a model into a wider dtype, in place, so that an optimizer updates these.
+    """Turn a model's trainable 16-bit parameters into a wider dtype in place; return the bytes that this rank adds.
 
-    A step of an optimizer is often smaller than what bfloat16 resolves (one part in 256) and is then lost; a strategy
-    that computes in low precision casts for each forward, and keeps these as the master weights. The Parameter
-    objects stay, and with them ties, hooks and the optimizers that hold them. Frozen parameters and buffers keep
-    their dtype. Any rank, alone; the warning comes from the main process.
-
-    Args:
-        model: The model as the user gave it, before it is sharded. DTensors and meta tensors are taken too.
-        dtype: A floating dtype wider than 16 bits.
-
-    Returns:
-        How many bytes this rank's memory grew by; 0 when nothing was to change.
-
-    Raises:
-        ValueError: ``dtype`` is not a floating dtype of more than 16 bits.
-
-    Example:
-        >>> import warnings
-        >>> model = nn.Linear(4, 4).to(torch.bfloat16)
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore")
-        ...     upcast(model)
-        40
-        >>> model.weight.dtype
-        torch.float32
-
-    Source:
-        https://arxiv.org/abs/1710.03740
+    A step is often smaller than what bfloat16 resolves (one part in 256); a strategy that casts for each forward keeps
+    these as master weights (https://arxiv.org/abs/1710.03740). The Parameter objects stay, and with them ties, hooks
+    and optimizers. For a model before it is sharded; DTensors and meta tensors are taken too. Any rank, alone; the
+    main process warns.
     """
     if not dtype.is_floating_point or dtype.itemsize <= 2:
         raise ValueError(
@@ -86,11 +57,7 @@ def upcast(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
 
 
 def remember(model: nn.Module) -> None:
-    """Note in which dtypes a model came to ``prepare``, once, for the precision report. Any rank, alone.
-
-    Args:
-        model: The model as the user gave it; its ``_accelerate_loaded`` then has the dtype of each parameter and buffer.
-    """
+    """Note once, as ``model._accelerate_loaded``, which dtypes tensors came to ``prepare`` with. Any rank, alone."""
     if "_accelerate_loaded" not in model.__dict__:
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         model._accelerate_loaded = {name: tensor.dtype for name, tensor in tensors}  # type: ignore[assignment]
@@ -113,12 +80,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes for reading, in binary units.
-
-    Example:
-        >>> size(3 * 2**29)
-        '1.5 GiB'
-    """
+    """Return a number of bytes for reading, such as ``"1.5 GiB"``."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
@@ -128,10 +90,5 @@ def size(count: int) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name without its module.
-
-    Example:
-        >>> short(torch.bfloat16)
-        'bfloat16'
-    """
+    """Return a dtype's name without its module."""
     return str(dtype).removeprefix("torch.")

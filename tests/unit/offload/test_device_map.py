@@ -15,14 +15,7 @@ from accelerate.offload.device_map import (
     infer_auto_device_map,
 )
 from accelerate.offload.tensors import compute_module_sizes
-
-
-class _Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear1 = nn.Linear(3, 4)  # 64 bytes
-        self.norm = nn.BatchNorm1d(4)  # 72 bytes
-        self.linear2 = nn.Linear(4, 5)  # 100 bytes
+from offload_models import Net
 
 
 def _tied():
@@ -32,7 +25,7 @@ def _tied():
 
 
 def test_devices_fill_in_order_and_the_first_keeps_room_for_the_largest_layer():
-    model = _Net()
+    model = Net()
     found = infer_auto_device_map(model, {0: 236, "cpu": 1000})
     assert found == {"": 0} and isinstance(found, OrderedDict)
     assert infer_auto_device_map(model, {0: 200, "cpu": 1000}) == {"linear1": 0, "norm": "cpu", "linear2": "cpu"}
@@ -92,13 +85,13 @@ def test_buffers_that_stay_behind_are_warned_about():
 
 
 def test_verbose_prints_each_step(capsys):
-    infer_auto_device_map(_Net(), {0: 200, "cpu": 1000}, offload_buffers=True, verbose=True)
+    infer_auto_device_map(Net(), {0: 200, "cpu": 1000}, offload_buffers=True, verbose=True)
     printed = capsys.readouterr().out
     assert "Putting linear1" in printed and "Not enough space on 0" in printed
 
 
 def test_devices_that_hold_nothing_are_warned_about_once(caplog):
-    device_map = infer_auto_device_map(_Net(), {0: 10, 1: 5, 2: 0, "cpu": 1000}, offload_buffers=True)
+    device_map = infer_auto_device_map(Net(), {0: 10, 1: 5, 2: 0, "cpu": 1000}, offload_buffers=True)
     assert device_map == {"": "cpu"}
     (told,) = [record.getMessage() for record in caplog.records if "too little memory" in record.getMessage()]
     assert "0: 164 bytes required (64 for 'linear1', 100 kept free for the largest layer)" in told
@@ -115,7 +108,7 @@ def _explained(capsys, *args, **kwargs):
 
 
 def test_an_explanation_has_a_row_per_device(capsys):
-    table, refused = _explained(capsys, _Net(), {0: 200, 1: 72, "cpu": 4096})
+    table, refused = _explained(capsys, Net(), {0: 200, 1: 72, "cpu": 4096})
     assert table == {
         "device": ["budget", "kept free for the largest layer", "used", "free", "modules"],
         "0": ["200 bytes", "100 bytes", "64 bytes", "136 bytes", "1"],
@@ -157,7 +150,7 @@ def test_an_explanation_names_what_is_split_and_what_is_tied(capsys):
 def test_mistakes_are_named(wrong, told):
     for function in (infer_auto_device_map, get_balanced_memory):
         with pytest.raises(ValueError, match=told):
-            function(_Net(), **{"max_memory": {0: 1000, 1: 1000}, **wrong})
+            function(Net(), **{"max_memory": {0: 1000, 1: 1000}, **wrong})
     if "max_memory" in wrong:
         with pytest.raises(ValueError, match=told):
             get_max_memory(**wrong)
@@ -166,7 +159,7 @@ def test_mistakes_are_named(wrong, told):
 def test_what_matches_nothing_does_no_harm():
     budgets = {0: 236, "cpu": 1000}
     options = {"special_dtypes": {"stranger.*": "int8"}, "no_split_module_classes": ["Stranger", nn.BatchNorm1d]}
-    assert infer_auto_device_map(_Net(), budgets, **options) == {"": 0}
+    assert infer_auto_device_map(Net(), budgets, **options) == {"": 0}
     waiting = [("linear1", nn.Linear(3, 4))]
     assert (
         fallback_allocate(waiting, {"linear1": 64}, 64, tied_parameters=[["linear1.w.*", "x.*"], []])[0] == "linear1"
@@ -193,7 +186,7 @@ def test_clean_device_map_merges_by_name_not_by_text():
 
 
 def test_check_device_map_names_what_is_missing_and_warns_of_strangers():
-    model = _Net()
+    model = Net()
     check_device_map(model, {"": 0})
     with pytest.raises(ValueError, match="norm.running_mean"):
         check_device_map(model, {"linear1": 0, "linear2": 0})

@@ -85,12 +85,8 @@ def test_buffers_of_a_module_that_is_split_go_where_the_rest_of_it_goes():
     block = _Weights(first=_Weights(w=30), second=_Weights(w=30))
     block.register_buffer("table", torch.zeros(2, dtype=torch.int8))
     model = nn.ModuleDict({"block": block, "last": _Weights(w=30)})
-    assert _placed(model, {"cpu": 64}, offload_buffers=True) == {
-        "block.first": "cpu",
-        "block.second": "disk",
-        "last": "disk",
-        "block.table": "cpu",
-    }
+    placed = _placed(model, {"cpu": 64}, offload_buffers=True)
+    assert placed == {"block.first": "cpu", "block.second": "disk", "last": "disk", "block.table": "cpu"}
     # Where that device is full they go to a later one that has a part of the module.
     assert _placed(model, {0: 0, 1: 31}, offload_buffers=True)["block.table"] == "disk"
 
@@ -123,14 +119,8 @@ def test_a_module_tied_by_two_parameters_counts_once():
 
 def test_ties_of_tied_modules_are_followed_where_a_tie_would_break():
     one, two = _bytes(10), _bytes(10)
-    model = nn.ModuleDict(
-        {
-            "a": _Weights(u=one, w=10),
-            "between": _Weights(w=100),
-            "b": _Weights(u=one, v=two, w=10),
-            "c": _Weights(v=two, w=60),
-        }
-    )
+    model = nn.ModuleDict({"a": _Weights(u=one, w=10), "between": _Weights(w=100)})
+    model.update({"b": _Weights(u=one, v=two, w=10), "c": _Weights(v=two, w=60)})
     device_map = _placed(model, {0: 0, 1: 60, 2: 200, "cpu": 0})
     assert device_map["a"] == device_map["b"] == device_map["c"] == 2
 

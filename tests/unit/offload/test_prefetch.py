@@ -1,12 +1,12 @@
 """Reading weights ahead of the modules that need them."""
 
-import contextlib
 import copy
 import gc
 import logging
 import pickle
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -170,46 +170,11 @@ def test_pages_are_read_whatever_the_kernel_can(model, inputs, tmp_path, monkeyp
     HostTransfer().bring({"bool": (torch.ones(5000, dtype=torch.bool), torch.bool), "0": (torch.ones(0), torch.half)})
 
 
-class _Stream:
-    """The names of torch.cuda that a transfer uses, on the CPU, with a record of the calls."""
-
-    def __init__(self):
-        self.calls = []
-        outer = self
-
-        class Event:
-            def record(self, stream):
-                outer.calls.append("record")
-
-            def synchronize(self):
-                outer.calls.append("synchronize")
-
-        class Stream:
-            def __init__(self, device=None):
-                outer.calls.append(f"stream {device}")
-
-            def wait_event(self, event):
-                outer.calls.append("wait")
-
-        self.Event, self.Stream = Event, Stream
-        self._current = Stream("current")
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        self.calls.append("enter")
-        yield
-        self.calls.append("exit")
-
-    def current_stream(self, device):
-        self.calls.append(f"current {device}")
-        return self._current
-
-
 @pytest.mark.parametrize("staging_bytes", [64, 256, 4096])
 def test_weights_travel_through_two_buffers_on_a_stream_of_their_own(staging_bytes, monkeypatch):
-    namespace, empty = _Stream(), torch.empty
+    namespace, empty, kept = mock.MagicMock(), torch.empty, []  # the names of torch.cuda that a transfer uses
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: namespace.calls.append("keep"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(stream))
     transfer = StreamTransfer(torch.device("cpu"), namespace, staging_bytes)
     weights = {
         "w": (torch.randn(7, 9), torch.float32),
@@ -218,18 +183,20 @@ def test_weights_travel_through_two_buffers_on_a_stream_of_their_own(staging_byt
         "none": (torch.zeros(0, 3), torch.float32),
     }
     sent_tensors, event = transfer.bring(weights)
-    assert namespace.calls.count("stream cpu") == 1
     # The end of all copies is recorded behind them, and a buffer is not filled again before it has arrived.
-    sent = namespace.calls.count("record") - 1
-    assert namespace.calls[-1] == "record" and namespace.calls.count("synchronize") == sent > 0
-    assert namespace.calls.count("enter") == namespace.calls.count("exit") == 4
+    sent = event.record.call_count - 1
+    assert namespace.mock_calls[-1][0] == "Event().record" and event.synchronize.call_count == sent > 0
+    block, stream = namespace.stream.return_value, namespace.current_stream.return_value
+    assert block.__enter__.call_count == block.__exit__.call_count == 4
     arrived = transfer.receive(sent_tensors, event)
-    assert namespace.calls.count("wait") == 1 and namespace.calls.count("keep") == 4
+    stream.wait_event.assert_called_once_with(event)
     # Of the weights' device, which need not be the current one.
-    assert namespace.calls.count("current cpu") == 1 and arrived["strided"].stride() == weights["strided"][0].stride()
+    namespace.current_stream.assert_called_once_with(torch.device("cpu"))
+    assert kept == 4 * [stream] and arrived["strided"].stride() == weights["strided"][0].stride()
     for name, (tensor, dtype) in weights.items():
         assert torch.equal(arrived[name], tensor.to(dtype)) and arrived[name].dtype is dtype
-    assert transfer.bring(weights) and namespace.calls.count("stream cpu") == 1, "one stream serves all"
+    assert transfer.bring(weights)
+    namespace.Stream.assert_called_once_with(device=torch.device("cpu"))  # one stream serves all
 
 
 class _Panic(BaseException):

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import disk_offload, dispatch_model
-from accelerate.offload.files import WeightFile
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     OffloadWriter,
     PrefixedDataset,
+    WeightFile,
     extract_submodules_state_dict,
     load_offloaded_weight,
     offload_state_dict,
