@@ -43,7 +43,7 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import gradients, preemption, prepare, restoring, saving, setup, tracking
+from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -981,7 +981,7 @@ class Accelerator:
             >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
             tensor([0, 1, 2])
         """
-        return tracking.gather_for_metrics(self, input_data, use_gather_object)
+        return collectives.gather_for_metrics(self, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average tensors over all ranks, or take the largest values. All ranks.

@@ -58,13 +58,6 @@ def settle_scaler(scaler: Any) -> None:
         scaler.update()
 
 
-def _of_inner(name: str, doc: str) -> property:
-    """Make an attribute of the wrapper that reads and sets that of the inner optimizer."""
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
-    )
-
-
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that knows about gradient accumulation and gradient scaling.
 
@@ -108,9 +101,32 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
 
-    state = _of_inner("state", "The inner optimizer's state.")
-    param_groups = _of_inner("param_groups", "The inner optimizer's parameter groups.")
-    defaults = _of_inner("defaults", "The inner optimizer's default options.")
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's default options."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the inner optimizer."""

@@ -26,7 +26,7 @@ from accelerate.offload.placement import (
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     OffloadWriter,
-    Path_,
+    PathLike,
     WeightFile,
     check_format,
     with_scales,
@@ -55,7 +55,7 @@ PROGRESS_AFTER = 2.0
 _BELONG_TO_WEIGHTS = ("SCB", "weight_format")
 
 
-def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def load_state_dict(checkpoint_file: PathLike, device_map: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state dict in one file.
 
     Args:
@@ -86,7 +86,7 @@ def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Any] | None
     return tensors
 
 
-def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, offload_folder: Path_) -> None:
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, offload_folder: PathLike) -> None:
     """Read offloaded weights into a model, on the CPU.
 
     Args:
@@ -188,7 +188,7 @@ class Entry:
         }
 
 
-def checkpoint_files(checkpoint: Path_) -> dict[str, list[str]]:
+def checkpoint_files(checkpoint: PathLike) -> dict[str, list[str]]:
     """Return the files with the weights of a checkpoint, each with the names that an index says are in it.
 
     A checkpoint is a state dict, an index (any ``*.json``), or a folder with either. FileNotFoundError: files of the
@@ -233,7 +233,7 @@ def _indexed(path: Path) -> dict[str, list[str]]:
     return {str(path.parent / file): names for file, names in files.items()}
 
 
-def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
+def open_checkpoint(checkpoint: PathLike) -> dict[str, Entry]:
     """Open every file of a checkpoint and return its weights by name, unread; raises as `WeightFile` does."""
     entries: dict[str, Entry] = {}
     for path, expected in checkpoint_files(checkpoint).items():
@@ -300,9 +300,9 @@ class CheckpointLoad:
     """
 
     model: nn.Module
-    checkpoint: Path_
+    checkpoint: PathLike
     device_map: Mapping[str, Any] | None
-    offload_folder: Path_ | None = None
+    offload_folder: PathLike | None = None
     dtype: str | torch.dtype | None = None
     offload_buffers: bool = False
     keep_in_fp32_modules: Sequence[str] | None = None
@@ -537,9 +537,9 @@ def _progress(steps: Sequence[_Step]) -> Any:
 
 def load_checkpoint_in_model(
     model: nn.Module,
-    checkpoint: Path_,
+    checkpoint: PathLike,
     device_map: Mapping[str, Any] | None = None,
-    offload_folder: Path_ | None = None,
+    offload_folder: PathLike | None = None,
     dtype: str | torch.dtype | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,

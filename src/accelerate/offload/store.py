@@ -25,7 +25,7 @@ from accelerate.offload.tensors import entry_of, listed
 from accelerate.runtime.durable import STAGING_PREFIX
 
 INDEX_NAME = "index.json"
-Path_ = str | os.PathLike
+PathLike = str | os.PathLike
 
 _FOREIGN_FORMATS = ("tf", "flax", "np", "mlx")
 
@@ -38,7 +38,7 @@ class WeightFile:
     what its name says).
     """
 
-    def __init__(self, path: Path_) -> None:
+    def __init__(self, path: PathLike) -> None:
         self.path = os.path.abspath(path)  # wherever the process goes later
         if not os.path.isfile(self.path):
             raise FileNotFoundError(f"The file of weights {self.path} does not exist.")
@@ -94,7 +94,7 @@ def tensor_bytes(weight: torch.Tensor) -> memoryview:
     return memoryview(weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def read_index(folder: Path_) -> dict[str, dict[str, Any]]:
+def read_index(folder: PathLike) -> dict[str, dict[str, Any]]:
     """Return the index of an offload folder, empty where there is none; ValueError: the file is no index."""
     path = Path(folder) / INDEX_NAME
     if not path.is_file():
@@ -110,7 +110,7 @@ def read_index(folder: Path_) -> dict[str, dict[str, Any]]:
     return index
 
 
-def weight_path(folder: Path_, name: str) -> str:
+def weight_path(folder: PathLike, name: str) -> str:
     """Return a weight's file in an offload folder, never outside of it; ValueError: no file can have the name."""
     file = f"{name}.dat"
     if os.path.basename(file) != file or "\0" in file:
@@ -135,7 +135,7 @@ class OffloadWriter:
     of their own to ``index``.
     """
 
-    def __init__(self, folder: Path_ | None, indexed: bool = True) -> None:
+    def __init__(self, folder: PathLike | None, indexed: bool = True) -> None:
         self.folder = Path(folder or "")
         self.index: dict[str, dict[str, Any]] = {}
         self._indexed = indexed and folder is not None
@@ -204,7 +204,7 @@ class OffloadWriter:
 
 
 def offload_weight(
-    weight: torch.Tensor, weight_name: str, offload_folder: Path_, index: dict[str, dict] | None = None
+    weight: torch.Tensor, weight_name: str, offload_folder: PathLike, index: dict[str, dict] | None = None
 ) -> dict[str, dict] | None:
     """Write a tensor to ``<offload_folder>/<weight_name>.dat`` as raw bytes, row-major, in the machine's byte order.
 
@@ -228,7 +228,7 @@ def offload_weight(
     return index
 
 
-def load_offloaded_weight(weight_file: Path_, weight_info: Mapping[str, Any]) -> torch.Tensor:
+def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
     """Return a tensor that `offload_weight` wrote, mapped into memory: bytes are read when they are used.
 
     Args:
@@ -258,7 +258,7 @@ def load_offloaded_weight(weight_file: Path_, weight_info: Mapping[str, Any]) ->
     return torch.from_file(path, shared=False, size=count, dtype=dtype).reshape(shape)
 
 
-def save_offload_index(index: Mapping[str, dict] | None, offload_folder: Path_) -> None:
+def save_offload_index(index: Mapping[str, dict] | None, offload_folder: PathLike) -> None:
     """Merge entries into ``<offload_folder>/index.json``; new ones replace old ones of the same name.
 
     Args:
@@ -269,7 +269,7 @@ def save_offload_index(index: Mapping[str, dict] | None, offload_folder: Path_) 
         writer.index.update(index or {})
 
 
-def offload_state_dict(save_dir: Path_, state_dict: Mapping[str, torch.Tensor]) -> None:
+def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write every tensor of a state dict into a folder, for `OffloadedWeightsLoader`.
 
     Args:
@@ -343,7 +343,7 @@ class OffloadedWeightsLoader(Mapping):
     def __init__(
         self,
         state_dict: Mapping[str, torch.Tensor] | None = None,
-        save_folder: Path_ | None = None,
+        save_folder: PathLike | None = None,
         index: Mapping[str, dict] | None = None,
         device: int | str | torch.device | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from accelerate.offload.store import (
     INDEX_NAME,
     OffloadedWeightsLoader,
     OffloadWriter,
-    Path_,
+    PathLike,
     extract_submodules_state_dict,
     read_index,
     resolved,
@@ -43,7 +43,7 @@ def gather_weights(
     on_cpu: Sequence[str],
     on_disk: Sequence[str],
     state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: Path_ | None,
+    offload_dir: PathLike | None,
     offload_index: Mapping[str, dict] | None,
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
@@ -73,7 +73,7 @@ def gather_weights(
 
 
 def write_missing(
-    model: nn.Module, modules: Sequence[str], offload_buffers: bool, folder: Path_
+    model: nn.Module, modules: Sequence[str], offload_buffers: bool, folder: PathLike
 ) -> dict[str, dict[str, Any]]:
     """Write what a folder's index lacks of some modules, and return the whole index; what differs is warned about.
 
@@ -143,7 +143,7 @@ def promised_weights(
     model: nn.Module,
     tied: Sequence[Sequence[str]],
     state_dict: Mapping[str, torch.Tensor] | None = None,
-    offload_dir: Path_ | None = None,
+    offload_dir: PathLike | None = None,
     offload_index: Mapping[str, dict] | None = None,
 ) -> set[str]:
     """Return the names of the weights that will be found once those in memory are offloaded. Nothing is written."""
