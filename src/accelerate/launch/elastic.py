@@ -245,6 +245,10 @@ class Agent(OpenAgent):
                 self._died.setdefault(local, time.time())
             elif status is None and self.reporter is not None:
                 self._show_if_it_lingers(local)
+        # Torch looks again, and would stop all for one that has ended in between as preempted. It has to look for functions.
+        all_run = None in statuses.values() and not any(statuses.values())
+        if all_run and isinstance(worker_group.spec.entrypoint, str):
+            return RunResult(state=WorkerState.HEALTHY)
         if self._is_ending(statuses) or self._waits_for_cause(statuses):
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)

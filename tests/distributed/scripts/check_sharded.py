@@ -140,7 +140,7 @@ def check_trainable_modules_left_whole_are_told():
             accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
             model, _ = build()
             model.last.requires_grad_(trained)
-            with told("does not average their gradients", times=int(trained)):
+            with told("whose gradients FSDP does not average", times=int(trained)):
                 accelerator.prepare(model)
 
 
