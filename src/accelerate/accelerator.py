@@ -32,8 +32,6 @@ from accelerate.config.handlers import (
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data.plan import DataPlan
-from accelerate.diagnostics import memory
-from accelerate.diagnostics.precision import PrecisionReport, precision_report
 from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
@@ -759,7 +757,7 @@ class Accelerator:
         """Do the same as ``free_memory``."""
         return self.free_memory(*objects)
 
-    def precision_report(self, model: nn.Module) -> PrecisionReport:
+    def precision_report(self, model: nn.Module) -> Report:
         """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer. Any rank, alone.
 
         Gradients and optimizer state are there after the first step.
@@ -775,8 +773,12 @@ class Accelerator:
             >>> report = accelerator.precision_report(accelerator.prepare(torch.nn.Linear(2, 1)))
             >>> print(report)  # doctest: +SKIP
         """
+        from accelerate.diagnostics import precision
+
         hook = getattr(self.ddp_handler, "comm_hook", None)
-        return precision_report(model, self.prepared.optimizers, self.mixed_precision, self.fp8_backend, hook)
+        return precision.precision_report(
+            model, self.prepared.optimizers, self.mixed_precision, self.fp8_backend, hook
+        )
 
     def memory_report(self) -> Report:
         """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
@@ -790,6 +792,8 @@ class Accelerator:
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
+        from accelerate.diagnostics import memory
+
         held = self.prepared.models, self.prepared.optimizers
         return memory.memory_report(*held, self.device, self.gather, self._activations_peak)
 
@@ -803,6 +807,8 @@ class Accelerator:
             >>> with accelerator.measure_activations():
             ...     accelerator.backward(model(torch.ones(4, 2)).sum())
         """
+        from accelerate.diagnostics import memory
+
         with memory.measure_activations(self.prepared.models) as peak:
             yield
         self._activations_peak = peak()

@@ -21,7 +21,8 @@ from accelerate.hooks import (
 )
 from accelerate.offload.device_map import check_devices, computed_map, disjoint_map
 from accelerate.offload.hooks_base import collection_paused, guard_method
-from accelerate.offload.loading import CheckpointLoad, load_checkpoint_in_model
+from accelerate.offload.loading import CheckpointLoad
+from accelerate.offload.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.offload.placement import Device, as_device, as_parameter
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
 from accelerate.offload.store import OffloadedWeightsLoader
@@ -37,20 +38,6 @@ from accelerate.offload.weights import (
 )
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
-
-__all__ = [
-    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
-    "attach_layerwise_casting_hooks",
-    "check_device_map",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.checkpoint.state import Common
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
-from accelerate.utils.constants import (
+from accelerate.utils.constants import (  # noqa: F401  their recorded place
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -26,22 +26,6 @@ from accelerate.utils.constants import (
     SCHEDULER_NAME,
     WEIGHTS_NAME,
 )
-
-__all__ = [
-    "MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "RNG_STATE_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAMPLER_NAME",
-    "SCALER_NAME",
-    "SCHEDULER_NAME",
-    "WEIGHTS_NAME",
-    "load_accelerator_state",
-    "load_custom_state",
-    "save_accelerator_state",
-    "save_custom_state",
-]
 
 Folder = str | os.PathLike[str]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.hooks_base import (
+from accelerate.offload.hooks_base import (  # noqa: F401  users find them here
     CpuOffload,
     LayerwiseCastingHook,
     ModelHook,
@@ -26,23 +26,6 @@ from accelerate.offload.prefetch import Prefetcher
 from accelerate.offload.store import PrefixedDataset, as_stored, with_scales
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
-
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "_accelerate_added_attributes",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
-
 
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 

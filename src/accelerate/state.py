@@ -174,7 +174,7 @@ class AcceleratorState(ProcessView):
         self.distributed_type = DistributedType[_ENGINES[name].upper()]
         flag = BY_NAME[f"use_{_ENGINES[name]}"].env
         if plugin is None:
-            module, kind = _ENGINE_PLUGINS[name]
+            module, kind = ENGINE_PLUGINS[name]
             plugin = getattr(importlib.import_module(module), kind)()
         elif getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(name):
             os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
@@ -308,7 +308,7 @@ class AcceleratorState(ProcessView):
 # The feature of the option table that each plugin belongs to.
 _ENGINES = {"deepspeed_plugins": "deepspeed", "fsdp_plugin": "fsdp", "megatron_lm_plugin": "megatron_lm"}
 # What holds the settings that the launcher exported.
-_ENGINE_PLUGINS = {
+ENGINE_PLUGINS = {
     "deepspeed_plugins": ("accelerate.config.deepspeed", "DeepSpeedPlugin"),
     "fsdp_plugin": ("accelerate.config.fsdp", "FullyShardedDataParallelPlugin"),
     "megatron_lm_plugin": ("accelerate.config.megatron", "MegatronLMPlugin"),

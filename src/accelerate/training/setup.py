@@ -1,6 +1,7 @@
 """Construction of an Accelerator: arguments and environment become settings, once, in numbered steps."""
 
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -8,9 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate.config import env
-from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.enums import RNGType
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -22,11 +21,11 @@ from accelerate.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import storage
+from accelerate.state import ENGINE_PLUGINS
 from accelerate.training.prepared import warn_caller
 
 # Which attribute of the Accelerator each kind of handler becomes.
@@ -41,8 +40,6 @@ HANDLERS: dict[type, str] = {
     TERecipeKwargs: "te_recipe_handler",
     MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
-# In the order of the arguments of `plugins`.
-_PLUGINS = (DeepSpeedPlugin, FullyShardedDataParallelPlugin, MegatronLMPlugin, TorchDynamoPlugin)
 
 
 def project(config: ProjectConfiguration | None, folder: str | os.PathLike | None) -> ProjectConfiguration:
@@ -87,10 +84,11 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
         "megatron_lm_plugin": megatron,
         "dynamo_plugin": dynamo,
     }
-    for (name, value), kind in zip(given.items(), _PLUGINS, strict=True):
+    kinds = (*ENGINE_PLUGINS.values(), ("accelerate.config.handlers", "TorchDynamoPlugin"))
+    for (name, value), (module, kind) in zip(given.items(), kinds, strict=True):
         for plugin in value.values() if isinstance(value, dict) else [value]:
-            if plugin is not None and not isinstance(plugin, kind):
-                raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind.__name__}.")
+            if plugin is not None and not isinstance(plugin, getattr(importlib.import_module(module), kind)):
+                raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind}.")
     return given
 
 
