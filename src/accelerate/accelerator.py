@@ -684,8 +684,7 @@ class Accelerator:
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
-        backends.load("deepspeed")  # refuses: this version does not have it
-        return prepare.in_order(self, args)
+        return prepare.as_engine(self, args)
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""

@@ -29,14 +29,15 @@ from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared
 from accelerate.training.prepared import Entry, Facade
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler
 from accelerate.utils.memory import release_memory
 
 _PLAIN = (str, bytes, int, float, complex)
 _CLASSES = {
     "loader": DataLoader,
     "model": nn.Module,
-    "optimizer": torch.optim.Optimizer,
-    "scheduler": (LRScheduler, AcceleratedScheduler),
+    "optimizer": (torch.optim.Optimizer, DummyOptim),
+    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler),
 }
 _LISTS = {"model": "models", "optimizer": "optimizers", "scheduler": "schedulers", "loader": "dataloaders"}
 _WOULD_HAVE = {
@@ -78,8 +79,11 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
         )
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
-    objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
-    result = in_order(accelerator, objects, device_placement)
+    if traits.of(accelerator.distributed_type).deepspeed:
+        result = accelerator._prepare_deepspeed(*objects)
+    else:
+        objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
+        result = in_order(accelerator, objects, device_placement)
     prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
@@ -99,6 +103,55 @@ def in_order(
         accelerator._prepare_one(item, device_placement=placement)
         for item, placement in zip(made, placements, strict=True)
     )
+
+
+def as_engine(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+    """Prepare loaders, and then a model with its optimizer and scheduler as one engine.
+
+    Args:
+        accelerator: The Accelerator.
+        objects: What the user gave to ``prepare``; those that were prepared before come back as they are registered.
+
+    Raises:
+        AssertionError: There are several models.
+        ValueError: An optimizer or a scheduler comes without its model.
+    """
+    made, new = list(objects), {}
+    for position, item in enumerate(objects):
+        kind = kind_of(item)
+        if kind is None:
+            continue
+        if kind == "loader":
+            made[position] = accelerator._prepare_one(item, first_pass=True)
+        elif (known := again(accelerator, item, kind)) is not None:
+            made[position] = known
+        elif kind in new:
+            raise AssertionError(
+                f"prepare() got two new {kind}s: {type(objects[new[kind]]).__name__} and {type(item).__name__}. DeepSpeed makes one engine of a "
+                "model, its optimizer and its scheduler: call prepare once for each model."
+            )
+        else:
+            new[kind] = position
+    if not new:
+        return tuple(made)
+    if "model" not in new:
+        raise ValueError(
+            f"prepare() got a new {next(iter(new))} without its model. DeepSpeed makes one engine of them: pass the model, its optimizer and "
+            "its scheduler in one call."
+        )
+    model, optimizer, scheduler = (objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler"))
+    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
+    given = [model, *_chain(model)]
+    with own_states(accelerator):
+        built = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
+    engine, own_optimizer, own_scheduler = built
+    made[new["model"]] = register(accelerator, "model", engine, *_chain(engine), *given)
+    if own_optimizer is not None:
+        made[new["optimizer"]] = register(accelerator, "optimizer", own_optimizer, own_optimizer.optimizer, optimizer)
+    if scheduler is not None:
+        made[new["scheduler"]] = accelerator._prepare_one(own_scheduler)
+    accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
+    return tuple(made)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,149 @@
+"""The backend: a model, its optimizer and its scheduler become one engine, which steps inside the backward pass."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.backends.base import Backend
+from accelerate.backends.deepspeed import settings
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.runtime.run import Run
+from accelerate.utils.deepspeed import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    DummyOptim,
+    DummyScheduler,
+    map_pytorch_optim_to_deepspeed,
+)
+
+
+class DeepSpeed(Backend):
+    """ZeRO stages 0 to 3, with offload and precision as the configuration says.
+
+    Source: https://arxiv.org/abs/1910.02054
+    """
+
+    name = "deepspeed"
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
+        """Always: the engine runs the model, also a frozen one."""
+        return True
+
+    def engine(
+        self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
+    ) -> tuple[Any, Any, Any]:
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks.
+
+        Raises:
+            ValueError: the objects and the configuration contradict each other.
+        """
+        import deepspeed
+
+        plugin = accelerator.state.deepspeed_plugin
+        settings.check(plugin.deepspeed_config, optimizer, scheduler, plugin.zero_stage)
+        plugin.set_moe_leaf_modules(model)
+        config = settings.resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
+        options: dict[str, Any] = {"model": model, "config_params": config}
+        if isinstance(optimizer, DummyOptim):
+            options["model_parameters"] = optimizer.params
+        elif optimizer is not None:
+            options["optimizer"] = _on_its_device(optimizer, plugin, config)
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+            options["lr_scheduler"] = scheduler.lr_scheduler_callable
+        engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
+        if optimizer is None:
+            return engine, None, None
+        if scheduler is not None:
+            own = own_scheduler if isinstance(scheduler, DummyScheduler) else None
+            scheduler = scheduler if own is None else DeepSpeedSchedulerWrapper(own, own_optimizer)
+        return engine, DeepSpeedOptimizerWrapper(own_optimizer), scheduler
+
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
+        """None: the engine scales losses."""
+        return None
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def backward(self, accelerator: Run, loss: torch.Tensor, model: Any = None, **kwargs: Any) -> None:
+        """Run the engine's backward pass, and its step where the window ends. All ranks.
+
+        Args:
+            accelerator: The Accelerator.
+            loss: A scalar, not scaled.
+            model: Whose engine it is; by default the one that the loss was computed with.
+            **kwargs: For the engine's ``backward``.
+        """
+        engines = [item for item in accelerator.prepared.models if is_engine(item) and trains(item)]
+        if model is not None:
+            engines = [item for item in engines if item is model or item.module is model]
+        elif len(engines) > 1:
+            engines = reached(loss, engines)
+        if len(engines) != 1:
+            raise ValueError(
+                f"The loss belongs to {len(engines)} of the prepared engines, so it does not say which one steps. Pass the prepared model: "
+                "accelerator.backward(loss, model=model), and detach what the other engines shall not learn from."
+            )
+        DeepSpeedEngineWrapper(engines[0]).backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
+
+    def clip_grad_norm(
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Return the norm of the last step's gradients, which the engine has clipped."""
+        given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        for engine in filter(is_engine, accelerator.prepared.models):
+            if any(id(parameter) in given for parameter in engine.module.parameters()):
+                return DeepSpeedEngineWrapper(engine).get_global_grad_norm()
+        raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def release(self, accelerator: Run) -> None:
+        """Let the engines go of their hooks and buffers."""
+        for engine in filter(is_engine, accelerator.prepared.models):
+            engine.destroy()
+
+
+def is_engine(model: Any) -> bool:
+    """Whether this is a prepared engine, not a model that was prepared for evaluation alone."""
+    return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")
+
+
+def trains(engine: Any) -> bool:
+    """Whether an engine has an optimizer."""
+    return bool(getattr(engine, "basic_optimizer", None) or engine.client_optimizer or engine.optimizer_name())
+
+
+def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
+    """Return the engines with a parameter in the graph of a loss."""
+    owners = {id(parameter): engine for engine in engines for parameter in engine.module.parameters()}
+    found: dict[int, Any] = {}
+    pending, seen = [loss.grad_fn], set()
+    while pending and len(found) < len(engines):
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        engine = owners.get(id(getattr(node, "variable", None)))
+        if engine is not None:
+            found[id(engine)] = engine
+        pending += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return the optimizer that trains: the one given, unless the configuration asks for DeepSpeed's own for offloaded states."""
+    offload = plugin.get_value("zero_optimization.offload_optimizer.device", "none")
+    if offload in (None, "none") or not config.get("zero_force_ds_cpu_optimizer"):
+        return optimizer
+    mapped = map_pytorch_optim_to_deepspeed(optimizer)
+    if mapped is optimizer:
+        raise ValueError(
+            f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed has no {type(optimizer).__name__} for states "
+            "in host memory. Set it to false to train with the optimizer that you pass."
+        )
+    return mapped
