@@ -1,5 +1,6 @@
 """The backend: a model, its optimizer and its scheduler become one engine, which steps inside the backward pass."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerate.backends.base import Backend
-from accelerate.backends.deepspeed import settings
+from accelerate.backends.deepspeed import checkpoint, settings
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
@@ -27,6 +28,8 @@ class DeepSpeed(Backend):
     """
 
     name = "deepspeed"
+    saves_shards = True
+    save_options = ("client_state", "save_latest", "exclude_frozen_parameters")
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -99,6 +102,34 @@ class DeepSpeed(Backend):
             if any(id(parameter) in given for parameter in engine.module.parameters()):
                 return DeepSpeedEngineWrapper(engine).get_global_grad_norm()
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state dict: of stage 3 on rank 0 alone. All ranks."""
+        if not is_engine(model):
+            return super().model_state(accelerator, model, unwrap)
+        state = checkpoint.whole(model, accelerator.state.deepspeed_plugin.deepspeed_config)
+        return state if unwrap else {f"module.{name}": value for name, value in state.items()}
+
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
+        """Write what the engine has, its optimizer included. All ranks."""
+        options = {name: value for name, value in options.items() if name in self.save_options}
+        checkpoint.save(accelerator.prepared.models[index], os.fspath(folder), index, **options)
+
+    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+        """Return what loads the engine's part, its optimizer included. All ranks."""
+        return checkpoint.read(model, folder, index, strict=options.get("strict", True))
+
+    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+        """Nothing: the engine's part has it."""
+
+    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
+        """Nothing: the engine's part has it."""
+
+    def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
+        """Return the schedulers that no engine saves."""
+        return [item for item in accelerator.prepared.schedulers if not isinstance(item, DeepSpeedSchedulerWrapper)]
 
     # -- end -----------------------------------------------------------------------------------------------------
 
