@@ -20,6 +20,7 @@ from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
 
 logger = logging.getLogger(__name__)
 
+
 def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
     """Join the other processes, with settings of torch's function; None is torch's default. Every rank must call it."""
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -55,7 +56,9 @@ def join_deepspeed(backend: str, device: str) -> None:
         raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed") from error
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None and shutil.which("ninja") is None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
-        logger.info("Ranks of one machine exchange tensors by gloo: DeepSpeed's shared memory needs ninja to be built.")
+        logger.info(
+            "Ranks of one machine exchange tensors by gloo: DeepSpeed's shared memory needs ninja to be built."
+        )
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
     deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 

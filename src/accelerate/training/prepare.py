@@ -139,7 +139,9 @@ def as_engine(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
             f"prepare() got a new {next(iter(new))} without its model. DeepSpeed makes one engine of them: pass the model, its optimizer and "
             "its scheduler in one call."
         )
-    model, optimizer, scheduler = (objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler"))
+    model, optimizer, scheduler = (
+        objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler")
+    )
     loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
     given = [model, *_chain(model)]
     with own_states(accelerator):

@@ -9,6 +9,7 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, settings
+from accelerate.comm.nested import recursively_apply
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
@@ -59,6 +60,9 @@ class DeepSpeed(Backend):
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             options["lr_scheduler"] = scheduler.lr_scheduler_callable
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
+        if engine.bfloat16_enabled():
+            # fp16 engines do it themselves.
+            engine.module.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
         if optimizer is None:
             return engine, None, None
         if scheduler is not None:
@@ -137,6 +141,15 @@ class DeepSpeed(Backend):
         """Let the engines go of their hooks and buffers."""
         for engine in filter(is_engine, accelerator.prepared.models):
             engine.destroy()
+
+
+def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Turn floating tensors among the inputs into bfloat16, as autocast would, because the weights are."""
+    return recursively_apply(
+        torch.Tensor.bfloat16,
+        (args, kwargs),
+        test_type=lambda value: isinstance(value, torch.Tensor) and value.is_floating_point(),
+    )
 
 
 def is_engine(model: Any) -> bool:
