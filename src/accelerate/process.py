@@ -255,7 +255,7 @@ class PartialState(ProcessView):
             # So that a rank which waits for this one can learn where it is.
             hang.watch(dist.distributed_c10d._get_default_store(), ranks.rank, ranks.world_size)
             if abilities.deepspeed:
-                rendezvous.join_deepspeed(backend, hardware.type)
+                rendezvous.join_deepspeed(backend, hardware.type, ranks.local_rank or 0)
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks.local_rank, abilities.distributed)

@@ -40,12 +40,15 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
         _leaves_at_exit = True
 
 
-def join_deepspeed(backend: str, device: str) -> None:
+def join_deepspeed(backend: str, device: str, local_rank: int) -> None:
     """Let DeepSpeed talk through the process group that is alive. Every rank, before anything else of DeepSpeed's.
 
     Raises:
         ImportError: DeepSpeed is not installed.
     """
+    os.environ.setdefault(
+        "LOCAL_RANK", str(local_rank)
+    )  # its engines look there, also those of a process that is alone
     if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would take a GPU that is there
     import torch._dynamo  # noqa: F401  before `zero.Init` replaces functions of torch that it looks at

@@ -29,7 +29,7 @@ from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared
 from accelerate.training.prepared import Entry, Facade
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from accelerate.utils.memory import release_memory
 
 _PLAIN = (str, bytes, int, float, complex)
@@ -80,6 +80,10 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
     if traits.of(accelerator.distributed_type).deepspeed:
+        if device_placement is not None:
+            raise ValueError(
+                f"device_placement={device_placement} has no effect with DeepSpeed, whose engine places the model. Leave it out."
+            )
         result = accelerator._prepare_deepspeed(*objects)
     else:
         objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
@@ -103,57 +107,6 @@ def in_order(
         accelerator._prepare_one(item, device_placement=placement)
         for item, placement in zip(made, placements, strict=True)
     )
-
-
-def as_engine(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Prepare loaders, and then a model with its optimizer and scheduler as one engine.
-
-    Args:
-        accelerator: The Accelerator.
-        objects: What the user gave to ``prepare``; those that were prepared before come back as they are registered.
-
-    Raises:
-        AssertionError: There are several models.
-        ValueError: An optimizer or a scheduler comes without its model.
-    """
-    made, new = list(objects), {}
-    for position, item in enumerate(objects):
-        kind = kind_of(item)
-        if kind is None:
-            continue
-        if kind == "loader":
-            made[position] = accelerator._prepare_one(item, first_pass=True)
-        elif (known := again(accelerator, item, kind)) is not None:
-            made[position] = known
-        elif kind in new:
-            raise AssertionError(
-                f"prepare() got two new {kind}s: {type(objects[new[kind]]).__name__} and {type(item).__name__}. DeepSpeed makes one engine of a "
-                "model, its optimizer and its scheduler: call prepare once for each model."
-            )
-        else:
-            new[kind] = position
-    if not new:
-        return tuple(made)
-    if "model" not in new:
-        raise ValueError(
-            f"prepare() got a new {next(iter(new))} without its model. DeepSpeed makes one engine of them: pass the model, its optimizer and "
-            "its scheduler in one call."
-        )
-    model, optimizer, scheduler = (
-        objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler")
-    )
-    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
-    given = [model, *_chain(model)]
-    with own_states(accelerator):
-        built = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
-    engine, own_optimizer, own_scheduler = built
-    made[new["model"]] = register(accelerator, "model", engine, *_chain(engine), *given)
-    if own_optimizer is not None:
-        made[new["optimizer"]] = register(accelerator, "optimizer", own_optimizer, own_optimizer.optimizer, optimizer)
-    if scheduler is not None:
-        made[new["scheduler"]] = accelerator._prepare_one(own_scheduler)
-    accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
-    return tuple(made)
 
 
 @contextlib.contextmanager
@@ -317,7 +270,7 @@ def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
         wrapped = compile_model(accelerator, wrapped)
     models = accelerator.prepared.models
     models[:] = [wrapped if known is outer else known for known in models]
-    return register(accelerator, "model", wrapped, outer, *inners, *_chain(wrapped))
+    return register(accelerator, "model", wrapped, outer, *inners, *chain(wrapped))
 
 
 def _enlist(accelerator: Facade, kind: str, obj: Any) -> None:
@@ -345,7 +298,7 @@ def settings_of(accelerator: Facade) -> dict[str, str]:
     }
 
 
-def _chain(model: nn.Module) -> list[nn.Module]:
+def chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
     found: list[nn.Module] = []
     while (compiled := is_compiled_module(model)) or is_parallel_wrapper(model):
@@ -369,7 +322,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     _follow_mesh(accelerator, model, evaluation_mode)
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend is not FP8BackendType.MSAMP:
         (model,) = _convert(accelerator, (model,), None)  # a direct call; what `prepare` has converted stays as it is
-    given = [model, *_chain(model)]
+    given = [model, *chain(model)]
     master.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
@@ -392,7 +345,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
         registry.moved.follow(optimizer)
     for optimizer in registry.optimizers:
         follow_any(optimizer.optimizer, prepared.histories(registry))
-    inners = [*_chain(wrapped), *given]
+    inners = [*chain(wrapped), *given]
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
 
@@ -545,7 +498,7 @@ def restore_registry(accelerator: Facade) -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
         for item in getattr(accelerator.prepared, name):
-            inside = _chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
+            inside = chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
             accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
 
 
@@ -580,4 +533,5 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.step = 0
     accelerator.gradient_state._set_sync_gradients(True)  # the window that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
+    accelerator.deepspeed_engine_wrapped = None
     return release_memory(*objects)

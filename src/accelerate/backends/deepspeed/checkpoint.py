@@ -4,7 +4,13 @@ Source: https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 """
 
 import glob
+import logging
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +18,12 @@ import torch
 
 from accelerate.checkpoint.manifest import model_file
 from accelerate.checkpoint.optimizers import Deferred
+from accelerate.checkpoint.state import on_all, together
+from accelerate.runtime.durable import STAGING_PREFIX
 
+logger = logging.getLogger(__name__)
+
+_UNIVERSAL = "universal"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -31,7 +42,7 @@ def read(engine: Any, folder: str, index: int, strict: bool = True, **options: A
 
     Raises:
         FileNotFoundError: it is not there.
-        RuntimeError: it is of another model, or of another number of ranks.
+        RuntimeError: it could not be converted for this number of ranks.
     """
     place = os.path.join(folder, tag(index))
     if not os.path.isdir(place):
@@ -40,12 +51,39 @@ def read(engine: Any, folder: str, index: int, strict: bool = True, **options: A
         )
     shards = glob.glob(os.path.join(glob.escape(place), "*zero_pp_rank_*_optim_states.pt"))
     ranks = engine.seq_dp_world_size
-    if shards and len(shards) != ranks:
-        raise RuntimeError(
-            f"{place!r} has the optimizer's shards of {len(shards)} ranks, and there are {ranks} now. Resume with {len(shards)} ranks."
-        )
-    load = partial(engine.load_checkpoint, folder, tag(index), load_module_strict=strict, **options)
-    return Deferred(None, load)
+    load = partial(engine.load_checkpoint, load_module_strict=strict, **options)
+    if not shards or len(shards) == ranks:
+        return Deferred(None, partial(load, folder, tag(index)))
+    logger.info("%s has the optimizer's shards of %d ranks, and is converted for %d.", place, len(shards), ranks)
+    universal = together(lambda: _converted(place) if engine.global_rank == 0 else None)
+    return Deferred(None, partial(_load_universal, engine, on_all(universal)[0], load))
+
+
+def _converted(place: str) -> str:
+    """Write a checkpoint in DeepSpeed's format for any number of ranks into a new folder beside it, and return that."""
+    made = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=os.path.dirname(os.path.dirname(os.path.abspath(place))))
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", place, "--output_folder", os.path.join(made, _UNIVERSAL)]
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
+    if done.returncode:
+        shutil.rmtree(made, ignore_errors=True)
+        raise RuntimeError(f"{place!r} could not be converted for another number of ranks: {done.stderr[-2000:]}")
+    return made
+
+
+def _load_universal(engine: Any, folder: str, load: Callable[..., Any]) -> None:
+    """Load what `_converted` has written, and remove it. All ranks."""
+    settings = engine._config
+    before, settings.load_universal_checkpoint = settings.load_universal_checkpoint, True
+    try:
+        together(lambda: None)
+        load(folder, _UNIVERSAL)
+    finally:
+        settings.load_universal_checkpoint = before
+        together(lambda: None)
+        if engine.global_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The backend: a model, its optimizer and its scheduler become one engine, which steps inside the backward pass."""
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, settings
 from accelerate.comm.nested import recursively_apply
 from accelerate.config.handlers import GradScalerKwargs
+from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
     DeepSpeedEngineWrapper,
@@ -20,6 +22,8 @@ from accelerate.utils.deepspeed import (
     DummyScheduler,
     map_pytorch_optim_to_deepspeed,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class DeepSpeed(Backend):
@@ -63,6 +67,7 @@ class DeepSpeed(Backend):
         if engine.bfloat16_enabled():
             # fp16 engines do it themselves.
             engine.module.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
+        _compile(engine, accelerator.state.dynamo_plugin)
         if optimizer is None:
             return engine, None, None
         if scheduler is not None:
@@ -100,10 +105,19 @@ class DeepSpeed(Backend):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Return the norm of the last step's gradients, which the engine has clipped."""
+        """Return the norm of the last step's gradients, which the engine has clipped as its configuration says. All ranks."""
         given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for engine in filter(is_engine, accelerator.prepared.models):
             if any(id(parameter) in given for parameter in engine.module.parameters()):
+                if (max_norm, norm_type) != (
+                    engine.gradient_clipping(),
+                    2,
+                ) and "clipping" not in accelerator.prepared.logged:
+                    accelerator.prepared.logged.add("clipping")
+                    logger.warning(
+                        f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) does not change how DeepSpeed clips: in the backward pass, "
+                        f"to gradient_clipping={engine.gradient_clipping()} of its configuration. Set that."
+                    )
                 return DeepSpeedEngineWrapper(engine).get_global_grad_norm()
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
 
@@ -177,6 +191,17 @@ def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
             found[id(engine)] = engine
         pending += [following for following, _ in node.next_functions]
     return list(found.values())
+
+
+def _compile(engine: Any, plugin: Any) -> None:
+    """Compile the engine's module in place, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
+    if plugin.backend.value == "NO":
+        return
+    options = plugin.to_kwargs()
+    if options.pop("use_regional_compilation", plugin.use_regional_compilation):
+        compile_regions_deepspeed(engine.module, **options)
+    else:
+        engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
 
 def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[str, Any]) -> torch.optim.Optimizer:
