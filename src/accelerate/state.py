@@ -185,7 +185,7 @@ class AcceleratorState(ProcessView):
             for entry in plugin.values() if several else [plugin]:
                 entry.set_mixed_precision(self._mixed_precision)
             if not several:
-                plugin.set_deepspeed_weakref()
+                plugin.select(_from_accelerator_state=True)
             elif not any(entry.selected for entry in plugin.values()):
                 self.select_deepspeed_plugin(next(iter(plugin)))
             return

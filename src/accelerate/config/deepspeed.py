@@ -203,9 +203,7 @@ class DeepSpeedPlugin:
         else:
             self._read_config(source, steps_given)
         self.deepspeed_config.setdefault("steps_per_print", math.inf)  # trackers print; DeepSpeed need not
-        self.zero3_init_flag = env.setting(
-            self.zero3_init_flag, "zero3_init_flag", self.zero_stage == 3 and is_transformers_available()
-        )
+        self.zero3_init_flag = env.setting(self.zero3_init_flag, "zero3_init_flag", self.zero_stage == 3)
         if self.zero3_init_flag and self.zero_stage != 3:
             warnings.warn(f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}.", stacklevel=3)
             self.zero3_init_flag = False

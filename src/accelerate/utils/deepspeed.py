@@ -78,7 +78,8 @@ class DeepSpeedEngineWrapper:
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
-            if not hasattr(self.engine.optimizer, "_global_grad_norm"):
+            optimizer = getattr(self.engine, "optimizer", None)
+            if optimizer is not None and not hasattr(optimizer, "_global_grad_norm"):
                 # Stage 0 in float32 tells none. Nothing is scaled: the engine clips.
                 self.engine.plain_norm = clip_grad_norm(self.engine.module.parameters(), float("inf"))
             self.engine.step()  # clips, steps optimizer and scheduler, clears gradients
