@@ -29,7 +29,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers \
+.PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-deepspeed \
 	test-upstream test-crash bench bench-peer docs reference size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
@@ -62,6 +62,16 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	grep -v '^transformers==' constraints.txt > .venv-transformers-$*/constraints.txt
 	.venv-transformers-$*/bin/python -m pip --disable-pip-version-check install --quiet \
 		-c .venv-transformers-$*/constraints.txt -e . transformers==$* 'pytest>=8' optuna
+	@touch $@
+
+.venv-deepspeed/.ready: setup.py constraints.txt
+	@echo "setting up .venv-deepspeed (once)"
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
+		-e '.[testing,transformers]' setuptools wheel
+	# Its build script looks for torch.
+	.venv-deepspeed/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation \
+		-c constraints.txt -e '.[deepspeed]'
 	@touch $@
 
 .cache/upstream/%/.ready: $(VENV)/.ready
@@ -107,7 +117,11 @@ coverage: $(VENV)/.ready-interop $(PEER)/.ready ## the same tests as `make test`
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-test-slow: $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
+test-deepspeed: .venv-deepspeed/.ready ## DeepSpeed's tests, in an environment of its own: importing it changes torch
+	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest \
+		tests/distributed/test_deepspeed.py tests/interop/test_deepspeed.py $(ARGS)
+
+test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests marked gpu; needs one GPU, some need two

@@ -214,6 +214,7 @@ class Accelerator:
         self.has_lomo_optimizer = False
         self.step = 0
         self.prepared = PreparedObjects()
+        self.deepspeed_engine_wrapped: Any = None
         self._background = Background()
         self._loaded_checkpoint: str | None = None
         self._unfinished_save: str | None = None
@@ -684,8 +685,9 @@ class Accelerator:
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
-        backends.load("deepspeed")  # refuses: this version does not have it
-        return prepare.in_order(self, args)
+        from accelerate.training import engines
+
+        return engines.prepare(self, args)
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""

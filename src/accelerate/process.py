@@ -254,6 +254,8 @@ class PartialState(ProcessView):
             ranks = _join(backend, hardware, settings)
             # So that a rank which waits for this one can learn where it is.
             hang.watch(dist.distributed_c10d._get_default_store(), ranks.rank, ranks.world_size)
+            if abilities.deepspeed:
+                rendezvous.join_deepspeed(backend, hardware.type, ranks.local_rank or 0)
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks.local_rank, abilities.distributed)

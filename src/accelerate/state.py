@@ -180,7 +180,13 @@ class AcceleratorState(ProcessView):
             os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
         if name == "deepspeed_plugins":
             self.deepspeed_plugins = plugin
-            if isinstance(plugin, dict) and not any(entry.selected for entry in plugin.values()):
+            os.environ.setdefault(flag, _MIRRORED)
+            several = isinstance(plugin, dict)
+            for entry in plugin.values() if several else [plugin]:
+                entry.set_mixed_precision(self._mixed_precision)
+            if not several:
+                plugin.select(_from_accelerator_state=True)
+            elif not any(entry.selected for entry in plugin.values()):
                 self.select_deepspeed_plugin(next(iter(plugin)))
             return
         if self._mixed_precision != PrecisionType.NO.value:
@@ -226,8 +232,9 @@ class AcceleratorState(ProcessView):
         `reset_partial_state` does the same for `PartialState`: needed for another device, backend or process count.
         """
         storage.accelerator.renew()
-        if os.environ.get(flag := BY_NAME["use_fsdp"].env) == _MIRRORED:
-            del os.environ[flag]
+        for flag in (BY_NAME[switch].env for switch in ("use_fsdp", "use_deepspeed")):
+            if os.environ.get(flag) == _MIRRORED:
+                del os.environ[flag]
         if reset_partial_state:
             PartialState._reset_state()
 

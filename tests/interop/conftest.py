@@ -7,7 +7,7 @@ from interop.programs import figures, need_peer
 
 @pytest.fixture
 def run_ours(tmp_path):
-    return lambda script, processes: figures(script, tmp_path / "ours", processes, ours=True)
+    return lambda script, processes, *words: figures(script, tmp_path / "ours", processes, True, *words)
 
 
 @pytest.fixture

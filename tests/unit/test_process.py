@@ -1,4 +1,5 @@
 import pickle
+import sys
 from datetime import timedelta
 
 import pytest
@@ -90,10 +91,18 @@ def test_prepare_backend_may_be_called_and_replaced(monkeypatch):
     assert PartialState().num_processes == 1 and not dist.is_initialized()
 
 
-def test_deepspeed_gets_a_group_even_alone(monkeypatch, process_group):
+def test_deepspeed_gets_a_group_even_alone(monkeypatch, process_group, fake_deepspeed):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     state = PartialState(cpu=True)
     assert state.distributed_type == "DEEPSPEED" and state.backend == "gloo" and state.num_processes == 1
+    assert fake_deepspeed == [{"dist_backend": "gloo", "auto_mpi_discovery": False, "verbose": False}]
+
+
+def test_deepspeed_that_is_not_installed_is_named(monkeypatch, process_group):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError, match="pip install deepspeed"):
+        PartialState(cpu=True)
 
 
 def test_sagemaker_needs_its_package():

@@ -147,13 +147,13 @@ def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypa
         ({"fp16": {"enabled": "auto"}}, "no"),
     ],
 )
-def test_deepspeed_says_its_precision(config, precision, process_group):
+def test_deepspeed_says_its_precision(config, precision, process_group, fake_deepspeed):
     state = build(deepspeed_plugin=Plugin(config=config))
     assert state.distributed_type == "DEEPSPEED" and state.mixed_precision == precision
     assert "DeepSpeed configuration" in repr(state)
 
 
-def test_several_deepspeed_plugins(process_group):
+def test_several_deepspeed_plugins(process_group, fake_deepspeed):
     plugins = {"student": Plugin(), "teacher": Plugin()}
     state = build(deepspeed_plugin=plugins)
     assert state.deepspeed_plugin is plugins["student"]

@@ -51,7 +51,7 @@ SPECS: list[BackendSpec] = [
     BackendSpec("xla", _serves(DistributedType.XLA), "accelerate.backends.ddp:XLA"),
     BackendSpec("fsdp2", _shards_by_parameter, "accelerate.backends.fsdp2:FSDP2"),
     BackendSpec("fsdp1", _serves(DistributedType.FSDP), "accelerate.backends.fsdp1:FSDP1"),
-    BackendSpec("deepspeed", _serves(DistributedType.DEEPSPEED), None),
+    BackendSpec("deepspeed", _serves(DistributedType.DEEPSPEED), "accelerate.backends.deepspeed:DeepSpeed"),
     BackendSpec("megatron", _serves(DistributedType.MEGATRON_LM), None),
 ]
 

@@ -2,7 +2,9 @@
 
 import atexit
 import functools
+import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -15,6 +17,8 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
+
+logger = logging.getLogger(__name__)
 
 
 def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
@@ -34,6 +38,32 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
     if backend == "gloo" and not _leaves_at_exit:
         atexit.register(_leave)
         _leaves_at_exit = True
+
+
+def join_deepspeed(backend: str, device: str, local_rank: int) -> None:
+    """Let DeepSpeed talk through the process group that is alive. Every rank, before anything else of DeepSpeed's.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    os.environ.setdefault(
+        "LOCAL_RANK", str(local_rank)
+    )  # its engines look there, also those of a process that is alone
+    if device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would take a GPU that is there
+    import torch._dynamo  # noqa: F401  before `zero.Init` replaces functions of torch that it looks at
+
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed") from error
+    builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None and shutil.which("ninja") is None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
+        logger.info(
+            "Ranks of one machine exchange tensors by gloo: DeepSpeed's shared memory needs ninja to be built."
+        )
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
+    deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:

@@ -171,6 +171,11 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     in some micro-batches, is negative, or cannot be settled.
     """
     window = accelerator._window
+    if not accelerator._scales_loss:
+        raise ValueError(
+            f"num_items={num_items!r} is not possible with {accelerator.distributed_type}, whose engine divides each loss by "
+            "gradient_accumulation_steps. Leave num_items away."
+        )
     if window.joining:
         raise ValueError(
             f"num_items={num_items!r} was given inside join_uneven_inputs. Items are counted over all ranks, and here some "

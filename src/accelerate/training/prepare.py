@@ -29,14 +29,15 @@ from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared
 from accelerate.training.prepared import Entry, Facade
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from accelerate.utils.memory import release_memory
 
 _PLAIN = (str, bytes, int, float, complex)
 _CLASSES = {
     "loader": DataLoader,
     "model": nn.Module,
-    "optimizer": torch.optim.Optimizer,
-    "scheduler": (LRScheduler, AcceleratedScheduler),
+    "optimizer": (torch.optim.Optimizer, DummyOptim),
+    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler),
 }
 _LISTS = {"model": "models", "optimizer": "optimizers", "scheduler": "schedulers", "loader": "dataloaders"}
 _WOULD_HAVE = {
@@ -78,8 +79,15 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
         )
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
-    objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
-    result = in_order(accelerator, objects, device_placement)
+    if traits.of(accelerator.distributed_type).deepspeed:
+        if device_placement is not None:
+            raise ValueError(
+                f"device_placement={device_placement} has no effect with DeepSpeed, whose engine places the model. Leave it out."
+            )
+        result = accelerator._prepare_deepspeed(*objects)
+    else:
+        objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
+        result = in_order(accelerator, objects, device_placement)
     prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
@@ -262,7 +270,7 @@ def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
         wrapped = compile_model(accelerator, wrapped)
     models = accelerator.prepared.models
     models[:] = [wrapped if known is outer else known for known in models]
-    return register(accelerator, "model", wrapped, outer, *inners, *_chain(wrapped))
+    return register(accelerator, "model", wrapped, outer, *inners, *chain(wrapped))
 
 
 def _enlist(accelerator: Facade, kind: str, obj: Any) -> None:
@@ -290,7 +298,7 @@ def settings_of(accelerator: Facade) -> dict[str, str]:
     }
 
 
-def _chain(model: nn.Module) -> list[nn.Module]:
+def chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
     found: list[nn.Module] = []
     while (compiled := is_compiled_module(model)) or is_parallel_wrapper(model):
@@ -314,7 +322,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     _follow_mesh(accelerator, model, evaluation_mode)
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend is not FP8BackendType.MSAMP:
         (model,) = _convert(accelerator, (model,), None)  # a direct call; what `prepare` has converted stays as it is
-    given = [model, *_chain(model)]
+    given = [model, *chain(model)]
     master.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
@@ -337,7 +345,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
         registry.moved.follow(optimizer)
     for optimizer in registry.optimizers:
         follow_any(optimizer.optimizer, prepared.histories(registry))
-    inners = [*_chain(wrapped), *given]
+    inners = [*chain(wrapped), *given]
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
 
@@ -490,7 +498,7 @@ def restore_registry(accelerator: Facade) -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
         for item in getattr(accelerator.prepared, name):
-            inside = _chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
+            inside = chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
             accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
 
 
@@ -525,4 +533,5 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.step = 0
     accelerator.gradient_state._set_sync_gradients(True)  # the window that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
+    accelerator.deepspeed_engine_wrapped = None
     return release_memory(*objects)

@@ -269,7 +269,9 @@ def _read_models(
         pairs = zip(accelerator.prepared.models, inner, strict=True)
         for index, (outer, model) in enumerate([pair for pair in pairs if id(pair[1]) in kept]):
             state = backend.load_model(accelerator, outer, folder, index, **options)
-            if isinstance(state, tuple):  # what takes the state, and the state
+            if isinstance(state, Deferred):
+                contents.remaining.append(state.finish)
+            elif isinstance(state, tuple):  # what takes the state, and the state
                 contents.models.append(state)
             elif state is not None:  # None: the strategy has put the weights where they belong
                 contents.models.append((model, state))

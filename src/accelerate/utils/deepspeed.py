@@ -8,6 +8,7 @@ import torch
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.modules.norms import clip_grad_norm
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
@@ -77,11 +78,17 @@ class DeepSpeedEngineWrapper:
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
+            optimizer = getattr(self.engine, "optimizer", None)
+            if optimizer is not None and not hasattr(optimizer, "_global_grad_norm"):
+                # Stage 0 in float32 tells none. Nothing is scaled: the engine clips.
+                self.engine.plain_norm = clip_grad_norm(self.engine.module.parameters(), float("inf"))
             self.engine.step()  # clips, steps optimizer and scheduler, clears gradients
 
     def get_global_grad_norm(self) -> float:
         """Return the gradients' norm over all ranks at the last step."""
         norm = self.engine.get_global_grad_norm()
+        if norm is None:
+            norm = getattr(self.engine, "plain_norm", None)
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 

@@ -68,7 +68,8 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "plugins.FullyShardedDataParallelPlugin_<sync_module_states|cpu_ram_efficient_loading>_1(*",
          "variables.fsdp1_FSDP_SYNC_*", "variables.fsdp1_FSDP_CPU_RAM_*"),
         ("", "", "variables.<*_ACCELERATE_USE_FSDP|partial_ACCELERATE_USE_DEEPSPEED>(*"),
-        ("NotImplementedError", None, "variables.*_ACCELERATE_USE_<DEEPSPEED|MEGATRON_LM>(*"),
+        ("ImportError", None, "variables.*_ACCELERATE_USE_DEEPSPEED(*"),
+        ("NotImplementedError", None, "variables.*_ACCELERATE_USE_MEGATRON_LM(*"),
         ("", "ValueError", "merging.fsdp2(*load_full*")],
     "`reshard_after_forward` of an FSDP 1 plugin": [
         ("", "", "plugins.FullyShardedDataParallelPlugin_reshard_after_forward_1(*")],

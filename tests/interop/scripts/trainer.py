@@ -1,4 +1,4 @@
-"""transformers' Trainer: train with accumulation, evaluate, predict, checkpoint, resume."""
+"""transformers' Trainer: train with accumulation, evaluate, predict, checkpoint, resume; with a ZeRO stage by DeepSpeed."""
 
 import sys
 
@@ -20,12 +20,19 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-folder = sys.argv[1]
-trainer = build(folder)
+AUTO = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
+ZERO = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+)
+folder, *stage = sys.argv[1:]
+options = {"deepspeed": {**AUTO, "zero_optimization": {"stage": int(stage[0]), **ZERO}}} if stage else {}
+trainer = build(folder, **options)
 trainer.train()
 evaluation = trainer.evaluate()
 prediction = trainer.predict(TokenRows(13, seed=1))
-resumed = build(folder)
+resumed = build(folder, **options)
 resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
 assert prediction.predictions.shape[0] == 13, prediction.predictions.shape
 assert len(trainer.accelerator._models) == 1, trainer.accelerator._models

@@ -34,7 +34,7 @@ def test_a_state_finds_its_backend(kind, settings, name):
     assert registry.resolve(SimpleNamespace(distributed_type=kind, **settings)).name == name
 
 
-@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+@pytest.mark.parametrize("kind", [DistributedType.MEGATRON_LM])
 def test_a_strategy_that_is_not_there_says_what_works(kind):
     with pytest.raises(NotImplementedError, match="not part of this version.*data parallelism"):
         registry.resolve(SimpleNamespace(distributed_type=kind))

@@ -1,0 +1,218 @@
+"""The backend: a model, its optimizer and its scheduler become one engine, which steps inside the backward pass."""
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.backends.base import Backend
+from accelerate.backends.deepspeed import checkpoint, settings
+from accelerate.comm.nested import recursively_apply
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.modules.unwrap import compile_regions_deepspeed
+from accelerate.runtime.run import Run
+from accelerate.utils.deepspeed import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    DummyOptim,
+    DummyScheduler,
+    map_pytorch_optim_to_deepspeed,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class DeepSpeed(Backend):
+    """ZeRO stages 0 to 3, with offload and precision as the configuration says.
+
+    Source: https://arxiv.org/abs/1910.02054
+    """
+
+    name = "deepspeed"
+    saves_shards = True
+    save_options = ("client_state", "save_latest", "exclude_frozen_parameters")
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
+        """Always: the engine runs the model, also a frozen one."""
+        return True
+
+    def engine(
+        self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
+    ) -> tuple[Any, Any, Any]:
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks.
+
+        Raises:
+            ValueError: the objects and the configuration contradict each other.
+        """
+        import deepspeed
+
+        plugin = accelerator.state.deepspeed_plugin
+        settings.check(plugin.deepspeed_config, optimizer, scheduler, plugin.zero_stage)
+        plugin.set_moe_leaf_modules(model)
+        config = settings.resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
+        options: dict[str, Any] = {"model": model, "config_params": config}
+        if isinstance(optimizer, DummyOptim):
+            options["model_parameters"] = optimizer.params
+        elif optimizer is not None:
+            options["optimizer"] = _on_its_device(optimizer, plugin, config)
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+            options["lr_scheduler"] = scheduler.lr_scheduler_callable
+        engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
+        if engine.bfloat16_enabled():
+            # fp16 engines do it themselves.
+            engine.module.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
+        _compile(engine, accelerator.state.dynamo_plugin)
+        if optimizer is None:
+            return engine, None, None
+        if scheduler is not None:
+            own = own_scheduler if isinstance(scheduler, DummyScheduler) else None
+            scheduler = scheduler if own is None else DeepSpeedSchedulerWrapper(own, own_optimizer)
+        return engine, DeepSpeedOptimizerWrapper(own_optimizer), scheduler
+
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
+        """None: the engine scales losses."""
+        return None
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def backward(self, accelerator: Run, loss: torch.Tensor, model: Any = None, **kwargs: Any) -> None:
+        """Run the engine's backward pass, and its step where the window ends. All ranks.
+
+        Args:
+            accelerator: The Accelerator.
+            loss: A scalar, not scaled.
+            model: Whose engine it is; by default the one that the loss was computed with.
+            **kwargs: For the engine's ``backward``.
+        """
+        engines = [item for item in accelerator.prepared.models if is_engine(item) and trains(item)]
+        if model is not None:
+            engines = [item for item in engines if item is model or item.module is model]
+        elif len(engines) > 1:
+            engines = reached(loss, engines)
+        if len(engines) != 1:
+            raise ValueError(
+                f"The loss belongs to {len(engines)} of the prepared engines, so it does not say which one steps. Pass the prepared model: "
+                "accelerator.backward(loss, model=model), and detach what the other engines shall not learn from."
+            )
+        DeepSpeedEngineWrapper(engines[0]).backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
+
+    def clip_grad_norm(
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Return the norm of the last step's gradients, which the engine has clipped as its configuration says. All ranks."""
+        given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        for engine in filter(is_engine, accelerator.prepared.models):
+            if any(id(parameter) in given for parameter in engine.module.parameters()):
+                if (max_norm, norm_type) != (
+                    engine.gradient_clipping(),
+                    2,
+                ) and "clipping" not in accelerator.prepared.logged:
+                    accelerator.prepared.logged.add("clipping")
+                    logger.warning(
+                        f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) does not change how DeepSpeed clips: in the backward pass, "
+                        f"to gradient_clipping={engine.gradient_clipping()} of its configuration. Set that."
+                    )
+                return DeepSpeedEngineWrapper(engine).get_global_grad_norm()
+        raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state dict: of stage 3 on rank 0 alone. All ranks."""
+        if not is_engine(model):
+            return super().model_state(accelerator, model, unwrap)
+        state = checkpoint.whole(model, accelerator.state.deepspeed_plugin.deepspeed_config)
+        return state if unwrap else {f"module.{name}": value for name, value in state.items()}
+
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
+        """Write what the engine has, its optimizer included. All ranks."""
+        options = {name: value for name, value in options.items() if name in self.save_options}
+        checkpoint.save(accelerator.prepared.models[index], os.fspath(folder), index, **options)
+
+    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+        """Return what loads the engine's part, its optimizer included. All ranks."""
+        return checkpoint.read(model, folder, index, strict=options.get("strict", True))
+
+    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+        """Nothing: the engine's part has it."""
+
+    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
+        """Nothing: the engine's part has it."""
+
+    def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
+        """Return the schedulers that no engine saves."""
+        return [item for item in accelerator.prepared.schedulers if not isinstance(item, DeepSpeedSchedulerWrapper)]
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def release(self, accelerator: Run) -> None:
+        """Let the engines go of their hooks and buffers."""
+        for engine in filter(is_engine, accelerator.prepared.models):
+            engine.destroy()
+
+
+def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Turn floating tensors among the inputs into bfloat16, as autocast would, because the weights are."""
+    return recursively_apply(
+        torch.Tensor.bfloat16,
+        (args, kwargs),
+        test_type=lambda value: isinstance(value, torch.Tensor) and value.is_floating_point(),
+    )
+
+
+def is_engine(model: Any) -> bool:
+    """Whether this is a prepared engine, not a model that was prepared for evaluation alone."""
+    return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")
+
+
+def trains(engine: Any) -> bool:
+    """Whether an engine has an optimizer."""
+    return bool(getattr(engine, "basic_optimizer", None) or engine.client_optimizer or engine.optimizer_name())
+
+
+def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
+    """Return the engines with a parameter in the graph of a loss."""
+    owners = {id(parameter): engine for engine in engines for parameter in engine.module.parameters()}
+    found: dict[int, Any] = {}
+    pending, seen = [loss.grad_fn], set()
+    while pending and len(found) < len(engines):
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        engine = owners.get(id(getattr(node, "variable", None)))
+        if engine is not None:
+            found[id(engine)] = engine
+        pending += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def _compile(engine: Any, plugin: Any) -> None:
+    """Compile the engine's module in place, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
+    if plugin.backend.value == "NO":
+        return
+    options = plugin.to_kwargs()
+    if options.pop("use_regional_compilation", plugin.use_regional_compilation):
+        compile_regions_deepspeed(engine.module, **options)
+    else:
+        engine.compile(backend=options.pop("backend"), compile_kwargs=options)
+
+
+def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return the optimizer that trains: the one given, unless the configuration asks for DeepSpeed's own for offloaded states."""
+    offload = plugin.get_value("zero_optimization.offload_optimizer.device", "none")
+    if offload in (None, "none") or not config.get("zero_force_ds_cpu_optimizer"):
+        return optimizer
+    mapped = map_pytorch_optim_to_deepspeed(optimizer)
+    if mapped is optimizer:
+        raise ValueError(
+            f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed has no {type(optimizer).__name__} for states "
+            "in host memory. Set it to false to train with the optimizer that you pass."
+        )
+    return mapped

@@ -1,0 +1,162 @@
+"""The configuration of an engine: "auto" filled in from the objects of `prepare`, and contradictions refused."""
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from accelerate.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from accelerate.runtime.run import Run
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+
+logger = logging.getLogger(__name__)
+
+_MICRO, _TRAIN, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
+# The width of the model decides these: where they are in the configuration, and the value for a width.
+_BY_WIDTH = {
+    "zero_optimization.reduce_bucket_size": lambda width: width * width,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "zero_optimization.stage3_param_persistence_threshold": lambda width: 10 * width,
+}
+
+
+def check(config: dict[str, Any], optimizer: Any, scheduler: Any, zero_stage: int) -> None:
+    """Refuse an optimizer or a scheduler that is in both places, in none, or in the wrong one.
+
+    Raises:
+        ValueError: they contradict the configuration; the message names the key.
+    """
+    if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
+        raise ValueError(
+            "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has no `optimizer`. Add it there, or pass "
+            "a torch optimizer to prepare."
+        )
+    if optimizer is not None and not isinstance(optimizer, DummyOptim) and "optimizer" in config:
+        raise ValueError(
+            f"The DeepSpeed configuration has an `optimizer`, and prepare got a {type(optimizer).__name__}. Pass "
+            "accelerate.utils.DummyOptim to prepare, or take `optimizer` out of the configuration."
+        )
+    if isinstance(scheduler, DummyScheduler) and "scheduler" not in config and scheduler.lr_scheduler_callable is None:
+        raise ValueError(
+            "DummyScheduler stands for the scheduler of the DeepSpeed configuration, which has no `scheduler`. Add it there, pass "
+            "`lr_scheduler_callable` to DummyScheduler, or pass a torch scheduler to prepare."
+        )
+    if scheduler is not None and not isinstance(scheduler, DummyScheduler) and "scheduler" in config:
+        raise ValueError(
+            f"The DeepSpeed configuration has a `scheduler`, and prepare got a {type(scheduler).__name__}. Pass "
+            "accelerate.utils.DummyScheduler to prepare, or take `scheduler` out of the configuration."
+        )
+    if isinstance(optimizer, DummyOptim) and not isinstance(scheduler, DummyScheduler | None):
+        raise ValueError(
+            f"prepare got DummyOptim and a {type(scheduler).__name__}: a torch scheduler needs the torch optimizer that it was made for. "
+            "Pass DummyScheduler as well, or a torch optimizer."
+        )
+    if optimizer is None and zero_stage in (1, 2):
+        raise ValueError(
+            f"prepare got a model without an optimizer, and ZeRO stage {zero_stage} shards the optimizer's state. Pass the optimizer with the "
+            "model, or set zero_stage to 3 (or 0) for inference."
+        )
+
+
+def batch_size(loaders: Sequence[Any], smallest: bool) -> int | None:
+    """Return the batch size of the loaders that have one; of several the smallest or the largest."""
+    sizes = [getattr(loader, "batch_size", None) for loader in loaders]
+    sizes = [size for size in sizes if isinstance(size, int)]
+    return (min if smallest else max)(sizes) if sizes else None
+
+
+def resolve(
+    accelerator: Run, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
+) -> dict[str, Any]:
+    """Fill in every "auto" of the plugin's configuration, and return what the engine gets.
+
+    Raises:
+        ValueError: nothing determines a value, or values contradict each other.
+    """
+    config = plugin.deepspeed_config
+    steps = accelerator.gradient_accumulation_steps
+    if config[_STEPS] == "auto":
+        config[_STEPS] = steps
+    elif config[_STEPS] != steps:
+        logger.warning(
+            "gradient_accumulation_steps is %s in the DeepSpeed configuration and %s in the Accelerator: the configuration holds.",
+            config[_STEPS],
+            steps,
+        )
+        accelerator.gradient_accumulation_steps = config[_STEPS]
+    micro = config.get(_MICRO, "auto")
+    if micro == "auto":
+        micro = batch_size(loaders, plugin.is_train_batch_min)
+    if micro is None:
+        raise ValueError(
+            f"{_MICRO} is 'auto' in the DeepSpeed configuration, and no data loader has a batch size. Pass a loader with a batch size to "
+            f"prepare, or set AcceleratorState().deepspeed_plugin.deepspeed_config[{_MICRO!r}]."
+        )
+    layout = accelerator.parallelism_config
+    replicas = accelerator.num_processes // (layout.sp_size if layout is not None else 1)
+    known: dict[str, Any] = {
+        _MICRO: micro,
+        _TRAIN: micro * config[_STEPS] * replicas,
+        "gradient_clipping": 1.0,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+        **_widths(model, plugin),
+        **_optimizer(optimizer),
+        **_schedule(scheduler, optimizer),
+    }
+    if optimizer is not None and not isinstance(optimizer, DummyOptim):
+        config.setdefault("zero_allow_untested_optimizer", True)
+        # The optimizer that was given is the one that trains; DeepSpeed would refuse it beside an offload otherwise.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    plugin.deepspeed_config_process(must_match=False, **known)
+    return {**copy.deepcopy(config), "steps_per_print": config.get("steps_per_print", math.inf)}
+
+
+def _widths(model: nn.Module, plugin: DeepSpeedPlugin) -> dict[str, int]:
+    """Return sizes of buckets for the model's width, where the configuration asks for them."""
+    asked = [key for key in _BY_WIDTH if plugin.is_auto(key)]
+    if not asked:
+        return {}
+    found = getattr(model, "config", None)
+    for config in (found, getattr(found, "text_config", None)):
+        sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or ())]
+        if widths := [size for size in sizes if isinstance(size, int)]:
+            return {key: _BY_WIDTH[key](max(widths)) for key in asked}
+    raise ValueError(
+        f"{', '.join(asked)}: 'auto' in the DeepSpeed configuration, and {type(model).__name__} has no config.hidden_size to compute it "
+        "from. Set it."
+    )
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    if not isinstance(optimizer, DummyOptim):
+        return {}
+    return {
+        "optimizer.params.lr": optimizer.lr,
+        "optimizer.params.weight_decay": optimizer.weight_decay,
+    }
+
+
+def _schedule(scheduler: Any, optimizer: Any) -> dict[str, Any]:
+    if not isinstance(scheduler, DummyScheduler) or scheduler.lr_scheduler_callable is not None:
+        return {}
+    rate = getattr(scheduler.optimizer, "lr", None)
+    if rate is None:
+        rate = scheduler.optimizer.defaults["lr"]
+    known = {
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": rate,
+        # DeepSpeed refuses a warm-up of no steps since 0.19.6.
+        "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps or 1,
+    }
+    if scheduler.total_num_steps is not None:
+        known["scheduler.params.total_num_steps"] = scheduler.total_num_steps
+    return known
+
+
+def fresh(plugin: DeepSpeedPlugin, template: dict[str, Any]) -> None:
+    """Give a plugin the configuration that it had before values were filled in for an earlier model."""
+    plugin.hf_ds_config = HfDeepSpeedConfig(template)
+    plugin.deepspeed_config = plugin.hf_ds_config.config

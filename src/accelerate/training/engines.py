@@ -1,0 +1,62 @@
+"""Preparing for an engine that owns the whole step: a model, its optimizer and its scheduler become one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accelerate.training.prepare import again, chain, kind_of, own_states, register
+from accelerate.training.prepared import Facade
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper
+
+
+def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks.
+
+    Raises:
+        AssertionError: There are two new models, optimizers or schedulers.
+        ValueError: An optimizer or a scheduler comes without its model, or a setting does not fit the engine.
+    """
+    made, new = list(objects), {}
+    for position, item in enumerate(objects):
+        kind = kind_of(item)
+        if kind == "loader":
+            made[position] = accelerator._prepare_one(item, first_pass=True)
+        elif kind is not None and (known := again(accelerator, item, kind)) is not None:
+            made[position] = known
+        elif kind in new:
+            raise AssertionError(
+                f"prepare() got two new {kind}s: {type(objects[new[kind]]).__name__} and {type(item).__name__}. DeepSpeed makes one engine "
+                "of a model, its optimizer and its scheduler: call prepare once for each model."
+            )
+        elif kind is not None:
+            new[kind] = position
+    if not new:
+        return tuple(made)
+    if "model" not in new:
+        raise ValueError(
+            f"prepare() got a new {next(iter(new))} without its model. DeepSpeed makes one engine of them: pass the model, its "
+            "optimizer and its scheduler in one call."
+        )
+    if accelerator._exact_accumulation:
+        raise ValueError(
+            "GradientAccumulationPlugin(exact=True) is not possible with DeepSpeed, whose engine divides each loss by "
+            "gradient_accumulation_steps. Leave exact away."
+        )
+    names = ("model", "optimizer", "scheduler")
+    model, optimizer, scheduler = (objects[new[kind]] if kind in new else None for kind in names)
+    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
+    inside = [model, *chain(model)]
+    with own_states(accelerator):
+        built = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
+    engine, own_optimizer, own_scheduler = built
+    made[new["model"]] = register(accelerator, "model", engine, *chain(engine), *inside)
+    if own_optimizer is not None:
+        made[new["optimizer"]] = register(accelerator, "optimizer", own_optimizer, own_optimizer.optimizer, optimizer)
+    if isinstance(own_scheduler, DeepSpeedSchedulerWrapper):
+        made[new["scheduler"]] = register(accelerator, "scheduler", own_scheduler, own_scheduler.scheduler, scheduler)
+    elif scheduler is not None:
+        made[new["scheduler"]] = accelerator._prepare_one(scheduler)
+    accelerator.deepspeed_config = accelerator.deepspeed_plugin.deepspeed_config
+    accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
+    return tuple(made)

@@ -1,0 +1,264 @@
+"""DeepSpeed on this machine's processors: each ZeRO stage trains as plain torch does, saves, resumes, and says what it cannot do."""
+
+import copy
+import os
+import warnings
+
+import torch
+from expect import raised
+from harness import fresh_accelerator, rank, shared_folder, world
+from models import WIDTH, inputs_of, mean_square, network
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import DeepSpeedPlugin
+from accelerate.utils import DummyOptim, DummyScheduler
+
+USUAL = ("check_",)
+UPDATES, STEPS = 10, 2
+CONFIG = {
+    "zero_optimization": {"stage": 1},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+}
+
+
+def engines(stage=2, mixed_precision="no", config=None, **options):
+    plugin = (
+        DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config))
+        if config
+        else DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0, zero3_save_16bit_model=True, **options)
+    )
+    return fresh_accelerator(
+        deepspeed_plugin=plugin, mixed_precision=mixed_precision, gradient_accumulation_steps=STEPS
+    )
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.zeros(8, WIDTH)), batch_size=2)
+
+
+def made(model, kind=torch.optim.AdamW):
+    optimizer = kind(model.parameters(), lr=5e-3)
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=40)
+
+
+def train(accelerator, model, optimizer, scheduler, updates=range(UPDATES)):
+    """Train on inputs that each rank has for itself; the mean losses, and the norm of the last gradients."""
+    losses = []
+    for number in updates:
+        for step in range(STEPS):
+            with accelerator.accumulate(model):
+                loss = mean_square(model, inputs_of(rank(), seed=STEPS * number + step))
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+    return losses, float(norm)
+
+
+def plain(kind=torch.optim.AdamW):
+    """The same in plain torch, with the inputs of all ranks."""
+    model = network()
+    optimizer, scheduler = made(model, kind)
+    losses = []
+    for number in range(UPDATES):
+        for step in range(STEPS):
+            each = [mean_square(model, inputs_of(other, seed=STEPS * number + step)) for other in range(world())]
+            loss = torch.stack(each).mean()
+            (loss / STEPS).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for _ in range(world()):
+            scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, float(norm), model.state_dict()
+
+
+def prepared(accelerator, kind=torch.optim.AdamW):
+    model = network()
+    return accelerator.prepare(model, *made(model, kind), loader())[:3]
+
+
+def near(found, wanted, within=1e-5):
+    assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=within, rtol=within), (found, wanted)
+
+
+def check_each_stage_trains_as_plain_torch_does():
+    losses, norm, weights = plain()
+    for stage in (0, 1, 2, 3):
+        accelerator = engines(stage)
+        model, optimizer, scheduler = prepared(accelerator)
+        kinds = [type(item).__name__ for item in (model, optimizer, scheduler)]
+        assert kinds == ["DeepSpeedEngine", "DeepSpeedOptimizerWrapper", "AcceleratedScheduler"]
+        found = train(accelerator, model, optimizer, scheduler)
+        near(found[0], losses)
+        near(found[1], norm, 1e-4)
+        state = accelerator.get_state_dict(model)
+        assert set(state) == (set(weights) if stage < 3 or rank() == 0 else set())
+        for name in state:
+            near(state[name].tolist(), weights[name].tolist())
+            assert state[name].untyped_storage().nbytes() == state[name].nbytes, (
+                "a view would save all of ZeRO's buffer"
+            )
+        accelerator.free_memory()
+        assert accelerator.deepspeed_engine_wrapped is None
+
+
+def check_bf16_is_near():
+    losses = plain()[0]
+    for stage in (1, 3):
+        accelerator = engines(stage, "bf16")
+        assert accelerator.mixed_precision == "bf16" and accelerator.scaler is None
+        near(train(accelerator, *prepared(accelerator))[0], losses, 0.02)
+        accelerator.free_memory()
+
+
+def check_the_optimizer_that_was_given_trains_offloaded_states():
+    losses = plain(torch.optim.SGD)[0]
+    accelerator = engines(2, offload_optimizer_device="cpu")
+    model, optimizer, scheduler = prepared(accelerator, torch.optim.SGD)
+    assert type(model.basic_optimizer) is torch.optim.SGD
+    near(train(accelerator, model, optimizer, scheduler)[0], losses)
+    accelerator.free_memory()
+
+
+def check_a_run_goes_on_where_it_was_saved():
+    for stage in (0, 2, 3):
+        with shared_folder() as folder:
+            accelerator = engines(stage)
+            objects = prepared(accelerator)
+            train(accelerator, *objects, updates=range(3))
+            accelerator.save_state(f"{folder}/saved")
+            wanted = train(accelerator, *objects, updates=range(3, 6))
+            assert os.path.isfile(f"{folder}/saved/accelerate_manifest.json")
+            accelerator.free_memory()
+            accelerator = engines(stage)
+            objects = prepared(accelerator)
+            accelerator.load_state(f"{folder}/saved")
+            assert train(accelerator, *objects, updates=range(3, 6)) == wanted
+            with raised(ValueError, "absent"):
+                accelerator.load_state(f"{folder}/absent")
+            accelerator.free_memory()
+
+
+def check_a_second_prepare_returns_the_engine():
+    accelerator = engines(1)
+    inner = network()
+    optimizer, scheduler = made(inner)
+    model, wrapped, _, _ = accelerator.prepare(inner, optimizer, scheduler, loader())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for again in (inner, model, accelerator.unwrap_model(model)):
+            assert accelerator.prepare(again) is model
+        assert accelerator.prepare(optimizer) is wrapped
+    assert sum("already prepared" in str(item.message) for item in caught) == 4
+    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+    accelerator.free_memory()
+
+
+def check_each_of_two_engines_learns_from_its_own_loss():
+    accelerator = engines(2)
+    teacher, first, slow = prepared(accelerator)
+    student, second, other = prepared(accelerator)
+    before = [accelerator.get_state_dict(model) for model in (teacher, student)]
+    x = inputs_of(rank())
+    for _ in range(STEPS):
+        with accelerator.accumulate(teacher, student):
+            accelerator.backward((student(x) - teacher(x).detach() - 1).pow(2).mean())
+    after = [accelerator.get_state_dict(model) for model in (teacher, student)]
+    changed = [any(not old[name].equal(new[name]) for name in old) for old, new in zip(before, after, strict=True)]
+    assert changed == [False, True]
+    with raised(ValueError, "2 of the prepared engines"):
+        accelerator.backward((student(x) - teacher(x)).pow(2).mean())
+    accelerator.free_memory()
+
+
+def check_placeholders_stand_for_the_configuration():
+    accelerator = engines(config=CONFIG)
+    model = network()
+    optimizer = DummyOptim(model.parameters(), lr=5e-3)
+    model, optimizer, scheduler, _ = accelerator.prepare(model, optimizer, DummyScheduler(optimizer), loader())
+    assert type(scheduler).__name__ == "DeepSpeedSchedulerWrapper"
+    filled = accelerator.deepspeed_config
+    assert filled is accelerator.deepspeed_plugin.deepspeed_config
+    assert filled["optimizer"]["params"] == {"lr": 5e-3, "weight_decay": 0, "torch_adam": True}
+    assert filled["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 5e-3, "warmup_num_steps": 1}
+    assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (2 * STEPS * world(), 2)
+    accelerator.free_memory()
+
+
+def check_what_does_not_fit_is_refused_on_every_rank():
+    without = {key: value for key, value in CONFIG.items() if key not in ("optimizer", "scheduler")}
+    model = network()
+    optimizer, scheduler = made(model)
+    dummy = DummyOptim(model.parameters())
+    for config, objects, kind, words in (
+        (without, (model, optimizer), ValueError, "no data loader has a batch size"),
+        (without, (model, loader()), ValueError, "a model without an optimizer"),
+        (without, (optimizer, loader()), ValueError, "optimizer without its model"),
+        (without, (model, network(), optimizer, loader()), AssertionError, "two new models"),
+        (without, (model, dummy, loader()), ValueError, "has no `optimizer`"),
+        (CONFIG, (model, optimizer, loader()), ValueError, "has an `optimizer`"),
+        ({**CONFIG, "scheduler": without}, (model, dummy, scheduler, loader()), ValueError, "has a `scheduler`"),
+        (
+            {**without, "optimizer": CONFIG["optimizer"]},
+            (model, dummy, scheduler, loader()),
+            ValueError,
+            "DummyScheduler",
+        ),
+        ({**without, "mystery": "auto"}, (model, optimizer, loader()), ValueError, "`mystery` is 'auto'"),
+    ):
+        accelerator = engines(config=config)
+        with raised(kind, words):
+            accelerator.prepare(*objects)
+    with raised(ValueError, "device_placement"):
+        accelerator.prepare(model, optimizer, loader(), device_placement=[True] * 3)
+    with raised(NotImplementedError, "clip_grad_value_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    accelerator = engines(3)
+    accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
+        False
+    )
+    model = prepared(accelerator)[0]
+    with raised(ValueError, "stage3_gather_16bit_weights_on_model_save"):
+        accelerator.get_state_dict(model)
+    accelerator.free_memory()
+
+
+def saved_by_all():
+    """Save with so many ranks, and note how the run goes on with the inputs of all of them."""
+    for stage in (2, 3):
+        accelerator = engines(stage)
+        objects = prepared(accelerator)
+        train(accelerator, *objects, updates=range(3))
+        accelerator.save_state(f"saved_{stage}")
+        losses, weights = [], accelerator.get_state_dict(objects[0])
+        if rank() == 0:
+            torch.save({"losses": losses, "weights": weights}, f"weights_{stage}.pt")
+        accelerator.free_memory()
+
+
+def loaded_by_fewer():
+    """Load it with another number of ranks: the same weights, and moments that take the same step."""
+    for stage in (2, 3):
+        accelerator = engines(stage)
+        model, optimizer, scheduler = prepared(accelerator)
+        accelerator.load_state(f"saved_{stage}")
+        kept = torch.load(f"weights_{stage}.pt")["weights"]
+        state = accelerator.get_state_dict(model)
+        for name in state:
+            near(state[name].tolist(), kept[name].tolist())
+        assert sorted(os.listdir()) == ["saved_2", "saved_3", "weights_2.pt", "weights_3.pt"], (
+            "what was converted is gone"
+        )
+        train(accelerator, model, optimizer, scheduler, updates=range(3, 5))
+        accelerator.free_memory()
