@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
+from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
@@ -104,7 +104,7 @@ def resolve(
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
         **_widths(model, plugin),
         **_optimizer(optimizer),
-        **_schedule(scheduler, optimizer),
+        **_schedule(scheduler),
     }
     if optimizer is not None and not isinstance(optimizer, DummyOptim):
         config.setdefault("zero_allow_untested_optimizer", True)
@@ -139,7 +139,7 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _schedule(scheduler: Any, optimizer: Any) -> dict[str, Any]:
+def _schedule(scheduler: Any) -> dict[str, Any]:
     if not isinstance(scheduler, DummyScheduler) or scheduler.lr_scheduler_callable is not None:
         return {}
     rate = getattr(scheduler.optimizer, "lr", None)
@@ -154,9 +154,3 @@ def _schedule(scheduler: Any, optimizer: Any) -> dict[str, Any]:
     if scheduler.total_num_steps is not None:
         known["scheduler.params.total_num_steps"] = scheduler.total_num_steps
     return known
-
-
-def fresh(plugin: DeepSpeedPlugin, template: dict[str, Any]) -> None:
-    """Give a plugin the configuration that it had before values were filled in for an earlier model."""
-    plugin.hf_ds_config = HfDeepSpeedConfig(template)
-    plugin.deepspeed_config = plugin.hf_ds_config.config
