@@ -180,6 +180,8 @@ class AcceleratorState(ProcessView):
             os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
         if name == "deepspeed_plugins":
             self.deepspeed_plugins = plugin
+            if self._mixed_precision == PrecisionType.FP8.value:
+                raise NotImplementedError("mixed_precision='fp8' is not possible with DeepSpeed here. Use 'bf16'.")
             os.environ.setdefault(flag, _MIRRORED)
             several = isinstance(plugin, dict)
             for entry in plugin.values() if several else [plugin]:

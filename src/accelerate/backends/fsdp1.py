@@ -124,10 +124,13 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
             f"dp_shard_size={replicas}, or both above 1 for replicas of shards, or leave the FSDP plugin away."
         )
     if replicas > 1 and name == "NO_SHARD":
-        shards = f"dp_shard_size={layout.dp_shard_size}"
-        raise ValueError(f"sharding_strategy=NO_SHARD keeps whole parameters, not {shards}. Use FULL_SHARD.")
+        raise ValueError(
+            f"sharding_strategy=NO_SHARD keeps whole parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use FULL_SHARD."
+        )
     if replicas == 1 and shards and "HYBRID" in name:
-        raise ValueError(f"sharding_strategy={name} keeps replicas of shards, but dp_replicate_size is 1. Raise it.")
+        raise ValueError(
+            f"sharding_strategy={name} keeps replicas of shards, but dp_replicate_size is 1. Use FULL_SHARD."
+        )
 
 
 def _clip_together(roots: list[Any], others: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ class Prepared(Protocol):
 
     Attributes:
         custom_objects: Those of ``register_for_checkpointing``.
+        engines: Wrappers of engines that train: of DeepSpeed.
         moved: The `modules.repoint.MovedParameters`: what became of parameters that preparing replaced.
         sequence_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
         logged: Messages that were logged, and are logged once.
@@ -25,6 +26,7 @@ class Prepared(Protocol):
     schedulers: list[Any]
     dataloaders: list[Any]
     custom_objects: list[Any]
+    engines: list[Any]
     moved: Any
     sequence_context: Any
     logged: set[str]
@@ -43,6 +45,8 @@ class Run(Protocol):
     process_index: int
     local_process_index: int
     num_processes: int
+    sync_gradients: bool
+    gradient_accumulation_steps: int
     mixed_precision: str
     fp8_enabled: bool
     is_fsdp2: bool

@@ -17,6 +17,12 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
         AssertionError: There are two new models, optimizers or schedulers.
         ValueError: An optimizer or a scheduler comes without its model, or a setting does not fit the engine.
     """
+    layout = accelerator.parallelism_config
+    if layout is not None and layout.non_data_parallel_size * layout.dp_shard_size > 1:
+        raise NotImplementedError(
+            f"parallelism_config={layout} with DeepSpeed, which this version lets shard over all processes alone. Leave it away and choose "
+            "a ZeRO stage, or use FSDP; sp_backend='torch' shares sequences there."
+        )
     made, new = list(objects), {}
     for position, item in enumerate(objects):
         kind = kind_of(item)
@@ -59,4 +65,6 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
         made[new["scheduler"]] = accelerator._prepare_one(scheduler)
     accelerator.deepspeed_config = accelerator.deepspeed_plugin.deepspeed_config
     accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
+    if own_optimizer is not None:
+        accelerator.prepared.engines.append(accelerator.deepspeed_engine_wrapped)
     return tuple(made)

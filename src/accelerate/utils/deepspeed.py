@@ -71,6 +71,12 @@ class DeepSpeedEngineWrapper:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        # The plain optimizer of stage 0 in float32 tells no norm.
+        optimizer = getattr(engine, "optimizer", None)
+        self._counts_norm = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
+            optimizer, "_global_grad_norm"
+        )
+        self._norm: torch.Tensor | None = None
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run backward, and step where `sync_gradients` says that an accumulation window ends. Every rank calls it."""
@@ -78,17 +84,16 @@ class DeepSpeedEngineWrapper:
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
-            optimizer = getattr(self.engine, "optimizer", None)
-            if optimizer is not None and not hasattr(optimizer, "_global_grad_norm"):
-                # Stage 0 in float32 tells none. Nothing is scaled: the engine clips.
-                self.engine.plain_norm = clip_grad_norm(self.engine.module.parameters(), float("inf"))
+            if self._counts_norm:
+                # Nothing is scaled: the engine clips.
+                self._norm = clip_grad_norm(self.engine.module.parameters(), float("inf"))
             self.engine.step()  # clips, steps optimizer and scheduler, clears gradients
 
     def get_global_grad_norm(self) -> float:
         """Return the gradients' norm over all ranks at the last step."""
         norm = self.engine.get_global_grad_norm()
         if norm is None:
-            norm = getattr(self.engine, "plain_norm", None)
+            norm = self._norm
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 

@@ -124,10 +124,12 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 def convert_bytes(size: int | float) -> str:
     """Return a size in bytes as text in the largest unit that fits, up to petabytes: 1536 is "1.5 KB"."""
-    units = ["PB", "TB", "GB", "MB", "KB", "bytes"]
-    while size >= 1024 and len(units) > 1:
-        size, _ = size / 1024, units.pop()
-    return f"{round(size, 2)} {units[-1]}"
+    units = ("bytes", "KB", "MB", "GB", "TB", "PB")
+    step = 0
+    while size >= 1024 and step < len(units) - 1:
+        size /= 1024
+        step += 1
+    return f"{round(size, 2)} {units[step]}"
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:

@@ -5,12 +5,12 @@ import os
 import warnings
 
 import torch
-from expect import raised
+from expect import logged, raised, warned
 from harness import fresh_accelerator, rank, shared_folder, world
 from models import WIDTH, inputs_of, mean_square, network
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import DeepSpeedPlugin
+from accelerate import DeepSpeedPlugin, ParallelismConfig
 from accelerate.utils import DummyOptim, DummyScheduler
 
 USUAL = ("check_",)
@@ -137,7 +137,8 @@ def check_a_run_goes_on_where_it_was_saved():
             accelerator = engines(stage)
             objects = prepared(accelerator)
             train(accelerator, *objects, updates=range(3))
-            accelerator.save_state(f"{folder}/saved")
+            with warned(1, "its engine writes"):
+                accelerator.save_state(f"{folder}/saved", blocking=False)
             wanted = train(accelerator, *objects, updates=range(3, 6))
             assert os.path.isfile(f"{folder}/saved/accelerate_manifest.json")
             accelerator.free_memory()
@@ -207,8 +208,13 @@ def check_what_does_not_fit_is_refused_on_every_rank():
         (without, (optimizer, loader()), ValueError, "optimizer without its model"),
         (without, (model, network(), optimizer, loader()), AssertionError, "two new models"),
         (without, (model, dummy, loader()), ValueError, "has no `optimizer`"),
-        (CONFIG, (model, optimizer, loader()), ValueError, "has an `optimizer`"),
-        ({**CONFIG, "scheduler": without}, (model, dummy, scheduler, loader()), ValueError, "has a `scheduler`"),
+        (CONFIG, (model, optimizer, loader()), ValueError, "configuration has `optimizer`"),
+        (
+            {**CONFIG, "scheduler": without},
+            (model, dummy, scheduler, loader()),
+            ValueError,
+            "configuration has `scheduler`",
+        ),
         (
             {**without, "optimizer": CONFIG["optimizer"]},
             (model, dummy, scheduler, loader()),
@@ -222,9 +228,26 @@ def check_what_does_not_fit_is_refused_on_every_rank():
             accelerator.prepare(*objects)
     with raised(ValueError, "device_placement"):
         accelerator.prepare(model, optimizer, loader(), device_placement=[True] * 3)
+    with raised(ValueError, "got Sequential alone"):
+        accelerator.prepare_model(model, evaluation_mode=True)
+        accelerator.prepare(model)
+    with raised(ValueError, "num_items"):
+        accelerator.backward(torch.ones(1), num_items=1)
+    with raised(NotImplementedError, "parallelism_config"):
+        fresh_accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), parallelism_config=ParallelismConfig(tp_size=world())
+        ).prepare(network(), loader())
+    with raised(NotImplementedError, "fp8"):
+        engines(1, "fp8")
     with raised(NotImplementedError, "clip_grad_value_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     accelerator = engines(3)
+    with logged("accelerate.backends.deepspeed.engine") as lines:
+        model = prepared(accelerator)[0]
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    assert len(lines) == 1 and "gradient_clipping=1.0" in lines[0]
+    accelerator.free_memory()
     accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
         False
     )
@@ -235,15 +258,15 @@ def check_what_does_not_fit_is_refused_on_every_rank():
 
 
 def saved_by_all():
-    """Save with so many ranks, and note how the run goes on with the inputs of all of them."""
+    """Save with so many ranks, and the whole weights beside it."""
     for stage in (2, 3):
         accelerator = engines(stage)
         objects = prepared(accelerator)
         train(accelerator, *objects, updates=range(3))
         accelerator.save_state(f"saved_{stage}")
-        losses, weights = [], accelerator.get_state_dict(objects[0])
+        weights = accelerator.get_state_dict(objects[0])
         if rank() == 0:
-            torch.save({"losses": losses, "weights": weights}, f"weights_{stage}.pt")
+            torch.save(weights, f"weights_{stage}.pt")
         accelerator.free_memory()
 
 
@@ -253,7 +276,7 @@ def loaded_by_fewer():
         accelerator = engines(stage)
         model, optimizer, scheduler = prepared(accelerator)
         accelerator.load_state(f"saved_{stage}")
-        kept = torch.load(f"weights_{stage}.pt")["weights"]
+        kept = torch.load(f"weights_{stage}.pt")
         state = accelerator.get_state_dict(model)
         for name in state:
             near(state[name].tolist(), kept[name].tolist())

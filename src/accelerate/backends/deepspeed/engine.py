@@ -15,7 +15,6 @@ from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
-    DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyOptim,
@@ -34,6 +33,7 @@ class DeepSpeed(Backend):
 
     name = "deepspeed"
     saves_shards = True
+    writes_itself = True
     save_options = ("client_state", "save_latest", "exclude_frozen_parameters")
 
     # -- prepare -------------------------------------------------------------------------------------------------
@@ -41,6 +41,19 @@ class DeepSpeed(Backend):
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Always: the engine runs the model, also a frozen one."""
         return True
+
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
+        """Refuse to train a model by itself: without its optimizer it would be no engine, and learn alone on each rank.
+
+        Raises:
+            ValueError: it has parameters to train.
+        """
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"DeepSpeed makes one engine of a model and its optimizer, and got {type(model).__name__} alone. Pass both to `prepare` in one "
+                "call; for inference, prepare_model(model, evaluation_mode=True)."
+            )
+        return model
 
     def engine(
         self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
@@ -53,7 +66,7 @@ class DeepSpeed(Backend):
         import deepspeed
 
         plugin = accelerator.state.deepspeed_plugin
-        settings.check(plugin.deepspeed_config, optimizer, scheduler, plugin.zero_stage)
+        settings.check(plugin, optimizer, scheduler)
         plugin.set_moe_leaf_modules(model)
         config = settings.resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
         options: dict[str, Any] = {"model": model, "config_params": config}
@@ -66,7 +79,7 @@ class DeepSpeed(Backend):
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
         if engine.bfloat16_enabled():
             # fp16 engines do it themselves.
-            engine.module.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
+            engine.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
         _compile(engine, accelerator.state.dynamo_plugin)
         if optimizer is None:
             return engine, None, None
@@ -90,9 +103,9 @@ class DeepSpeed(Backend):
             model: Whose engine it is; by default the one that the loss was computed with.
             **kwargs: For the engine's ``backward``.
         """
-        engines = [item for item in accelerator.prepared.models if is_engine(item) and trains(item)]
+        engines = accelerator.prepared.engines
         if model is not None:
-            engines = [item for item in engines if item is model or item.module is model]
+            engines = [known for known in engines if model is known.engine or model is known.engine.module]
         elif len(engines) > 1:
             engines = reached(loss, engines)
         if len(engines) != 1:
@@ -100,26 +113,28 @@ class DeepSpeed(Backend):
                 f"The loss belongs to {len(engines)} of the prepared engines, so it does not say which one steps. Pass the prepared model: "
                 "accelerator.backward(loss, model=model), and detach what the other engines shall not learn from."
             )
-        DeepSpeedEngineWrapper(engines[0]).backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
+        engines[0].backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Return the norm of the last step's gradients, which the engine has clipped as its configuration says. All ranks."""
-        given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        for engine in filter(is_engine, accelerator.prepared.models):
-            if any(id(parameter) in given for parameter in engine.module.parameters()):
-                if (max_norm, norm_type) != (
-                    engine.gradient_clipping(),
-                    2,
-                ) and "clipping" not in accelerator.prepared.logged:
-                    accelerator.prepared.logged.add("clipping")
-                    logger.warning(
-                        f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) does not change how DeepSpeed clips: in the backward pass, "
-                        f"to gradient_clipping={engine.gradient_clipping()} of its configuration. Set that."
-                    )
-                return DeepSpeedEngineWrapper(engine).get_global_grad_norm()
-        raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
+        engines = accelerator.prepared.engines
+        if len(engines) > 1:
+            given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+            engines = [
+                known for known in engines if any(id(item) in given for item in known.engine.module.parameters())
+            ]
+        if not engines:
+            raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
+        limit = engines[0].engine.gradient_clipping()
+        if (max_norm, norm_type) != (limit, 2) and "clipping" not in accelerator.prepared.logged:
+            accelerator.prepared.logged.add("clipping")
+            logger.warning(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) does not change how DeepSpeed clips: in the backward pass, "
+                f"to gradient_clipping={limit} of its configuration. Set that."
+            )
+        return engines[0].get_global_grad_norm()
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
@@ -171,14 +186,9 @@ def is_engine(model: Any) -> bool:
     return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")
 
 
-def trains(engine: Any) -> bool:
-    """Whether an engine has an optimizer."""
-    return bool(getattr(engine, "basic_optimizer", None) or engine.client_optimizer or engine.optimizer_name())
-
-
 def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
     """Return the engines with a parameter in the graph of a loss."""
-    owners = {id(parameter): engine for engine in engines for parameter in engine.module.parameters()}
+    owners = {id(parameter): known for known in engines for parameter in known.engine.module.parameters()}
     found: dict[int, Any] = {}
     pending, seen = [loss.grad_fn], set()
     while pending and len(found) < len(engines):

@@ -23,40 +23,37 @@ _BY_WIDTH = {
 }
 
 
-def check(config: dict[str, Any], optimizer: Any, scheduler: Any, zero_stage: int) -> None:
-    """Refuse an optimizer or a scheduler that is in both places, in none, or in the wrong one.
+def check(plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> None:
+    """Refuse an optimizer or a scheduler that is in both places, in none, or in the wrong one; and MS-AMP.
 
     Raises:
         ValueError: they contradict the configuration; the message names the key.
     """
-    if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
-        raise ValueError(
-            "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has no `optimizer`. Add it there, or pass "
-            "a torch optimizer to prepare."
-        )
-    if optimizer is not None and not isinstance(optimizer, DummyOptim) and "optimizer" in config:
-        raise ValueError(
-            f"The DeepSpeed configuration has an `optimizer`, and prepare got a {type(optimizer).__name__}. Pass "
-            "accelerate.utils.DummyOptim to prepare, or take `optimizer` out of the configuration."
-        )
-    if isinstance(scheduler, DummyScheduler) and "scheduler" not in config and scheduler.lr_scheduler_callable is None:
-        raise ValueError(
-            "DummyScheduler stands for the scheduler of the DeepSpeed configuration, which has no `scheduler`. Add it there, pass "
-            "`lr_scheduler_callable` to DummyScheduler, or pass a torch scheduler to prepare."
-        )
-    if scheduler is not None and not isinstance(scheduler, DummyScheduler) and "scheduler" in config:
-        raise ValueError(
-            f"The DeepSpeed configuration has a `scheduler`, and prepare got a {type(scheduler).__name__}. Pass "
-            "accelerate.utils.DummyScheduler to prepare, or take `scheduler` out of the configuration."
-        )
+    config, stage = plugin.deepspeed_config, plugin.zero_stage
+    if plugin.enable_msamp:
+        raise NotImplementedError("enable_msamp=True: DeepSpeed has no MS-AMP any more. Leave it out, and use bf16.")
+    # A scheduler that is made by a function stands for none of the configuration.
+    made = getattr(scheduler, "lr_scheduler_callable", None) is not None
+    for name, given, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
+        stands = isinstance(given, dummy)
+        if stands and name not in config and not (made and given is scheduler):
+            raise ValueError(
+                f"{dummy.__name__} stands for the {name} of the DeepSpeed configuration, which has no `{name}`. Add it there, or pass "
+                f"a torch {name} to prepare" + (", or `lr_scheduler_callable`." if given is scheduler else ".")
+            )
+        if given is not None and not stands and name in config:
+            raise ValueError(
+                f"The DeepSpeed configuration has `{name}`, and prepare got a {type(given).__name__}. Pass "
+                f"accelerate.utils.{dummy.__name__} to prepare, or take `{name}` out of the configuration."
+            )
     if isinstance(optimizer, DummyOptim) and not isinstance(scheduler, DummyScheduler | None):
         raise ValueError(
             f"prepare got DummyOptim and a {type(scheduler).__name__}: a torch scheduler needs the torch optimizer that it was made for. "
             "Pass DummyScheduler as well, or a torch optimizer."
         )
-    if optimizer is None and zero_stage in (1, 2):
+    if optimizer is None and stage in (1, 2):
         raise ValueError(
-            f"prepare got a model without an optimizer, and ZeRO stage {zero_stage} shards the optimizer's state. Pass the optimizer with the "
+            f"prepare got a model without an optimizer, and ZeRO stage {stage} shards the optimizer's state. Pass the optimizer with the "
             "model, or set zero_stage to 3 (or 0) for inference."
         )
 
@@ -111,7 +108,7 @@ def resolve(
         # The optimizer that was given is the one that trains; DeepSpeed would refuse it beside an offload otherwise.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     plugin.deepspeed_config_process(must_match=False, **known)
-    return {**copy.deepcopy(config), "steps_per_print": config.get("steps_per_print", math.inf)}
+    return {"steps_per_print": math.inf, **copy.deepcopy(config)}
 
 
 def _widths(model: nn.Module, plugin: DeepSpeedPlugin) -> dict[str, int]:
