@@ -26,11 +26,15 @@ from accelerate.checkpoint.state import POSITIONS, Common, inner_optimizer, keep
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
+from accelerate.runtime import durable
 from accelerate.utils import other  # noqa: F401 (it lets torch load numpy's arrays and numbers)
 
 logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
+
+# From this many bytes on, huge pages pay.
+_LARGE = 4 << 20
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -353,7 +357,15 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
         for name, value in state.items():
             if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
-                state[name] = before.copy_(value) if _kind(before) == _kind(value) else value.clone()
+                state[name] = before.copy_(value) if _kind(before) == _kind(value) else _own(value)
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy; new memory in huge pages is filled so much faster that checksums make no load longer."""
+    made = torch.empty_like(value)
+    if made.nbytes >= _LARGE and made.device.type == "cpu":
+        durable.advise(made.data_ptr(), made.nbytes, durable.HUGE)
+    return made.copy_(value)
 
 
 def in_memory(state: Any) -> Any:

@@ -8,13 +8,10 @@ it.
 """
 
 import contextlib
-import ctypes
-import functools
 import logging
 import mmap
 import os
 import queue
-import sys
 import threading
 import weakref
 from collections import deque
@@ -31,6 +28,7 @@ from accelerate.devices import probe
 from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, hooks_of, offloading_hook
 from accelerate.offload.store import OffloadedWeightsLoader, resolved
 from accelerate.offload.tensors import convert_file_size_to_int
+from accelerate.runtime.durable import POPULATE, advise
 from accelerate.utils.environment import str_to_bool
 
 logger = logging.getLogger(__name__)
@@ -43,8 +41,6 @@ _AHEAD_ON_CPU = 256 * 2**20
 SMALLEST_ON_CPU = 64 * 1024
 # Size of each of the pinned buffers that weights travel through; two are enough to fill one while the other is sent.
 STAGING_BYTES = 64 * 2**20
-
-_POPULATE_READ = 22  # of madvise(2); kernels before 5.14 do not know it
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,22 +65,12 @@ def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
         ) from error
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
 def _read_pages(tensor: torch.Tensor) -> None:
     """Have the pages of a mapped tensor read and mapped in one go, which is several times faster than a fault at a time."""
     if not tensor.nbytes or not tensor.is_contiguous():
         return
-    if sys.platform == "linux":
-        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        length = tensor.data_ptr() + tensor.nbytes - begin
-        # ctypes lets other threads run meanwhile; mmap.madvise does not.
-        if _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _POPULATE_READ) == 0:
-            return
-    tensor.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
+    if not advise(tensor.data_ptr(), tensor.nbytes, POPULATE):
+        tensor.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
 
 
 class HostTransfer:

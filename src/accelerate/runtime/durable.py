@@ -10,9 +10,12 @@ Source:
 """
 
 import contextlib
+import ctypes
 import errno
 import functools
+import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,11 +30,14 @@ STAGING_PREFIX = ".saving_"
 ALGORITHM = "xxh3-128"
 CHUNK = 16 << 20
 
-# How much is read at a time: it is still in the processor's cache when it is hashed.
-_STEP = 1 << 20
 # How much is written at a time, before the disk begins with it: so little that it is nearly done when a file of some megabytes is closed.
 _BLOCK = 2 << 20
-_SMALL = 64 << 10
+# Smaller pieces than this are collected until they are more than a step.
+_SMALL, _STEP = 64 << 10, 1 << 20
+
+# Advice: to read and map pages of a file in one go, several times faster than a fault at a time (kernels from 5.14 know it); and
+# to take huge pages, so that new memory is filled twice as fast.
+POPULATE, HUGE = 22, 14
 
 
 def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T]:
@@ -117,21 +123,37 @@ def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> l
 
 
 def _digest(descriptor: int, start: int, end: int, path: str) -> bytes:
-    """Read a piece of a file, and return its digest."""
+    """Return the digest of a piece of a file."""
+    import numpy as np
     import xxhash
 
-    digest, scratch = xxhash.xxh3_128(), memoryview(bytearray(min(_STEP, end - start)))
-    if end - start > _STEP and hasattr(os, "posix_fadvise"):
+    if hasattr(os, "posix_fadvise"):
         # Threads that read one file by turns look to the system as if they jumped about, and it would not read ahead.
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
-    while start < end:
-        part = scratch[: min(_STEP, end - start)]
-        length = os.preadv(descriptor, [part], start)
-        if not length:
-            raise OSError(f"{path!r} became shorter while it was read")
-        digest.update(part[:length])
-        start += length
-    return digest.digest()
+    try:
+        mapped = mmap.mmap(descriptor, end - start, access=mmap.ACCESS_COPY, offset=start)
+    except ValueError as error:
+        raise OSError(f"{path!r} became shorter while it was read") from error
+    piece: Any = np.frombuffer(mapped, np.uint8)
+    if not advise(piece.ctypes.data, piece.nbytes, POPULATE):
+        # A process dies of a mapped page that cannot be read, and gets an error for a read.
+        piece = os.pread(descriptor, end - start, start)
+    return xxhash.xxh3_128(piece).digest()
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def advise(address: int, length: int, advice: int) -> bool:
+    """Tell the kernel what pages of memory are for; whether it follows. Source: https://man7.org/linux/man-pages/man2/madvise.2.html"""
+    if sys.platform != "linux":
+        return False
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    # ctypes lets other threads run meanwhile; mmap.madvise does not.
+    size = ctypes.c_size_t(address + length - begin)
+    return _libc().madvise(ctypes.c_void_p(begin), size, advice) == 0
 
 
 # -- files --------------------------------------------------------------------------------------------------------------

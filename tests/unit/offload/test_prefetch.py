@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+import sys
 import threading
 import weakref
 from unittest import mock
@@ -161,7 +162,7 @@ def test_budgets_follow_the_largest_module_and_false_is_off(model, tmp_path):
 
 
 def test_pages_are_read_whatever_the_kernel_can(model, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(prefetch.sys, "platform", "elsewhere")
+    monkeypatch.setattr(sys, "platform", "elsewhere")
     plain = model(inputs)
     disk_offload(model, tmp_path)
     with arrivals() as read_ahead:

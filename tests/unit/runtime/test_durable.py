@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import threading
 
 import numpy as np
@@ -55,6 +56,19 @@ def test_a_flipped_bit_shows(tmp_path, at):
     (tmp_path / "f").write_bytes(data)
     after = durable.of_file(tmp_path / "f", 2)
     assert before != after and before[0] == after[0] == 17 * MB
+
+
+def test_a_kernel_that_cannot_read_pages_ahead(tmp_path, monkeypatch):
+    (tmp_path / "f").write_bytes(os.urandom(17 * MB))
+    expected = durable.of_file(tmp_path / "f")
+    monkeypatch.setattr(sys, "platform", "elsewhere")
+    assert durable.of_file(tmp_path / "f") == expected
+
+
+def test_a_file_that_becomes_shorter_is_named(tmp_path):
+    (tmp_path / "f").write_bytes(bytes(5))
+    with pytest.raises(OSError, match="f' became shorter"):
+        durable.digests(tmp_path / "f", [0], 9)
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
