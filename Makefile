@@ -119,7 +119,7 @@ coverage: $(VENV)/.ready-interop $(PEER)/.ready ## the same tests as `make test`
 
 test-deepspeed: .venv-deepspeed/.ready ## DeepSpeed's tests, in an environment of its own: importing it changes torch
 	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest \
-		tests/distributed/test_deepspeed.py tests/interop/test_deepspeed.py $(ARGS)
+		-k deepspeed tests/distributed/test_deepspeed.py tests/distributed/test_conformance.py tests/interop/test_deepspeed.py $(ARGS)
 
 test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)

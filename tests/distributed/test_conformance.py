@@ -15,7 +15,7 @@ from distributed.conformance.strategies import STRATEGIES
 FOLDER = Path(__file__).parent / "conformance"
 # Between which checkpoints are exchanged, both ways.
 EXCHANGE = ("ddp", "fsdp1-full_shard", "fsdp2", "tp")
-LAUNCHES = sorted({(count, count in one.slow) for one in STRATEGIES.values() for count in one.processes})
+LAUNCHES = sorted({(count, count in one.slow, one.needs) for one in STRATEGIES.values() for count in one.processes})
 
 
 @pytest.fixture
@@ -31,17 +31,27 @@ def third_party(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("processes", "slow"),
+    ("processes", "slow", "needs"),
     [
-        pytest.param(count, slow, marks=[pytest.mark.slow] * slow, id=f"{count}{'-slow' * slow}")
-        for count, slow in LAUNCHES
+        pytest.param(
+            *launch,
+            marks=[pytest.mark.slow] * launch[1],
+            id=f"{launch[0]}{'-slow' * launch[1]}{launch[2] and '-'}{launch[2]}",
+        )
+        for launch in LAUNCHES
     ],
 )
-def test_strategies(launch, tmp_path, third_party, processes, slow):
-    chosen = [one for one in STRATEGIES.values() if processes in one.processes and (processes in one.slow) is slow]
+def test_strategies(launch, tmp_path, third_party, processes, slow, needs):
+    if needs:
+        pytest.importorskip(needs)
+    chosen = [
+        one
+        for one in STRATEGIES.values()
+        if processes in one.processes and (processes in one.slow, one.needs) == (slow, needs)
+    ]
     expected = {f"ok {one.name} {check}" for one in chosen for check in CHECKS if check not in one.without}
     arguments = [str(tmp_path / "checkpoints"), *(one.name for one in chosen), "--pairs"]
-    if (processes, slow) == (2, False):
+    if (processes, slow, needs) == (2, False, ""):
         arguments += EXCHANGE
         expected |= {f"ok {source} saves" for source in EXCHANGE}
         expected |= {f"ok {goal} loads {source}" for source in EXCHANGE for goal in EXCHANGE}

@@ -40,8 +40,8 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
         _leaves_at_exit = True
 
 
-def join_deepspeed(backend: str, device: str, local_rank: int) -> None:
-    """Let DeepSpeed talk through the process group that is alive. Every rank, before anything else of DeepSpeed's.
+def join_deepspeed(backend: str | None, device: str, local_rank: int) -> None:
+    """Let DeepSpeed talk through the process group that is alive, or one of this process. Every rank, before anything else of it.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -63,6 +63,9 @@ def join_deepspeed(backend: str, device: str, local_rank: int) -> None:
             "Ranks of one machine exchange tensors by gloo: DeepSpeed's shared memory needs ninja to be built."
         )
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
+    if not dist.is_initialized():
+        backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
+        init_process_group(ALONE, backend)
     deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 

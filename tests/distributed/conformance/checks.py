@@ -163,7 +163,9 @@ def has_plain_weights(strategy: Strategy) -> list[str]:
 def gathers_each_sample_once(strategy: Strategy) -> list[str]:
     """`gather_for_metrics` over an epoch that does not divide has every sample once, or once for each part of its sequence."""
     accelerator = accelerator_for(strategy)
-    _, loader = accelerator.prepare(zoo.build(), DataLoader(TensorDataset(torch.arange(13)), batch_size=2))
+    model = zoo.build()
+    optimizer, rows = zoo.optimizer_of(model, strategy.groups), TensorDataset(torch.arange(13))
+    _, _, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in loader]).tolist()
     copies = strategy.same_batch if strategy.splits_sequence else 1
     return [] if sorted(seen) == sorted(list(range(13)) * copies) else [f"samples {sorted(seen)}"]

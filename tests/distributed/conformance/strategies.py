@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParallelConfig
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchContextParallelConfig
+from distributed.conformance.model import MAX_NORM
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Strategy:
     without: Mapping[str, str] = field(default_factory=dict)  # checks that do not apply, and why
     environment: Mapping[str, str] = field(default_factory=dict)  # what turns it on
     slow: tuple[int, ...] = ()  # the numbers of processes on which it is left to the slow tests
+    needs: str = ""  # a library that changes what other tests see: its tests have an environment of their own
 
 
 def _fsdp(version: int, **more: Any) -> FullyShardedDataParallelPlugin:
@@ -70,6 +72,24 @@ def _overlay(name: str, shard: bool, processes: int, slow: bool = False, **sizes
     )
 
 
+def _zero(stage: int, processes: tuple[int, ...] = (2,), offload: str = "none") -> Strategy:
+    def options() -> dict[str, Any]:
+        settings = {"zero_stage": stage, "gradient_clipping": MAX_NORM, "zero3_save_16bit_model": True}
+        return {"deepspeed_plugin": DeepSpeedPlugin(offload_optimizer_device=offload, **settings)}
+
+    without = {
+        "holds_gradients_back": "the engine steps where accumulate() ends a window, and no_sync does nothing",
+        **dict.fromkeys(
+            ("computes_in_bf16", "reports"), "buffers stay in float32 beside weights in bf16; check_deepspeed.py"
+        ),
+    }
+    if stage == 3:
+        without["has_its_part"] = "between two forwards the parameters are empty"
+        without["lets_go"] = "a cache of DeepSpeed's keeps every model that was trained"
+    name = f"zero{stage}{'-offload' * (offload != 'none')}"
+    return Strategy(name, processes, options, part=1.0, without=without, needs="deepspeed")
+
+
 _ALL = (
     Strategy("single", (1,), slow=(1,)),
     Strategy("ddp", (2, 4), part=1.0, slow=(4,)),
@@ -115,5 +135,10 @@ _ALL = (
     _overlay("fsdp2-dp-sp", True, 4, slow=True, dp_shard=2, sp=2, sp_backend="torch"),
     # Not of this package: see `averaging`, which the tests install beside it.
     Strategy("third-party", (2,), part=1.0, environment={"AVERAGING_BACKEND": "1"}),
+    _zero(0),
+    _zero(1),
+    _zero(2, (1, 2, 4)),
+    _zero(2, offload="cpu"),
+    _zero(3, (1, 2, 4)),
 )
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}

@@ -77,7 +77,7 @@ class Run:
                 open_.append(self.loss(*batch).item())
                 if accelerator.sync_gradients:
                     if clip == "norm":
-                        norms.append(accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM).item())
+                        norms.append(float(accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)))
                     else:
                         accelerator.clip_grad_value_(self.model.parameters(), MAX_VALUE)
                     rates.append(self.optimizer.param_groups[0]["lr"])
