@@ -6,12 +6,18 @@ import tempfile
 from pathlib import Path
 
 # Which strategies on how many ranks; replicas of shards need four, and six heads are cut in two, not in four or one.
-RANKS = {1: ("ddp", "fsdp1", "fsdp2"), 2: ("ddp", "fsdp1", "fsdp2", "tp"), 4: ("ddp", "fsdp1", "fsdp2", "hsdp")}
-NAMES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "hsdp": "HSDP (2 x 2)", "tp": "tensor parallelism"}
+RANKS = {
+    1: ("ddp", "fsdp1", "fsdp2"),
+    2: ("ddp", "fsdp1", "fsdp2", "tp", "zero2", "zero3"),
+    4: ("ddp", "fsdp1", "fsdp2", "hsdp"),
+}
+# DeepSpeed has an environment of its own, which `make test-deepspeed` makes.
+DEEPSPEED = Path(__file__).parents[1] / ".venv-deepspeed/bin/python"
+NAMES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "hsdp": "HSDP (2 x 2)", "tp": "tensor parallelism", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
 NOTE = (
     "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
     "written by hand with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
-    "distributed checkpoints. Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The "
+    "distributed checkpoints, or with DeepSpeed's engine. Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The "
     "rest in processes of their own; memory is the largest growth of a rank from before `prepare` until some steps were trained. "
     "One thread for each process: four ranks share the cores of the machine. Ours writes checksums, syncs to the disk, and verifies."
 )
@@ -24,14 +30,18 @@ def run(python, rounds, measure):
         folder = Path(scratch, "state")
         for ranks, strategies in RANKS.items():
             for strategy in strategies:
+                interpreter = str(DEEPSPEED) if strategy.startswith("zero") else python
+                if not Path(interpreter).exists():
+                    print(f"{NAMES[strategy]} is left out: there is no {DEEPSPEED}", flush=True)
+                    continue
                 series = {}
                 for number in range(rounds):
                     # Few steps in each of many processes: where memory comes to lie differs from process to process.
                     told = ("--strategy", strategy, "--count", "10")
-                    _note(series, "both", measure(python, "strategies", "steps", *told, processes=ranks))
+                    _note(series, "both", measure(interpreter, "strategies", "steps", *told, processes=ranks))
                     for who in ("ours", "plain") if number % 2 == 0 else ("plain", "ours"):
                         told = ("--strategy", strategy, "--count", "3", "--folder", str(folder))
-                        _note(series, who, measure(python, "strategies", who, *told, processes=ranks))
+                        _note(series, who, measure(interpreter, "strategies", who, *told, processes=ranks))
                         shutil.rmtree(folder, ignore_errors=True)
                 key = f"{NAMES[strategy]}, {ranks} rank{'s' * (ranks > 1)}"
                 results[key] = {

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils import TorchTensorParallelConfig
 
 warnings.simplefilter("ignore")
@@ -100,7 +100,11 @@ class Ours:
                 # As torch has it by default; that of the plugin is not to prefetch.
                 backward_prefetch="BACKWARD_PRE" if strategy == "fsdp1" else None,
             )
-        if strategy == "hsdp":
+        if strategy.startswith("zero"):
+            plugin = DeepSpeedPlugin(zero_stage=int(strategy[-1]), zero3_save_16bit_model=True)
+            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = BATCH
+            options["deepspeed_plugin"] = plugin
+        elif strategy == "hsdp":
             options["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=ranks() // 2)
         elif strategy == "tp":
             handler = TorchTensorParallelConfig(plan=PLAN)
@@ -125,6 +129,42 @@ class Ours:
 
     def load(self, folder):
         self.accelerator.load_state(folder)
+
+
+class PlainEngine:
+    """The same by hand, with DeepSpeed's engine."""
+
+    def __init__(self, strategy):
+        import deepspeed
+
+        deepspeed.init_distributed(auto_mpi_discovery=False)
+        self.stage = int(strategy[-1])
+
+    def prepare(self):
+        import deepspeed
+
+        model, optimizer = made()
+        # As the Accelerator's plugin has it.
+        zero = {"stage": self.stage, "stage3_gather_16bit_weights_on_model_save": True}
+        zero |= {f"offload_{part}": {"device": "none"} for part in ("optimizer", "param")}
+        config = {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 1.0, "zero_optimization": zero}
+        config |= {"zero_allow_untested_optimizer": True, "bf16": {"enabled": CUDA}, "steps_per_print": 10**9}
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def step(self, tokens):
+        self.engine.backward(self.engine(tokens))
+        self.engine.step()
+
+    def gather(self):
+        if self.stage == 3:
+            return self.engine._zero3_consolidated_16bit_state_dict()
+        return self.engine.module.state_dict()
+
+    def save(self, folder):
+        self.engine.save_checkpoint(folder)
+
+    def load(self, folder):
+        self.engine.load_checkpoint(folder)
 
 
 class Plain:
@@ -222,6 +262,10 @@ class Plain:
         )
 
 
+def by_hand(strategy):
+    return PlainEngine(strategy) if strategy.startswith("zero") else Plain(strategy)
+
+
 def clock(work, *arguments):
     """Return how long all ranks needed, in seconds."""
     settle()
@@ -254,7 +298,7 @@ def tokens_of(strategy):
 
 def steps(strategy, count, folder):
     """Take turns, so that a slow moment of the machine hits both; the ratio is the median of those of neighbours."""
-    both = {"ours": Ours(strategy), "plain torch": Plain(strategy)}
+    both = {"ours": Ours(strategy), "plain torch": by_hand(strategy)}
     for run in both.values():
         run.prepare()
     tokens, times = tokens_of(strategy), {name: [] for name in both}
@@ -296,7 +340,7 @@ def life(strategy, count, folder, kind):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("phase", choices=["steps", "ours", "plain"])
-    parser.add_argument("--strategy", choices=["ddp", "fsdp1", "fsdp2", "hsdp", "tp"], required=True)
+    parser.add_argument("--strategy", choices=["ddp", "fsdp1", "fsdp2", "hsdp", "tp", "zero2", "zero3"], required=True)
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--folder", default="")
     arguments = parser.parse_args()
@@ -304,7 +348,7 @@ def main():
     if arguments.phase == "steps":
         figures = steps(*told)
     else:
-        figures = life(*told, Ours if arguments.phase == "ours" else Plain)
+        figures = life(*told, Ours if arguments.phase == "ours" else by_hand)
     if not int(os.environ.get("RANK", 0)):
         print(json.dumps(figures), flush=True)
     if dist.is_initialized():
