@@ -39,3 +39,9 @@ def test_sequence_parallel_needs_the_common_length(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "long")
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH is 'long'"):
         DeepSpeedSequenceParallelConfig()
+
+
+@pytest.mark.parametrize("name", ["eager", "flex_attention", "flash_attention_9", "someone/attention", "flash-attn2"])
+def test_sequence_parallel_refuses_other_attention(name):
+    with pytest.raises(ValueError, match=f"Invalid sp_attn_implementation: '{name}'.*sdpa"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation=name)
