@@ -1,7 +1,5 @@
 """FSDP1 through the Accelerator, in one process: which options reach torch's wrapper, steps, clipping, flat parameters."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, w
 
 from accelerate import ParallelismConfig
 from accelerate.backends import fsdp1
-from accelerate.checkpoint.state import tied_names
-from accelerate.config.enums import DistributedType
+from cases import cases
 from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
@@ -107,18 +104,6 @@ def test_policy_objects(alone, version, kind):
         accelerator.state._reset_state(True)
 
 
-def test_a_class_that_is_not_there_is_refused(alone):
-    with pytest.raises(ValueError, match="holds Nope; the model contains Block, Dropout, Embedding"):
-        sharding(1, transformer_cls_names_to_wrap=["Nope"]).prepare(net())
-
-
-def test_tensor_parallelism_is_refused(eight):
-    accelerator = sharding(1)
-    accelerator.state.parallelism_config = ParallelismConfig(dp_shard_size=4, tp_size=2)
-    with pytest.raises(ValueError, match="tp_size=2 with fsdp_version=1.*fsdp_version=2"):
-        accelerator.prepare(net())
-
-
 # -- meshes ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,9 +112,6 @@ def test_a_hybrid_strategy_keeps_a_copy_on_each_machine(eight, monkeypatch):
     mesh = fsdp1._mesh(Machine(), ShardingStrategy.HYBRID_SHARD)
     assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert fsdp1._mesh(Machine(), ShardingStrategy.FULL_SHARD) is None
-
-
-def test_machines_of_different_sizes_are_refused(eight, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="the 8 processes are not a multiple of the 3 on this one.*dp_replicate_size"):
         fsdp1._mesh(Machine(), ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -145,25 +127,18 @@ def test_replicas_in_the_mesh_make_the_strategy_hybrid(eight, given, used):
     assert options["device_mesh"].mesh_dim_names == ("dp_replicate", "dp_shard")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "strategy", "text"),
-    [
-        ({"dp_replicate_size": 8}, "FULL_SHARD", "dp_replicate_size=8 and dp_shard_size=1 shard nothing"),
-        ({"dp_replicate_size": 2, "dp_shard_size": 4}, "NO_SHARD", "NO_SHARD keeps whole .* dp_shard_size=4"),
-        ({"dp_shard_size": 8}, "HYBRID_SHARD", "HYBRID_SHARD keeps replicas of shards, but dp_replicate_size is 1"),
-    ],
+@cases(
+    "sizes, strategy, text",
+    ({"dp_replicate_size": 8}, "FULL_SHARD", "dp_replicate_size=8 and dp_shard_size=1 shard nothing"),
+    ({"dp_replicate_size": 2, "dp_shard_size": 4}, "NO_SHARD", "NO_SHARD keeps whole .* dp_shard_size=4"),
+    ({"dp_shard_size": 4, "tp_size": 2}, "FULL_SHARD", "tp_size=2 with fsdp_version=1.*fsdp_version=2"),
+    ({"dp_shard_size": 8}, "HYBRID_SHARD", "HYBRID_SHARD keeps replicas of shards, but dp_replicate_size is 1"),
 )
 def test_a_mesh_and_a_strategy_that_disagree_are_refused(eight, sizes, strategy, text):
     accelerator = sharding(1, sharding_strategy=strategy)
     accelerator.state.parallelism_config = ParallelismConfig(**sizes)
     with pytest.raises(ValueError, match=text):
         accelerator.prepare(net())
-
-
-def test_ranks_that_no_dimension_claims_are_shards():
-    layout, run = ParallelismConfig(), {"num_processes": 8, "multi_device": True, "is_fsdp2": False}
-    layout._validate_accelerator(SimpleNamespace(**run, distributed_type=DistributedType.FSDP))
-    assert (layout.dp_replicate_size, layout.dp_shard_size) == (1, 8)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -207,21 +182,6 @@ def test_efficient_loading_sends_the_weights_of_the_first_rank(alone):
         accelerator = sharding(1, cpu_ram_efficient_loading=True)
     model = accelerator.prepare(net())
     torch.testing.assert_close(accelerator.get_state_dict(model), wanted)
-
-
-def test_a_param_init_fn_gives_memory_and_keeps_ties(alone):
-    def initialise(module):
-        module.to_empty(device="cpu", recurse=False)
-        for parameter in module.parameters(recurse=False):
-            nn.init.constant_(parameter, 0.5)
-
-    with torch.device("meta"):
-        model = net()
-    accelerator = sharding(1, param_init_fn=initialise)
-    model = accelerator.prepare(model)
-    state = accelerator.get_state_dict(model)
-    assert all(bool((value == 0.5).all()) for name, value in state.items() if name != "scale")
-    assert {tuple(sorted(names)) for names in tied_names(model)} == {("emb.weight", "head.weight")}
 
 
 @pytest.mark.parametrize("original", [False, True])

@@ -12,32 +12,27 @@ from accelerate.backends import registry
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import BackendSpec
 from accelerate.config.enums import DistributedType
+from cases import cases
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "name"),
-    [
-        (DistributedType.NO, {}, "single"),
-        ("NO", {}, "single"),
-        (DistributedType.MULTI_CPU, {}, "ddp"),
-        ("MULTI_GPU", {}, "ddp"),
-        (DistributedType.MULTI_NPU, {}, "ddp"),
-        (DistributedType.XLA, {}, "xla"),
-        (DistributedType.FSDP, {"is_fsdp2": False}, "fsdp1"),
-        (DistributedType.FSDP, {"is_fsdp2": True}, "fsdp2"),
-        (DistributedType.FSDP, {"is_fsdp2": True, "parallelism_config": ParallelismConfig(2, 2, 2)}, "fsdp2"),
-        (DistributedType.MULTI_CPU, {"parallelism_config": ParallelismConfig(2)}, "ddp"),
-        (DistributedType.MULTI_GPU, {"parallelism_config": ParallelismConfig(tp_size=2)}, "tensor_parallel"),
-    ],
+@cases(
+    "kind, settings, name",
+    (DistributedType.NO, {}, "single"),
+    (DistributedType.MULTI_CPU, {}, "ddp"),
+    (DistributedType.MULTI_NPU, {}, "ddp"),
+    (DistributedType.XLA, {}, "xla"),
+    (DistributedType.FSDP, {"is_fsdp2": False}, "fsdp1"),
+    (DistributedType.FSDP, {"is_fsdp2": True, "parallelism_config": ParallelismConfig(2, 2, 2)}, "fsdp2"),
+    (DistributedType.MULTI_CPU, {"parallelism_config": ParallelismConfig(2)}, "ddp"),
+    (DistributedType.MULTI_GPU, {"parallelism_config": ParallelismConfig(tp_size=2)}, "tensor_parallel"),
 )
 def test_a_state_finds_its_backend(kind, settings, name):
     assert registry.resolve(SimpleNamespace(distributed_type=kind, **settings)).name == name
 
 
-@pytest.mark.parametrize("kind", [DistributedType.MEGATRON_LM])
-def test_a_strategy_that_is_not_there_says_what_works(kind):
+def test_a_strategy_that_is_not_there_says_what_works():
     with pytest.raises(NotImplementedError, match="not part of this version.*data parallelism"):
-        registry.resolve(SimpleNamespace(distributed_type=kind))
+        registry.resolve(SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM))
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -1,4 +1,4 @@
-"""What the sharding strategies share: groups of one, the order of preparing, the note about memory, and whose optimizer it is."""
+"""What the sharding strategies share: training that equals plain torch, preparing in any order, and whose optimizer it is."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.backends.sharded import model_of
-from accelerate.checkpoint.state import is_fsdp1
-from accelerate.config.enums import DistributedType
+from accelerate.checkpoint.state import is_fsdp1, tied_names
 from accelerate.modules.repoint import MovedParameters
 from accelerate.parallel.shard import is_sharded
 from accelerate.utils import GradientAccumulationPlugin
@@ -16,31 +15,6 @@ from sharded_samples import batch, loss, net, sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 both = pytest.mark.parametrize("version", [1, 2])
-
-
-@both
-def test_a_process_that_is_alone_gets_a_group(process_group, version):
-    dist.destroy_process_group()
-    accelerator = sharding(version)
-    assert accelerator.distributed_type == DistributedType.FSDP
-    assert not dist.is_initialized()
-    accelerator.prepare(net())
-    assert dist.get_world_size() == 1
-
-
-@both
-def test_results_come_in_the_order_of_the_arguments(process_group, version):
-    accelerator, model = sharding(version), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    first, loader, second, third = accelerator.prepare(
-        schedule, torch.utils.data.DataLoader(torch.zeros(2, 1)), optimizer, model
-    )
-    kinds = [type(item).__name__ for item in (first, loader, second)]
-    assert kinds == ["AcceleratedScheduler", "DataLoaderShard", "AcceleratedOptimizer"]
-    assert accelerator.unwrap_model(third) is model
-    now = {id(parameter) for parameter in third.parameters()}
-    assert {id(parameter) for parameter in second.param_groups[0]["params"]} == now
 
 
 def test_an_optimizer_finds_its_model():
@@ -95,6 +69,16 @@ def test_windows_give_the_weights_of_plain_torch(process_group, version, options
     torch.testing.assert_close(accelerator.get_state_dict(model), reference.state_dict())
 
 
+def test_no_sync_of_shards_is_left_again_after_an_error(process_group, monkeypatch):
+    accelerator = sharding(2)
+    model = accelerator.prepare(net())
+    calls = []
+    monkeypatch.setattr(model, "set_requires_gradient_sync", calls.append)
+    with pytest.raises(KeyError), accelerator.no_sync(model):
+        raise KeyError
+    assert calls == [False, True] and accelerator._window.apart is False
+
+
 @both
 def test_items_inside_no_sync_are_refused(process_group, version):
     accelerator = sharding(version, {"gradient_accumulation_steps": 2})
@@ -142,6 +126,20 @@ def test_recomputed_activations_draw_the_same_dropout(process_group, version, of
         Accelerator(cpu=True).state._reset_state(True)
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+@both
+def test_a_param_init_fn_gives_memory_and_keeps_ties(process_group, version):
+    def initialise(module):
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.5)
+
+    with torch.device("meta"):
+        model = net()
+    model = sharding(version, param_init_fn=initialise).prepare(model)
+    assert all(bool((whole(parameter) == 0.5).all()) for parameter in model.parameters())
+    assert {tuple(sorted(names)) for names in tied_names(model)} == {("emb.weight", "head.weight")}
 
 
 @both
@@ -221,13 +219,6 @@ def test_prepare_model_alone_makes_the_group_it_needs(process_group, version):
     accelerator.backward(loss(prepared, batch()))
     optimizer.step()
     assert any(not torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(prepared).items())
-
-
-@both
-def test_a_state_dict_may_be_taken_before_anything_is_prepared(process_group, version):
-    dist.destroy_process_group()
-    model = net()
-    assert sharding(version).get_state_dict(model).keys() == model.state_dict().keys()
 
 
 @both

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from accelerate.comm import check
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import GATHER_INLINE, DistributedOperationException, Post
+from cases import cases
 
 CPU = torch.device("cpu")
 
@@ -61,24 +62,6 @@ def gather(post, tensors, structure=None, operation="gather"):
     return outcome.gathered or [post.gather_large(tensor.contiguous()) for tensor in tensors]
 
 
-def test_small_tensors_of_any_dtype_travel_in_one_collective():
-    dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.int64, torch.complex64, torch.float8_e5m2]
-    world = World(3)
-
-    def work(rank, post):
-        return gather(post, [torch.full((2, 3), rank).to(dtype) for dtype in dtypes])
-
-    for results in world.run(work):
-        for dtype, result in zip(dtypes, results, strict=True):
-            assert result.dtype is dtype and result.shape == (6, 3)
-            expected = torch.arange(3.0).repeat_interleave(6).view(6, 3).to(dtype)
-            assert torch.equal(
-                torch.view_as_real(result) if dtype.is_complex else result.float(),
-                torch.view_as_real(expected) if dtype.is_complex else expected.float(),
-            )
-    assert world.collectives == 1
-
-
 def test_repeated_exchanges_settle_at_one_collective_each():
     world = World(2)
 
@@ -92,29 +75,14 @@ def test_repeated_exchanges_settle_at_one_collective_each():
     assert world.collectives == 5 * 2 + 2  # the large one did not fit until it was known what it follows
 
 
-def test_large_gathers_send_their_data_beside_the_header():
-    world, count = World(2), GATHER_INLINE // 4 + 7
-
-    def work(rank, post):
-        for step in range(4):
-            (result,) = gather(post, [torch.full((count,), float(rank + step))])
-            assert result.view(2, count).mean(1).tolist() == [step, step + 1.0]
-        (result,) = gather(post, [torch.tensor([rank])])  # another one than expected
-        assert result.tolist() == [0, 1]
-
-    assert world.run(work) == [None, None] and world.collectives == 5 * 2
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "fragments"),
-    [
-        ([torch.ones(2)], [torch.ones(3)], ("float32[2]", "float32[3]")),
-        ([torch.ones(2)], [torch.ones(2, dtype=torch.float64)], ("float32[2]", "float64[2]")),
-        ([torch.ones(2)], [torch.ones(2, 1)], ("float32[2]", "float32[2, 1]")),
-        ([torch.ones(2)], [torch.ones(2)] * 2, ("float32[2], float32[2]",)),
-        ([torch.ones(70000)], [torch.ones(9)], ("float32[70000]", "float32[9]")),
-        ([torch.ones(1)] * 40, [torch.ones(1)] * 39 + [torch.ones(2)], ("more",)),
-    ],
+@cases(
+    "first, second, fragments",
+    ([torch.ones(2)], [torch.ones(3)], ("float32[2]", "float32[3]")),
+    ([torch.ones(2)], [torch.ones(2, dtype=torch.float64)], ("float32[2]", "float64[2]")),
+    ([torch.ones(2)], [torch.ones(2, 1)], ("float32[2]", "float32[2, 1]")),
+    ([torch.ones(2)], [torch.ones(2)] * 2, ("float32[2], float32[2]",)),
+    ([torch.ones(70000)], [torch.ones(9)], ("float32[70000]", "float32[9]")),
+    ([torch.ones(1)] * 40, [torch.ones(1)] * 39 + [torch.ones(2)], ("more",)),
 )
 @pytest.mark.parametrize("seen_before", [False, True])
 def test_disagreement_is_raised_on_every_rank(first, second, fragments, seen_before):

@@ -3,7 +3,6 @@ import torch
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.process import PartialState
 from accelerate.runtime import storage
 
@@ -19,13 +18,6 @@ def test_alone_there_is_nobody_to_ask():
     communicator.barrier()
     with pytest.raises(ValueError, match="'median'"):
         communicator.all_reduce(tensor, "median")
-
-
-def test_type_decides_and_groups_are_told_apart(process_group):
-    first = comm.for_type("MULTI_CPU")
-    assert isinstance(first, TorchCommunicator) and comm.for_type("FSDP") is first
-    comm.forget()
-    assert comm.for_type("MULTI_CPU") is not first
 
 
 def test_several_processes_without_a_group():

@@ -9,6 +9,7 @@ from torch import nn
 from accelerate.config import deepspeed as home
 from accelerate.config.deepspeed import DeepSpeedPlugin as Plugin
 from accelerate.config.deepspeed import HfDeepSpeedConfig
+from cases import cases
 
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
 
@@ -38,70 +39,19 @@ def no_transformers(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
 
 
-def test_offloading_to_a_disk_and_no_clipping():
-    where = {"offload_param_nvme_path": "/disk", "offload_optimizer_nvme_path": "/unused"}
-    config = Plugin(zero_stage=3, gradient_clipping=0, offload_param_device="nvme", **where).deepspeed_config
-    assert config["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "/disk"}
-    assert config["zero_optimization"]["offload_optimizer"] == {"device": "none", "nvme_path": None}
-    assert "gradient_clipping" not in config
-
-
 def test_bad_settings_are_named():
     with pytest.raises(ValueError, match="zero_stage is 4"):
         Plugin(zero_stage=4)
     with pytest.raises(ValueError, match="zero_optimization"):
         Plugin(hf_ds_config={"train_batch_size": 8})
-
-
-def test_zero3_init_follows_the_stage():
-    assert Plugin(zero_stage=3).zero3_init_flag is True
-    assert Plugin(zero_stage="3", zero3_init_flag="no").zero3_init_flag is False
     with pytest.warns(UserWarning, match="the ZeRO stage is 2"):
         assert Plugin(zero_stage=2, zero3_init_flag=True).zero3_init_flag is False
 
 
-def test_config_file(tmp_path, monkeypatch):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(STAGE_3))
-    given = Plugin(hf_ds_config=str(path))
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
-    for plugin in (given, Plugin()):
-        assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
-        assert plugin.deepspeed_config["gradient_accumulation_steps"] == plugin.gradient_accumulation_steps == 1
-
-
-def test_values_of_the_config_win_over_arguments():
-    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    rest = {"gradient_clipping": 0.3, "gradient_accumulation_steps": 7, "steps_per_print": 10}
-    config = {"zero_optimization": zero, **rest}
-    plugin = Plugin(hf_ds_config=config, gradient_accumulation_steps=2, zero_stage=3)
-    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.gradient_accumulation_steps) == (1, 0.3, 7)
-    assert plugin.offload_optimizer_device == "cpu"
-    assert plugin.deepspeed_config["steps_per_print"] == 10
-    assert not plugin.zero3_init_flag
-
-
-def test_arguments_fill_auto_and_gaps():
-    gathers = "stage3_gather_16bit_weights_on_model_save"
-    zero = {"stage": "auto", "offload_optimizer": {"device": "auto", "nvme_path": "auto"}, gathers: "auto"}
-    config = {"zero_optimization": zero, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
-    given = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 1.0}
-    plugin = Plugin(hf_ds_config=config, gradient_accumulation_steps=4, **given)
-    filled = {"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "none"}, gathers: False}
-    assert plugin.deepspeed_config["zero_optimization"] == filled
-    assert plugin.deepspeed_config["gradient_clipping"] == 1.0
-    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 4
-    assert plugin.is_auto("bf16.enabled")
-    assert plugin.hf_ds_config.is_zero3() and plugin.hf_ds_config.is_offload()
-    assert config["gradient_clipping"] == "auto"
-
-
-def test_an_instance_is_kept():
-    config = type("Mine", (HfDeepSpeedConfig,), {})(STAGE_3)
-    plugin = Plugin(hf_ds_config=config)
-    assert plugin.hf_ds_config is config and config.is_zero3()
-    assert plugin.deepspeed_config is config.config
-    assert HfDeepSpeedConfig.__module__ == "accelerate.utils.deepspeed"
+def test_values_of_the_config_win_and_arguments_fill_auto():
+    config = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 7, "gradient_clipping": "auto"}
+    plugin = Plugin(hf_ds_config=config, gradient_accumulation_steps=2, gradient_clipping=1.0, zero_stage=3)
+    assert (plugin.zero_stage, plugin.gradient_accumulation_steps, plugin.gradient_clipping) == (1, 7, 1.0)
 
 
 def test_launcher_settings_next_to_a_file(monkeypatch):
@@ -128,26 +78,18 @@ def test_process_fills_every_auto_and_reports_all_mismatches():
         plugin.deepspeed_config_process()
     plugin.deepspeed_config_process(must_match=False, a=1, **{"b.c": 2, "d": 5, "unused": 3})
     assert (plugin.get_value("a"), plugin.get_value("b"), plugin.get_value("d")) == (1, {"c": 2}, 1)
+    plugin.fill_match("no.such.key", [], **{"no.such.key": 1})
     with pytest.raises(ValueError) as caught:
         plugin.deepspeed_config_process(a=5, **{"b.c": 6, "d": 1})
     assert "- ds a=1 vs arg a=5\n- ds b.c=2 vs arg b.c=6" in str(caught.value) and "d=1" not in str(caught.value)
-    mismatches = []
-    plugin.fill_match("a", mismatches, a=4)
-    plugin.fill_match("a", mismatches, must_match=False, a=5)
-    plugin.fill_match("no.such.key", mismatches, **{"no.such.key": 1})
-    assert mismatches == ["- ds a=1 vs arg a=4"] and plugin.get_value("e", "other") == "other"
 
 
-@pytest.mark.parametrize(
-    ("precision", "sections", "fp16", "bf16"),
-    [
-        ("no", {}, {"enabled": False}, {"enabled": False}),
-        ("fp8", {}, {"enabled": False}, {"enabled": True}),
-        ("fp16", {}, {"enabled": True, "auto_cast": True}, {"enabled": False}),
-        ("bf16", {"fp16": {"enabled": "auto"}}, {"enabled": False}, {"enabled": True}),
-        ("fp16", {"fp16": {"loss_scale": 0}}, {"enabled": True, "loss_scale": 0}, {"enabled": False}),
-        ("no", {"bf16": {"enabled": True}}, {"enabled": False}, {"enabled": True}),
-    ],
+@cases(
+    "precision, sections, fp16, bf16",
+    ("no", {}, {"enabled": False}, {"enabled": False}),
+    ("fp16", {}, {"enabled": True, "auto_cast": True}, {"enabled": False}),
+    ("bf16", {"fp16": {"enabled": "auto"}}, {"enabled": False}, {"enabled": True}),
+    ("fp16", {"fp16": {"loss_scale": 0}}, {"enabled": True, "loss_scale": 0}, {"enabled": False}),
 )
 def test_mixed_precision(precision, sections, fp16, bf16):
     plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, **sections})
@@ -189,20 +131,10 @@ def test_registration(transformers):
     assert told["train_micro_batch_size_per_gpu"] == told["gradient_accumulation_steps"] == 1
     assert "train_batch_size" not in told
     assert plugin.is_auto("train_batch_size")
-    assert plugin.dschf is not None
-
-
-def test_zero3_init_context(transformers):
-    plugin = Plugin(zero_stage=3)
     plugin.select(_from_accelerator_state=True)
-    assert len(transformers) == 1
-    with plugin.zero3_init_context_manager(enable=False):
-        assert not plugin.is_zero3_init_enabled()
-        assert transformers == []
-        with plugin.zero3_init_context_manager(enable=False):
-            assert not plugin.is_zero3_init_enabled()
-    assert plugin.is_zero3_init_enabled()
-    assert len(transformers) == 1
+    with plugin.zero3_init_context_manager(enable=False), plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled() and transformers == []
+    assert plugin.is_zero3_init_enabled() and len(transformers) == 1
 
 
 def test_leaf_modules(monkeypatch):
@@ -242,14 +174,12 @@ def test_from_dictionary_file_and_base64(tmp_path):
             HfDeepSpeedConfig(source)
 
 
-@pytest.mark.parametrize(
-    ("zero", "two", "three", "offload"),
-    [
-        ({"stage": 3, "offload_param": {"device": "cpu"}}, False, True, True),
-        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, True, False, True),
-        # DeepSpeed offloads from stage 2 on.
-        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, False, False, False),
-    ],
+@cases(
+    "zero, two, three, offload",
+    ({"stage": 3, "offload_param": {"device": "cpu"}}, False, True, True),
+    ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, True, False, True),
+    # DeepSpeed offloads from stage 2 on.
+    ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, False, False, False),
 )
 def test_stage_and_offload(zero, two, three, offload):
     config = HfDeepSpeedConfig({})

@@ -1,4 +1,3 @@
-import functools
 import os
 
 import pytest
@@ -8,21 +7,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-
-class Model(nn.Module):
-    _no_split_modules = ("Layer", "VisionLayer")
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.head = nn.Linear(2, 2)
+from cases import cases
 
 
 @pytest.fixture(autouse=True)
@@ -30,49 +15,24 @@ def restored(monkeypatch):
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin may set it; monkeypatch restores it
 
 
-BY_LAYER = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-STRATEGY, PREFETCH, KIND = fsdp.ShardingStrategy, fsdp.BackwardPrefetch, fsdp.StateDictType
-
-
-@pytest.mark.parametrize(
-    ("options", "field", "expected"),
-    [
-        ({"sharding_strategy": "4"}, "sharding_strategy", STRATEGY.HYBRID_SHARD),
-        # In version 1 the two names mean the same.
-        ({"reshard_after_forward": "SHARD_GRAD_OP"}, "sharding_strategy", STRATEGY.SHARD_GRAD_OP),
-        ({"fsdp_version": 2, "reshard_after_forward": "false"}, "reshard_after_forward", False),
-        ({"backward_prefetch": "backward_post"}, "backward_prefetch", PREFETCH.BACKWARD_POST),
-        ({"backward_prefetch": "no_prefetch"}, "backward_prefetch", None),
-        ({"state_dict_type": 3}, "state_dict_type", KIND.SHARDED_STATE_DICT),
-        ({"state_dict_type": KIND.LOCAL_STATE_DICT}, "state_dict_config", None),
-    ],
-)
-def test_spellings(options, field, expected):
-    assert getattr(Plugin(**options), field) is expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sharding_strategy": "bogus"}, "sharding_strategy is 'bogus'.*FULL_SHARD"),
-        ({"reshard_after_forward": True}, "reshard_after_forward"),
-        ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "reshard_after_forward"),
-        ({"fsdp_version": 2, "reshard_after_forward": 1}, "reshard_after_forward"),
-        ({"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD.*ParallelismConfig"),
-        ({"fsdp_version": 3}, "fsdp_version"),
-        ({"fsdp_version": 2, "backward_prefetch": "sometimes"}, "backward_prefetch is 'sometimes'"),
-        ({"fsdp_version": 2, "forward_prefetch": False}, "forward_prefetch is False"),
-        ({"cpu_offload": fsdp.OffloadPolicy()}, "cpu_offload"),
-        ({"cpu_offload": []}, "cpu_offload"),
-        ({"fsdp_version": 2, "cpu_offload": fsdp.CPUOffload(True)}, "cpu_offload"),
-        ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT"),
-        ({"auto_wrap_policy": "bogus"}, "auto_wrap_policy is 'bogus'"),
-        ({"activation_checkpointing_offload": True}, "activation_checkpointing_offload"),
-        *(
-            ({"fsdp_version": 2, "mixed_precision_policy": policy}, "mixed_precision|param_dtype")
-            for policy in ({"buffer_dtype": "bf16"}, "no", {"param_dtype": "nothing"}, fsdp.MixedPrecision())
-        ),
-    ],
+@cases(
+    "options, message",
+    ({"sharding_strategy": "bogus"}, "sharding_strategy is 'bogus'.*FULL_SHARD"),
+    ({"reshard_after_forward": True}, "reshard_after_forward"),
+    ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "reshard_after_forward"),
+    ({"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD.*ParallelismConfig"),
+    ({"fsdp_version": 2, "reshard_after_forward": 1}, "reshard_after_forward"),
+    ({"fsdp_version": 3}, "fsdp_version"),
+    ({"fsdp_version": 2, "forward_prefetch": False}, "forward_prefetch is False"),
+    ({"cpu_offload": fsdp.OffloadPolicy()}, "cpu_offload"),
+    ({"fsdp_version": 2, "cpu_offload": fsdp.CPUOffload(True)}, "cpu_offload"),
+    ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT"),
+    ({"auto_wrap_policy": "bogus"}, "auto_wrap_policy is 'bogus'"),
+    ({"activation_checkpointing_offload": True}, "activation_checkpointing_offload"),
+    *(
+        ({"fsdp_version": 2, "mixed_precision_policy": policy}, "mixed_precision|param_dtype")
+        for policy in ({"buffer_dtype": "bf16"}, "no", {"param_dtype": "nothing"}, fsdp.MixedPrecision())
+    ),
 )
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
@@ -82,63 +42,39 @@ def test_refusals(options, message):
 def test_contradicting_strategies_warn():
     with pytest.warns(UserWarning, match="SHARD_GRAD_OP disagrees"):
         plugin = Plugin(sharding_strategy="FULL_SHARD", reshard_after_forward="SHARD_GRAD_OP")
-    assert plugin.sharding_strategy is STRATEGY.FULL_SHARD
+    assert plugin.sharding_strategy is fsdp.ShardingStrategy.FULL_SHARD
 
 
-@pytest.mark.parametrize(
-    ("options", "field", "value", "said"),
-    [
-        ({"sharding_strategy": "FULL_SHARD"}, "reshard_after_forward", True, "sharding_strategy"),
-        ({"sharding_strategy": "SHARD_GRAD_OP"}, "reshard_after_forward", False, "sharding_strategy"),
-        ({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch", None, "backward_prefetch"),
-        ({"use_orig_params": True}, "use_orig_params", None, "use_orig_params"),
-        ({"sync_module_states": True}, "sync_module_states", None, "sync_module_states"),
-        ({"transformer_cls_names_to_wrap": "A,B"}, "transformer_cls_names_to_wrap", ["A", "B"], "auto_wrap_policy"),
-    ],
+def test_a_state_dict_config_that_does_not_fit_the_type_is_replaced_and_said(caplog):
+    mine = fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+    assert Plugin(state_dict_config=mine).state_dict_config is mine and not caplog.text
+    plugin = Plugin(state_dict_type="SHARDED_STATE_DICT", state_dict_config=mine)
+    assert isinstance(plugin.state_dict_config, fsdp.ShardedStateDictConfig) and "state_dict_config" in caplog.text
+
+
+@cases(
+    "options, field, value, said",
+    ({"sharding_strategy": "FULL_SHARD"}, "reshard_after_forward", True, "sharding_strategy"),
+    ({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch", None, "backward_prefetch"),
+    ({"sync_module_states": True}, "sync_module_states", None, "sync_module_states"),
+    ({"transformer_cls_names_to_wrap": "A,B"}, "transformer_cls_names_to_wrap", ["A", "B"], "auto_wrap_policy"),
 )
 def test_what_version_2_translates_or_ignores_is_said(options, field, value, said, caplog):
     assert getattr(Plugin(fsdp_version=2, **options), field) == value
     assert said in caplog.text
 
 
-@pytest.mark.parametrize(("version", "kind"), [(1, fsdp.CPUOffload), (2, fsdp.CPUOffloadPolicy)])
-@pytest.mark.parametrize("value", [True, "true"])
-def test_offload(version, kind, value):
-    assert type(Plugin(fsdp_version=version, cpu_offload=value).cpu_offload) is kind
-
-
-def test_own_config_stays_and_a_foreign_one_is_said(caplog):
-    mine = fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
-    assert Plugin(state_dict_config=mine).state_dict_config is mine
-    assert not caplog.text
-    plugin = Plugin(state_dict_type="SHARDED_STATE_DICT", state_dict_config=mine)
-    assert isinstance(plugin.state_dict_config, fsdp.ShardedStateDictConfig)
-    assert "state_dict_config" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "bound"),
-    [
-        # Those that the model declares and has.
-        ({"auto_wrap_policy": "transformer_based_wrap"}, {"transformer_layer_cls": {Layer}}),
-        ({**BY_LAYER, "transformer_cls_names_to_wrap": "Linear"}, {"transformer_layer_cls": {nn.Linear}}),
-        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": "5"}, {"min_num_params": 5}),
-    ],
-)
-def test_a_policy_is_bound_to_the_model(options, bound):
-    plugin = Plugin(**options)
-    plugin.set_auto_wrap_policy(Model())
-    assert isinstance(plugin.auto_wrap_policy, functools.partial) and plugin.auto_wrap_policy.keywords == bound
-
-
 def test_layers_that_the_model_lacks_and_a_size_that_is_not_given(caplog):
     plugin = Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"])
-    with pytest.raises(ValueError, match="holds Block.*Layer, Linear, Model, ModuleList"):
-        plugin.set_auto_wrap_policy(Model())
+    with pytest.raises(ValueError, match="holds Block.*Linear, Sequential"):
+        plugin.set_auto_wrap_policy(nn.Sequential(nn.Linear(1, 1)))
     Plugin(auto_wrap_policy="transformer_based_wrap").set_auto_wrap_policy(nn.Linear(1, 1))
     assert "_no_split_modules" in caplog.text
+    plugin = Plugin(auto_wrap_policy="size_based_wrap", min_num_params="5")
+    plugin.set_auto_wrap_policy(nn.Linear(1, 1))
+    assert plugin.auto_wrap_policy.keywords == {"min_num_params": 5}
     plugin = Plugin(auto_wrap_policy=wrap.size_based_auto_wrap_policy)  # without a size
-    plugin.set_auto_wrap_policy(Model())
+    plugin.set_auto_wrap_policy(nn.Sequential(nn.Linear(1, 1)))
     assert plugin.auto_wrap_policy is None
     assert "min_num_params" in caplog.text
 
@@ -155,17 +91,6 @@ def test_efficient_loading_synchronises_and_tells_transformers(monkeypatch):
         module = nn.Linear(2, 2)
     plugin.param_init_fn(module)
     assert not module.weight.is_meta
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8", torch.bfloat16])
-def test_precision(precision):
-    first, second = Plugin(), Plugin(fsdp_version=2)
-    for plugin in (first, second):
-        plugin.set_mixed_precision(precision)
-        plugin.validate_mixed_precision_policy()
-    half = torch.bfloat16
-    assert first.mixed_precision_policy == fsdp.MixedPrecision(half, half, half)
-    assert second.mixed_precision_policy == fsdp.MixedPrecisionPolicy(half, half, half)
 
 
 def test_a_policy_is_replaced_only_on_request():

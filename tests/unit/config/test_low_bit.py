@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from accelerate.config import low_bit
-from accelerate.config.enums import CustomDtype
 from accelerate.config.low_bit import (
     AORecipeKwargs,
     BnbQuantizationConfig,
@@ -16,6 +15,7 @@ from accelerate.config.low_bit import (
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
+from cases import cases
 
 LIBRARIES = ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available")
 
@@ -75,12 +75,8 @@ def test_torchao_builds_its_config_or_takes_one(libraries, monkeypatch):
 def test_transformer_engine_reads_variables(libraries, monkeypatch):
     assert TERecipeKwargs() == TERecipeKwargs(False, 0, 1, "HYBRID", 1024, "most_recent", (False, False, False), False)
     variables = {"USE_AUTOCAST_DURING_EVAL": "1", "MARGIN": "2", "INTERVAL": "3", "FORMAT": "e4m3"}
-    variables |= {
-        "AMAX_HISTORY_LEN": "9",
-        "AMAX_COMPUTE_ALGO": "max",
-        "OVERRIDE_DGRAD": "true",
-        "USE_MXFP8_BLOCK_SCALING": "yes",
-    }
+    variables |= {"AMAX_HISTORY_LEN": "9", "AMAX_COMPUTE_ALGO": "max", "OVERRIDE_DGRAD": "true"}
+    variables["USE_MXFP8_BLOCK_SCALING"] = "yes"
     for name, value in variables.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
     recipe = TERecipeKwargs(interval=5)
@@ -98,14 +94,6 @@ def test_transformer_engine_refuses_unknown_values(libraries, monkeypatch):
         TERecipeKwargs()
 
 
-def test_msamp(monkeypatch):
-    assert MSAMPRecipeKwargs("O1").to_kwargs() == {"opt_level": "O1"}
-    monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O1")
-    assert MSAMPRecipeKwargs().opt_level == "O1"
-    with pytest.raises(ValueError, match="opt_level is 'O3'.*O1, O2"):
-        MSAMPRecipeKwargs("O3")
-
-
 @pytest.mark.filterwarnings("ignore:FP8RecipeKwargs is deprecated")
 def test_the_old_recipe_chooses_a_backend(libraries, monkeypatch):
     with pytest.warns(FutureWarning, match="use TERecipeKwargs") as caught:
@@ -118,28 +106,21 @@ def test_the_old_recipe_chooses_a_backend(libraries, monkeypatch):
         FP8RecipeKwargs(backend="AO")
 
 
-def test_bitsandbytes_defaults():
-    config = BnbQuantizationConfig(load_in_8bit=True)
-    assert (config.target_dtype, config.torch_dtype, config.llm_int8_threshold) == (torch.int8, torch.float16, 6.0)
-    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
-    assert config.target_dtype is CustomDtype.INT4
-    assert config.bnb_4bit_compute_dtype == config.torch_dtype == torch.bfloat16
-    assert config.skip_modules is config.keep_in_fp32_modules is None
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({}, "both False"),
-        ({"load_in_8bit": True, "load_in_4bit": True}, "both True"),
-        ({"load_in_8bit": 1}, "load_in_8bit is 1"),
-        ({"load_in_8bit": True, "llm_int8_threshold": "6"}, "llm_int8_threshold is '6'"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp8"}, "bnb_4bit_quant_type is 'fp8'.*fp4, nf4"),
-        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"}, "bnb_4bit_compute_dtype is 'fp8'.*fp32, fp16, bf16"),
-        ({"load_in_4bit": True, "torch_dtype": 16}, "torch_dtype is 16"),
-        ({"load_in_4bit": True, "skip_modules": "lm_head"}, "skip_modules is 'lm_head'"),
-    ],
+@cases(
+    "kwargs, message",
+    ({}, "both False"),
+    ({"load_in_8bit": True, "load_in_4bit": True}, "both True"),
+    ({"load_in_8bit": 1}, "load_in_8bit is 1"),
+    ({"load_in_8bit": True, "llm_int8_threshold": "6"}, "llm_int8_threshold is '6'"),
+    ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"}, "bnb_4bit_compute_dtype is 'fp8'.*fp32, fp16, bf16"),
+    ({"load_in_4bit": True, "skip_modules": "lm_head"}, "skip_modules is 'lm_head'"),
 )
 def test_bitsandbytes_wrong_values_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         BnbQuantizationConfig(**kwargs)
+
+
+def test_bitsandbytes_defaults():
+    assert BnbQuantizationConfig(load_in_8bit=True).torch_dtype is torch.float16
+    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
+    assert config.bnb_4bit_compute_dtype is config.torch_dtype is torch.bfloat16

@@ -23,14 +23,9 @@ def test_tensor_parallel_needs_no_transformers_or_a_recent_one(monkeypatch):
     monkeypatch.setattr(parallel, "compare_versions", lambda *arguments: arguments == ("transformers", "<", "4.52.0"))
     with pytest.raises(ValueError, match="transformers 4.52.0 or later"):
         TorchTensorParallelConfig()
-
-
-def test_tensor_parallel_plugin():
-    assert TorchTensorParallelPlugin() == TorchTensorParallelPlugin(tp_size=1, torch_device_mesh=None)
+    with pytest.raises(ValueError, match="tp_size is"):
+        TorchTensorParallelPlugin("0")
     assert TorchTensorParallelPlugin("2").tp_size == 2
-    for wrong in (0, "two"):
-        with pytest.raises(ValueError, match="tp_size is"):
-            TorchTensorParallelPlugin(wrong)
 
 
 def test_sequence_parallel_needs_the_common_length(monkeypatch):

@@ -1,7 +1,5 @@
 """The folders of a run; the fields of DataLoaderConfiguration are recorded (tests/architecture)."""
 
-from pathlib import Path
-
 import pytest
 
 from accelerate.config.project import ProjectConfiguration
@@ -10,10 +8,6 @@ from accelerate.config.project import ProjectConfiguration
 def test_logs_go_to_the_project_unless_told_otherwise():
     assert ProjectConfiguration("run").logging_dir == "run"
     assert ProjectConfiguration("run", "logs").logging_dir == "logs"
-    project = ProjectConfiguration()
-    for folder in ("first", Path("second")):
-        project.set_directories(folder)
-        assert (project.project_dir, project.logging_dir) == (folder, "first")
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -11,6 +11,7 @@ import torch
 from accelerate.devices import affinity
 from accelerate.devices.affinity import Topology, choose
 from accelerate.utils import environment
+from cases import cases
 
 
 @pytest.fixture
@@ -48,34 +49,24 @@ DEVICES = ["0000:FF:00.0", "0000:1b:02.0", "0000:aa:00.0"]
 SOME = {2, 3, 18, 9}  # a container or a scheduler has said so
 
 
-@pytest.mark.parametrize(
-    ("kind", "count", "allowed", "devices", "expected"),
-    [
-        ("node", 4, range(32), (), [node(0), node(1), node(2), node(3)]),
-        ("node", 2, range(32), (), [node(0), node(2)]),
-        ("socket", 2, range(32), (), [node(0) | node(1), node(2) | node(3)]),
-        ("node", 2, SOME, (), [{2, 3, 18}, {9}]),
-        ("socket", 2, SOME, (), [{2, 3, 18}, {9}]),
-        ("exclusive", 1, SOME, (), [{2, 3, 18}]),
-        ("exclusive", 3, {0, 1, 2}, (), [{0}, {1}, {2}]),
-        ("exclusive", 3, {0, 16, 1}, (), [{0, 16}, {1}, {0, 16}]),  # more processes than cores
-        ("node", 3, range(32), DEVICES, [node(2), node(0), node(3)]),
-        ("exclusive", 2, range(32), DEVICES[:1] * 2, [{8, 9, 24, 25}, {10, 11, 26, 27}]),
-        # A device that the kernel knows nothing about, or whose node this process may not use, is as none.
-        ("node", 2, range(32), ["0000:00:00.0", DEVICES[1]], [node(0), node(0)]),
-        ("node", 1, {4}, DEVICES[1:2], [{4}]),
-    ],
+@cases(
+    "kind, count, allowed, devices, expected",
+    ("node", 4, range(32), (), [node(0), node(1), node(2), node(3)]),
+    ("node", 2, range(32), (), [node(0), node(2)]),
+    ("socket", 2, range(32), (), [node(0) | node(1), node(2) | node(3)]),
+    ("node", 2, SOME, (), [{2, 3, 18}, {9}]),
+    ("socket", 2, SOME, (), [{2, 3, 18}, {9}]),
+    ("exclusive", 1, SOME, (), [{2, 3, 18}]),
+    ("exclusive", 3, {0, 1, 2}, (), [{0}, {1}, {2}]),
+    ("exclusive", 3, {0, 16, 1}, (), [{0, 16}, {1}, {0, 16}]),  # more processes than cores
+    ("node", 3, range(32), DEVICES, [node(2), node(0), node(3)]),
+    ("exclusive", 2, range(32), DEVICES[:1] * 2, [{8, 9, 24, 25}, {10, 11, 26, 27}]),
+    # A device that the kernel knows nothing about, or whose node this process may not use, is as none.
+    ("node", 2, range(32), ["0000:00:00.0", DEVICES[1]], [node(0), node(0)]),
+    ("node", 1, {4}, DEVICES[1:2], [{4}]),
 )
 def test_places(machine, kind, count, allowed, devices, expected):
     assert all_of(kind, count, machine(allowed), devices) == expected
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 16])
-def test_processes_share_no_core_as_long_as_there_are_enough(machine, count):
-    chosen = all_of("exclusive", count, machine())
-    assert all(chosen) and sum(map(len, chosen)) == len(set().union(*chosen))
-    for cpus in chosen:
-        assert {cpu % 16 for cpu in cpus if cpu < 16} == {cpu % 16 for cpu in cpus if cpu >= 16}  # whole cores
 
 
 def test_a_machine_without_nodes(tmp_path):
@@ -127,13 +118,6 @@ def test_the_variables_of_the_launcher(bound, monkeypatch):
     assert told(monkeypatch, 0, device="cuda", asked=True) == (False, [])  # the recorded function does that
     with pytest.raises(ValueError, match="choose one of none, node"):
         told(monkeypatch, 0, ACCELERATE_NUMA_AFFINITY="moon")
-
-
-def test_a_process_is_bound_once(bound, monkeypatch):
-    environ = {affinity.VARIABLE: "exclusive", "LOCAL_WORLD_SIZE": "2"}
-    assert affinity.bind_as_told(0, "cpu", False, environ) and bound
-    bound.clear()
-    assert affinity.bind_as_told(0, "cpu", False, environ) and bound == []
 
 
 def test_gpus_are_named_by_torch(bound, monkeypatch):

@@ -1,28 +1,7 @@
 import pytest
 import torch
 
-from accelerate.config.enums import DistributedType, RNGType
 from accelerate.devices import DEVICES, detect, probe, row
-from accelerate.runtime import traits
-
-
-def test_every_device_has_a_row():
-    assert set(DEVICES) == {"cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "mps", "cpu", "xla"}
-    for name, device in DEVICES.items():
-        assert device.type == name
-        assert traits.of(device.distributed_type)
-        assert device.rng_type is None or device.rng_type is RNGType(name)
-
-
-def test_the_search_runs_once_until_it_is_forgotten(monkeypatch):
-    calls = []
-    fake = type(DEVICES["cpu"])("fake", DistributedType.MULTI_CPU, ("gloo",), None, lambda: calls.append(1) or True)
-    monkeypatch.setattr(probe, "DEVICES", {"fake": fake, "cpu": DEVICES["cpu"]})
-    probe.forget()
-    assert detect() is detect() is fake and calls == [1]
-    probe.forget()
-    assert detect() is fake and calls == [1, 1]
-    probe.forget()
 
 
 def test_environment_chooses_the_device(monkeypatch):

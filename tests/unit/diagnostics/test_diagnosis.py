@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis, RankStatus
+from cases import cases
 
 
 @pytest.fixture
@@ -44,22 +45,20 @@ RECEIVES = "torch.distributed.c10d_logger.wrapper > torch.distributed.distribute
 BEHIND = [at(0, world=5), at(2, world=5)]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "answers", "stuck"),
-    [
-        (1, [*BEHIND, at(1, world=6, waits=True)], [1]),  # in a collective that we have not joined
-        (-1, [*BEHIND, at(1, world=6, waits=True)], []),  # one answer is not enough
-        # Rank 1 has started nothing that rank 0 has not: it waits for rank 2, which computes.
-        (100, [*BEHIND, at(1, world=5, pair=3, waits=True)], []),
-        (100, [*BEHIND, at(1, world=9)], []),  # it computes, and gloo counts messages between two ranks as well
-        (100, [*BEHIND, at(1, world=6, waits=True, inside=RECEIVES)], []),  # for a message
-        # On a GPU it does not matter where one stands still.
-        (1, [at(rank, world=5 + rank % 2, backend="nccl") for rank in range(3)], [1]),
-        (3, [at(0), at(1, waits=True), at(2)], []),  # without counters waiting must last
-        (7, [at(0), at(1, waits=True), at(2)], [1]),
-        (10, [at(0, world=5), at(1, world=5, waits=True), at(2, world=5, waits=True)], []),
-        (16, [at(0, world=5), at(1, world=5, waits=True), at(2, world=5, waits=True)], [1, 2]),  # both wait
-    ],
+@cases(
+    "seconds, answers, stuck",
+    (1, [*BEHIND, at(1, world=6, waits=True)], [1]),  # in a collective that we have not joined
+    (-1, [*BEHIND, at(1, world=6, waits=True)], []),  # one answer is not enough
+    # Rank 1 has started nothing that rank 0 has not: it waits for rank 2, which computes.
+    (100, [*BEHIND, at(1, world=5, pair=3, waits=True)], []),
+    (100, [*BEHIND, at(1, world=9)], []),  # it computes, and gloo counts messages between two ranks as well
+    (100, [*BEHIND, at(1, world=6, waits=True, inside=RECEIVES)], []),  # for a message
+    # On a GPU it does not matter where one stands still.
+    (1, [at(rank, world=5 + rank % 2, backend="nccl") for rank in range(3)], [1]),
+    (3, [at(0), at(1, waits=True), at(2)], []),  # without counters waiting must last
+    (7, [at(0), at(1, waits=True), at(2)], [1]),
+    (10, [at(0, world=5), at(1, world=5, waits=True), at(2, world=5, waits=True)], []),
+    (16, [at(0, world=5), at(1, world=5, waits=True), at(2, world=5, waits=True)], [1, 2]),  # both wait
 )
 def test_who_is_stuck(diagnosis, clock, seconds, answers, stuck):
     hear(diagnosis, clock, max(seconds, 0), *answers)
@@ -78,8 +77,3 @@ def test_silence_counts_unless_the_process_is_seen(diagnosis, clock):
     assert diagnosis.gone([1, 2]) == []
     hear(diagnosis, clock, 100, at(0), RankStatus(1), RankStatus(2, alive=True))
     assert diagnosis.gone([1, 2]) == [1]
-
-
-def test_the_end_of_a_rank_needs_no_time(diagnosis, clock):
-    hear(diagnosis, clock, 0, at(0), RankStatus(1, ended=True), RankStatus(2, alive=False))
-    assert diagnosis.gone([1, 2]) == [1, 2]

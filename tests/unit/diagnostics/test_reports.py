@@ -10,24 +10,12 @@ from accelerate import Accelerator
 from accelerate.config.enums import FP8BackendType
 from accelerate.diagnostics.memory import memory_report
 from accelerate.diagnostics.precision import precision_report
-from accelerate.diagnostics.table import table
 from precision_table import Net, check, rows
 
 
 @pytest.mark.parametrize("row", list(rows("none")), ids=lambda row: f"{row['mixed_precision']} {row['loaded in']}")
 def test_the_table_of_the_guide(row):
     check(Accelerator(cpu=True, mixed_precision=row["mixed_precision"]), row)
-
-
-def test_the_table_has_every_strategy():
-    assert [sum(1 for _ in rows(name)) for name in ("none", "ddp", "fsdp1", "fsdp2")] == [4, 4, 4, 4]
-
-
-def test_columns():
-    rows = [("xx", "y"), ("z", "wwww")]
-    assert table(["A", "BB"], rows, right=["BB"]) == "A     BB\nxx     y\nz   wwww"
-    assert table(["A", "BB"], rows, rule=True) == "A   BB\n--  ----\nxx  y\nz   wwww"
-    assert table(["A", "BB"], []) == "A  BB"
 
 
 @pytest.fixture

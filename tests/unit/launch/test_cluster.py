@@ -3,7 +3,6 @@
 import pytest
 
 from accelerate.launch.cluster import find
-from accelerate.runtime import slurm
 from accelerate.runtime.ranks import Ranks
 from cases import cases
 
@@ -78,7 +77,6 @@ ONE_NODE |= {"SLURM_GTIDS": "0,1,2,3,4", "SLURM_LOCALID": "4"}
 # Open MPI 5 says where mpirun runs in the name of the run.
 PRRTE = {name: value for name, value in mpirun(1, 2, 0, 1, 2).items() if not name.startswith("OMPI_MCA")}
 PRRTE |= {"PMIX_NAMESPACE": "prterun-login-1-4711@1", "PMIX_HOSTNAME": "b"}
-PRRTE_FIRST = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_HOSTNAME": "login-1.site"}
 # jsrun is an Open MPI, and sets its variables as well; LSF lists the node that jsrun itself runs on.
 JSRUN = {"LSB_JOBID": "17", "LSB_MCPU_HOSTS": "batch5 1 h01n01 42 h01n02 42", **mpirun(7, 12, 1, 6, 2)}
 JSRUN |= {name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): value for name, value in JSRUN.items()}
@@ -93,19 +91,14 @@ JSRUN_ALONE = JSRUN | {
     ({**TASKS, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}, 2, 1, None, 0),
     # one task on each node is a machine; several are processes
     (SRUN, 2, 1, "n1", None),
-    ({**SRUN, **FIRST, "SLURMD_NODENAME": "n1"}, 2, 0, "n1", None),
     (TASKS, 2, 1, "n1", 4),
     (ONE_NODE, 1, 0, "127.0.0.1", 4),  # meets without the node's name
     # a heterogeneous step meets on the first component
     (HETEROGENEOUS, 2, 1, "n2", 2),
-    ({**HETEROGENEOUS, **FIRST, "SLURMD_NODENAME": "n2"}, 2, 0, "n2", 0),
     # Seen: `srun -m arbitrary -w n2,n1`: task 0 runs on n2, and the list is sorted all the same
     ({**TASKS, "SLURM_DISTRIBUTION": "arbitrary"}, 2, 1, None, 4),
-    ({**TASKS, "SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "n2"}, 2, 1, "n2", 4),
     # as many scripts do: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
     ({**SRUN, "MASTER_ADDR": "n1-ib", "MASTER_PORT": "6000"}, 2, 1, "n1-ib", None),
-    # Seen: `srun -n2 --mpi=pmi2`
-    ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_JOBID": "3.0"}, 2, 1, "n1", None),
 )
 def test_srun(environ, machines, machine_rank, address, rank):
     found = find(environ)
@@ -128,14 +121,6 @@ def test_without_srun_a_launch_uses_one_node_and_says_so():
         assert "srun --ntasks-per-node=1 accelerate launch" in found.notes[0]
 
 
-def test_the_terminal_of_a_step_does_not_wait_for_the_other_tasks(monkeypatch):
-    # Seen: `srun -n4 --pty bash`; the other three have ended at once.
-    shell = {**TASKS, "SLURM_PTY_PORT": "34863", "SLURM_JOB_NUM_NODES": "1"}
-    monkeypatch.setattr(slurm, "_has_terminal", lambda: True)
-    assert find(shell) is None
-    assert find({**shell, "SLURM_JOB_NUM_NODES": "2"}).machines == 1
-
-
 @cases(
     "environ",
     {},
@@ -143,7 +128,6 @@ def test_the_terminal_of_a_step_does_not_wait_for_the_other_tasks(monkeypatch):
     # one of many runs that share an allocation: `srun -N1 -n1 --exclusive accelerate launch ... &`
     {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"},
     {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},
-    {**TASKS, "RANK": "3", "WORLD_SIZE": "8"},
     {**MPIRUN, "RANK": "3", "WORLD_SIZE": "8"},
     {"WORLD_SIZE": "8"},  # exported by hand, and nobody else speaks
     mpirun(0, 1, 0, 1, 1),
@@ -160,13 +144,11 @@ def test_one_process_or_torchrun(environ):
     (MPIRUN, "a", ("Open MPI", 1, 0, "127.0.0.1", 1)),
     # one launch on each machine
     (mpirun(2, 3, 0, 1, 3, **AWAY), "c", ("Open MPI", 3, 2, "192.0.2.2", None)),
-    (mpirun(0, 3, 0, 1, 3), "a", ("Open MPI", 3, 0, "192.0.2.2", None)),
     # mpirun was started on a machine that takes no part
     (mpirun(0, 3, 0, 1, 3, **AWAY), "a", ("Open MPI", 3, 0, None, None)),
     # a lone launch beside machines with several is a task
     (mpirun(8, 9, 0, 1, 3), "c", ("Open MPI", 3, None, "192.0.2.2", 8)),
     (PRRTE, "b", ("Open MPI", 2, 1, "login-1", None)),
-    ({**PRRTE, **PRRTE_FIRST}, "x", ("Open MPI", 2, 0, "login-1", None)),
     # Seen: mpirun in `sbatch -N2 -n3`: its helpers are the tasks of a step; their variables are passed on
     ({**SRUN, **mpirun(2, 3, 0, 1, 2, **AWAY)}, "x", ("Open MPI", 2, None, "n1", 2)),
     (HYDRA, "a", ("MPI", 1, 0, "127.0.0.1", 1)),
@@ -175,7 +157,6 @@ def test_one_process_or_torchrun(environ):
     # Seen: mpiexec.hydra -n 3 in `sbatch -N2`, the process that is alone on its node: two nodes cannot have three machines
     ({**SRUN, **hydra(2, 3, 0, 1)}, "a", ("MPI", 2, None, "n1", 2)),
     (JSRUN, "h01n02", ("jsrun", 2, None, "h01n01", 7)),
-    ({**JSRUN, "LSB_MCPU_HOSTS": "h01n01 42 h01n02 42"}, "h01n02", ("jsrun", 2, None, "h01n01", 7)),
     (JSRUN_ALONE, "h01n02", ("jsrun", 2, 1, "h01n01", None)),
 )
 def test_mpi(environ, hostname, expected):
@@ -194,7 +175,6 @@ def pbs(tmp_path):
     ({}, "c", 2),
     ({"PBS_TASKNUM": "2"}, "A.site", 0),  # pbsdsh
     ({"PBS_ENVIRONMENT": ""}, "a", 0),  # ssh
-    ({"PBS_TASKNUM": "3"}, "b", 1),
 )
 def test_the_hosts_of_pbs_are_numbered_as_in_its_file(pbs, more, hostname, machine):
     found = find({**pbs, **more}, hostname)
@@ -207,7 +187,6 @@ def test_the_hosts_of_pbs_are_numbered_as_in_its_file(pbs, more, hostname, machi
     ({}, "a", ("the job has 3 hosts", "pbsdsh")),
     ({"PBS_TASKNUM": "1"}, "a", ("the job has 3 hosts", "pbsdsh")),
     ({}, "other", ("other is none of them", "a.site, b.site, c.site")),
-    ({}, "b.elsewhere", ("b.elsewhere is none of them",)),  # another machine
 )
 def test_a_launch_that_uses_one_host_of_pbs_says_so(pbs, more, hostname, fragments):
     found = find({**pbs, **more}, hostname)
@@ -231,7 +210,6 @@ def test_hosts_of_lsf(hosts, tmp_path):
     ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, r"SLURM_STEP_NODELIST.*'n\[1-'"),
     ({**TASKS, "SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE.*'x'"),
     ({**SRUN, "SLURM_JOB_ID": "abc"}, "SLURM_JOB_ID.*'abc'"),
-    ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE.*'many'"),
     ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK is 2.*0 to 1"),
     ({**HYDRA, "WORLD_SIZE": "3"}, "WORLD_SIZE is 3 but PMI_SIZE is 2"),
 )

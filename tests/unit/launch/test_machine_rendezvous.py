@@ -1,6 +1,5 @@
 """Launchers of several machines that join rounds at a store, in threads of one process."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -113,18 +112,3 @@ def test_the_port_is_taken(at, join):
     join(at(0, machines=1))
     (error,) = join(at(0, machines=1))
     assert isinstance(error, RunError) and "cannot listen" in str(error) and "--main_process_port" in str(error)
-
-
-def test_a_machine_that_stops_waiting_frees_its_number(at, join, impatient):
-    """Its record stands still."""
-    host, gone, again = at(0, machines=3), at(1, machines=3, join_timeout=0.5), at(1, machines=3)
-    infos = []
-    waiting = threading.Thread(target=lambda: infos.extend(join(host)))
-    waiting.start()
-    (error,) = together(gone.next_rendezvous)
-    assert isinstance(error, RunError) and "in vain for machine" in str(error)
-    time.sleep(2 * machine_rendezvous._FRESH_S)
-    infos += join(again, at(2, machines=3))
-    waiting.join(60)
-    all_well(infos)
-    assert len(infos) == 3 and [member["machine"] for member in host.members] == [0, 1, 2]

@@ -26,23 +26,9 @@ def srun(monkeypatch):
     return be
 
 
-def test_two_machines(plan):
-    result = plan(f"{TWO} --machine_rank 1")
-    assert result.runner == "machines" and result.elastic
-    assert result.machines == Machines(2, 1) and result.local_processes == 2
-    assert result.rendezvous == Rendezvous("static", "10.0.0.1", 29501)
-    assert result["num_cpu_threads_per_process"] == 4, "8 cores, two processes here"
-    assert plan(f"{TWO} --machine_rank 0 --num_processes 2").local_processes == 1
-    assert plan(f"{TWO} --rdzv_backend c10d").machines == Machines(2, None), "the rendezvous numbers them"
-
-
-def test_what_is_not_given(plan, gpus):
-    result = plan(f"--cpu --num_machines 3 {MEET}")
-    assert result.num_processes == 3
-    assert result.rendezvous.port == 29500 and result.settings["main_process_port"].origin == "torch's default"
+def test_processes_of_each_machine_have_a_gpu(plan, gpus):
     gpus(4)
-    result = plan(f"--num_machines 2 {MEET}")
-    assert result.num_processes == 8 and "on each of 2 machines" in result.settings["num_processes"].origin
+    assert plan(f"--num_machines 2 {MEET}").num_processes == 8
     with pytest.raises(LaunchError, match="5 for each of 2 machines, and there are 4 cuda devices.*at most 8"):
         plan(f"--num_machines 2 --num_processes 10 {MEET}")
 
@@ -55,8 +41,6 @@ def test_what_is_not_given(plan, gpus):
     ("--num_machines 0", "at least 1"),
     (f"--num_machines 2 {MEET} --main_process_port 0", "numbers from 1 to 65535, the same on each"),
     (f"--num_machines 2 {MEET} --num_processes 3", "shared evenly by 2"),
-    (f"--num_machines 2 {MEET} --rdzv_backend zeus", "static, c10d"),
-    (f"--num_machines 2 {MEET} --rdzv_conf timeout", "key=value"),
     (f"--num_machines 2 {MEET} --rdzv_conf join_timeout=soon", "seconds above 0"),
     ("--num_processes 2 --rdzv_backend etcd", "choose one of static, c10d"),
 )

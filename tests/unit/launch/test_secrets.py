@@ -2,6 +2,8 @@
 
 import pytest
 
+from accelerate.launch import runners
+from accelerate.launch.resolve import resolve
 from accelerate.launch.secrets import command, is_secret, masked
 from cases import cases
 
@@ -15,13 +17,6 @@ def test_names(name):
     secret = name in SECRET.split()
     assert is_secret(name) is secret
     assert masked("hunter2", name) == ("(hidden)" if secret else "hunter2")
-
-
-def test_truths_are_no_secrets():
-    assert masked(True, "megatron_lm_calculate_per_token_loss") is True
-    assert masked("true", "megatron_lm_calculate_per_token_loss") == "true"
-    assert masked(None, "token") is None
-    assert masked(12345, "api_key") == "(hidden)"
 
 
 @cases(
@@ -49,3 +44,22 @@ def test_command_lines():
     )
     assert "hunter" not in " ".join(printed)
     assert (printed[0], printed[4:7]) == ("train.py", ["--use_token", "--lr", "1"])
+
+
+def test_arguments_are_quoted_and_secrets_hidden(parse, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    args = parse("--cpu --num_processes 2 train.py")
+    args.training_script_args = ["a b", "$HOME", "--hub_token", "hf_very_secret"]
+    told = runners.describe(resolve(args), {})
+    assert "train.py 'a b' '$HOME' --hub_token '(hidden)'" in told
+    assert "hf_very_secret" not in told and "HF_TOKEN='(hidden)'" in told
+
+
+def test_secrets_within_settings_are_hidden_and_switches_with_such_names_are_not(plan, place):
+    (place / "c.yaml").write_text(
+        "distributed_type: 'NO'\ntpu_env: [HF_TOKEN=hunter2, A=1]\ncommands: ['git clone https://me:hunter2@host/x']\n"
+    )
+    text = runners.describe(plan("--cpu --config_file c.yaml", {}), {})
+    assert "hunter" not in text and "['HF_TOKEN=(hidden)', 'A=1']" in text
+    text = runners.describe(plan("--dry_run --use_megatron_lm --megatron_lm_calculate_per_token_loss true", {}), {})
+    assert "  MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS=true" in text

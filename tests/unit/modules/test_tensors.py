@@ -1,7 +1,5 @@
 """Storage of tensors, and state dicts for safetensors."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,16 +14,6 @@ class Tied(nn.Module):
         self.a = nn.Linear(2, 2)
         self.b = nn.Linear(2, 2)
         self.b.weight = self.a.weight
-
-
-def test_storage_identity():
-    base = torch.zeros(4)
-    assert tensors.id_tensor_storage(base) == tensors.id_tensor_storage(base[1:])
-    assert tensors.id_tensor_storage(base) != tensors.id_tensor_storage(base.clone())
-    meta = torch.zeros(4, device="meta")
-    assert tensors.id_tensor_storage(meta) != tensors.id_tensor_storage(torch.zeros(4, device="meta"))
-    empty = torch.zeros(0)
-    assert tensors.id_tensor_storage(empty) != tensors.id_tensor_storage(torch.zeros(0))
 
 
 def test_tied_tensors_are_kept_under_their_first_name():
@@ -44,23 +32,3 @@ def test_overlapping_tensors_are_all_kept(tmp_path):
     save_file(cleaned, tmp_path / "file")
     loaded = load_file(tmp_path / "file")
     assert torch.equal(loaded["row"], base[1]) and torch.equal(loaded["turned"], base.t())
-
-
-def test_tp_size():
-    net = nn.Linear(1, 1)
-    assert tensors.get_model_tp_size(net) is None
-    net.config = SimpleNamespace(distributed_config={"tp_size": 2})
-    assert tensors.get_model_tp_size(net) == 2
-    net.config.distributed_config = SimpleNamespace(tp_size=3)
-    assert tensors.get_model_tp_size(net) == 3
-    net.tp_size = 4
-    assert tensors.get_model_tp_size(net) == 4
-
-
-def test_dtensor(monkeypatch):
-    net = nn.Linear(1, 1)
-    assert not tensors.model_has_dtensor(net)
-    import torch.distributed.tensor
-
-    monkeypatch.setattr(torch.distributed.tensor, "DTensor", nn.Parameter)
-    assert tensors.model_has_dtensor(net)

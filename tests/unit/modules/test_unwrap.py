@@ -2,45 +2,13 @@
 
 import functools
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.modules import unwrap
-from accelerate.modules.unwrap import (
-    compile_regions,
-    extract_model_from_parallel,
-    is_compiled_module,
-    is_parallel_wrapper,
-)
-
-
-def test_wrappers_come_off(process_group):
-    net = nn.Linear(1, 1)
-    assert extract_model_from_parallel(net, False, False, True) is net and not is_parallel_wrapper(net)
-    assert extract_model_from_parallel(nn.DataParallel(net)) is net
-    wrapped = DistributedDataParallel(net)
-    assert is_parallel_wrapper(wrapped)
-    assert extract_model_from_parallel(wrapped) is net
-    assert extract_model_from_parallel(DistributedDataParallel(wrapped)) is net
-
-
-def test_an_engine_is_recognised_once_its_library_is_loaded(monkeypatch):
-    import sys
-    import types
-
-    class DeepSpeedEngine(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    engine = types.ModuleType("deepspeed.runtime.engine")
-    engine.DeepSpeedEngine = DeepSpeedEngine
-    net = nn.Linear(1, 1)
-    assert extract_model_from_parallel(DeepSpeedEngine(net)) is not net
-    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)
-    assert extract_model_from_parallel(DeepSpeedEngine(net)) is net
+from accelerate.modules.unwrap import compile_regions, extract_model_from_parallel, is_compiled_module
+from cases import cases
 
 
 def test_compilation_is_kept_or_taken_off(process_group):
@@ -63,14 +31,6 @@ def test_a_compiled_wrapper_stays_usable(process_group):
     assert torch.equal(inner(torch.ones(1, 1)), net(torch.ones(1, 1)))
 
 
-def test_inner_wrappers_come_off_on_request():
-    net = nn.Linear(1, 1)
-    outer = nn.Sequential(nn.Sequential(nn.DataParallel(net)))
-    assert isinstance(extract_model_from_parallel(outer)[0][0], nn.DataParallel)
-    assert extract_model_from_parallel(outer, recursive=True) is outer
-    assert outer[0][0] is net
-
-
 def test_a_wrapper_that_was_compiled_comes_off_a_submodule(process_group):
     net = nn.Linear(1, 1)
     wrapped = DistributedDataParallel(net)
@@ -90,6 +50,15 @@ def test_a_module_of_ones_own_called_module_is_no_wrapper(process_group):
     assert extract_model_from_parallel(outer, recursive=True)[0] is own
 
 
+def test_a_forward_that_was_on_the_instance_goes_back_there():
+    net = nn.Linear(1, 1)
+    net.forward = net._original_forward = functools.partial(nn.Linear.forward, net)
+    hooked, net.forward = net.forward, None
+    for _ in range(2):  # there is none to take off the second time
+        extract_model_from_parallel(net, keep_fp32_wrapper=False)
+        assert net.__dict__["forward"] is hooked
+
+
 def test_a_replaced_forward_is_kept_or_taken_off():
     net = nn.Linear(1, 1)
     net._original_forward = net.forward
@@ -100,35 +69,14 @@ def test_a_replaced_forward_is_kept_or_taken_off():
     assert net(torch.ones(1, 1)).shape == (1, 1)
 
 
-def test_a_forward_that_was_on_the_instance_goes_back_there():
-    net = nn.Linear(1, 1)
-    hooked = functools.partial(nn.Linear.forward, net)
-    net.forward = hooked
-    net._original_forward = net.forward
-    net.forward = lambda x: "wrapped"
-    extract_model_from_parallel(net, keep_fp32_wrapper=False)
-    assert net.__dict__["forward"] is hooked
-    extract_model_from_parallel(net, keep_fp32_wrapper=False)  # there is none any more
-    assert net.__dict__["forward"] is hooked
-
-
-def test_canonical_name():
-    assert unwrap.canonical_name("_orig_mod.layers.0._fsdp_wrapped_module.weight") == "layers.0.weight"
-    assert unwrap.canonical_name("module.weight") == "module.weight"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found", "pairs"),
-    [
-        (["a"], ["a"], {"a": "a"}),
-        (["a"], ["module.a"], {"module.a": "a"}),
-        (["module.a"], ["a"], {"a": "module.a"}),
-        (["module._orig_mod.x.a"], ["_orig_mod.x._orig_mod.a"], {"_orig_mod.x._orig_mod.a": "module._orig_mod.x.a"}),
-        (["module.a"], ["module.a"], {"module.a": "module.a"}),  # a user's attribute of that name
-        (["a", "module.a"], ["a", "module.a"], {"a": "a", "module.a": "module.a"}),
-        (["a", "module.a"], ["_orig_mod.a"], {}),  # two could be meant
-        (["a"], ["b"], {}),
-    ],
+@cases(
+    "wanted, found, pairs",
+    (["a"], ["module.a"], {"module.a": "a"}),
+    (["module.a"], ["a"], {"a": "module.a"}),
+    (["module._orig_mod.x.a"], ["_orig_mod.x._orig_mod.a"], {"_orig_mod.x._orig_mod.a": "module._orig_mod.x.a"}),
+    (["module.a"], ["module.a"], {"module.a": "module.a"}),  # a user's attribute of that name
+    (["a", "module.a"], ["a", "module.a"], {"a": "a", "module.a": "module.a"}),
+    (["a", "module.a"], ["_orig_mod.a"], {}),  # two could be meant
 )
 def test_names_match_whoever_wrote_them(wanted, found, pairs):
     assert unwrap.match_names(wanted, found) == pairs

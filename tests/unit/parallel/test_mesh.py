@@ -1,5 +1,3 @@
-import warnings
-
 import pytest
 
 from accelerate.parallel import mesh as layout
@@ -23,11 +21,3 @@ def test_places(rank):
     assert layout.submesh(mesh, "dp_cp").size() == 8
     assert layout.submesh(mesh, "sp") is None
     assert (layout.submesh(mesh, "dp").size(), layout.rank(mesh, "dp")) == (4, rank // 4)
-
-
-def test_flattened_dimensions_come_without_a_warning(rank):
-    mesh = ParallelismConfig(dp_shard_size=8, cp_size=2).get_device_mesh("cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert layout.submesh(mesh, "dp_shard_cp").size() == 16
-        assert layout.rank(mesh, "dp") == rank // 2

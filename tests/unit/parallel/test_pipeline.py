@@ -1,14 +1,10 @@
 """What a pipeline knows of a model's arguments and outputs, and how tracing cuts it."""
 
-from collections import namedtuple
-
 import pytest
 import torch
 from torch import nn
 
 from accelerate.parallel.pipeline import Inputs, Outputs, trace
-
-Pair = namedtuple("Pair", ["a", "b"])
 
 
 class _Model(nn.Module):
@@ -41,16 +37,6 @@ def test_constants_and_nested_values_are_named():
         inputs.match((torch.ones(2, 3),), {"words": {"a": [torch.ones(2), "b"]}, "number": 3.0})
     with pytest.raises(ValueError, match=r"words\['b'\]\[0\]"):
         inputs.match((torch.ones(2, 3),), {"words": {"b": [torch.ones(2), "b"]}, "number": 3})
-
-
-def test_outputs_are_joined_without_the_samples_that_filled_them():
-    outputs = Outputs(2)
-    kept = outputs.record(Pair([torch.ones(2, 3), 7, None], {"rows": torch.ones(4), "same": torch.ones(2)}))
-    pieces = [[torch.arange(len(t) * n * 1.0) for t in kept] for n in (2, 1)]
-    joined = outputs.joined(pieces, 5)
-    assert type(joined) is Pair and joined.a[1:] == [7, None]
-    assert joined.a[0].tolist() == [0, 1, 2, 3, 0] and joined.b["rows"].tolist() == [*range(8), 0, 1]
-    assert outputs.shapes(5) == [((5, 3), torch.float32), ((10,), torch.float32), ((5,), torch.float32)]
 
 
 class _Cache:

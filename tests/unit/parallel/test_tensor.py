@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from accelerate.parallel import tensor
 from accelerate.utils import ParallelismConfig, TorchTensorParallelConfig
+from cases import cases
 
 
 class Layer(nn.Module):
@@ -38,20 +39,15 @@ def kinds(model, plan, size=2):
 UP = {"layers.0.up": "ColwiseParallel", "layers.1.up": "ColwiseParallel"}
 
 
-@pytest.mark.parametrize(
-    ("plan", "found"),
-    [
-        ({"layers.*.up": "colwise", "embed": "embedding_rowwise"}, {**UP, "embed": "RowwiseParallel"}),
-        # A star stays between its dots.
-        (
-            {"*": "replicate", "layers.*.norm": "sequence_parallel"},
-            {f"layers.{n}.norm": "SplitSequence" for n in (0, 1)},
-        ),
-        # A name comes before a pattern.
-        ({"layers.*.up": "rowwise", "layers.1.up": "colwise"}, {**UP, "layers.0.up": "RowwiseParallel"}),
-        ({"layers.0.down": "rowwise"}, {"layers.0.down": "RowwiseParallel"}),  # the user's comes before the model's
-        (None, UP),
-    ],
+@cases(
+    "plan, found",
+    ({"layers.*.up": "colwise", "embed": "embedding_rowwise"}, {**UP, "embed": "RowwiseParallel"}),
+    # A star stays between its dots.
+    ({"*": "replicate", "layers.*.norm": "sequence_parallel"}, {f"layers.{n}.norm": "SplitSequence" for n in (0, 1)}),
+    # A name comes before a pattern.
+    ({"layers.*.up": "rowwise", "layers.1.up": "colwise"}, {**UP, "layers.0.up": "RowwiseParallel"}),
+    ({"layers.0.down": "rowwise"}, {"layers.0.down": "RowwiseParallel"}),  # the user's comes before the model's
+    (None, UP),
 )
 def test_plans(plan, found):
     model = Model()
@@ -68,34 +64,28 @@ def test_token_numbers_of_an_embedding_are_never_split():
     assert style.input_layouts == (Replicate(),)
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (None, r"tp_size is 2, but Model has no tensor-parallel plan.*TorchTensorParallelConfig\(plan="),
-        ({"layers.*.upp": "colwise"}, r"'layers\.\*\.upp'.* matches no module of Model\. Near it: 'layers\.\*\.up'"),
-        ({"layers.*.up": "columns"}, r"'layers\.\*\.up': 'columns'\. Known words: colwise, "),
-        ({"layers.*.up": 1}, r"has 1 \(int\) for the module 'layers\.0\.up'"),
-        (
-            {"layers.*.norm": "rowwise"},
-            r"'layers\.0\.norm' with RowwiseParallel.*nn\.Linear and nn\.Embedding only.*LayerNorm",
-        ),
-        ({"layers.*.up": "colwise", "layers.0.*": "rowwise"}, r"Two entries .* match the module 'layers\.0\.up'"),
-    ],
+@cases(
+    "plan, message",
+    (None, r"tp_size is 2, but Model has no tensor-parallel plan.*TorchTensorParallelConfig\(plan="),
+    ({"layers.*.upp": "colwise"}, r"'layers\.\*\.upp'.* matches no module of Model\. Near it: 'layers\.\*\.up'"),
+    ({"layers.*.up": "columns"}, r"'layers\.\*\.up': 'columns'\. Known words: colwise, "),
+    ({"layers.*.up": 1}, r"has 1 \(int\) for the module 'layers\.0\.up'"),
+    (
+        {"layers.*.norm": "rowwise"},
+        r"'layers\.0\.norm' with RowwiseParallel.*nn\.Linear and nn\.Embedding only.*LayerNorm",
+    ),
+    ({"layers.*.up": "colwise", "layers.0.*": "rowwise"}, r"Two entries .* match the module 'layers\.0\.up'"),
 )
 def test_a_plan_that_does_not_fit_is_refused(plan, message):
     with pytest.raises(ValueError, match=message):
         tensor.resolve(Model(), plan, 2)
 
 
-@pytest.mark.parametrize(
-    ("plan", "size", "message"),
-    [
-        ({"layers.*.up": "colwise"}, 3, r"layers\.0\.up\.weight of shape \(16, 8\).*tp_size=3.*16 = 5 x 3 \+ 1"),
-        ({"layers.*.down": "rowwise"}, 3, r"\(8, 16\).*16 = 5 x 3 \+ 1"),
-        ({"embed": "embedding_colwise"}, 3, r"8 = 2 x 3 \+ 2"),
-        ({"embed": "embedding_rowwise"}, 2, r"13 = 6 x 2 \+ 1\..* pad a vocabulary"),
-        ({"lm_head": "colwise_rep"}, 2, r"13 = 6 x 2 \+ 1\..* pad a vocabulary"),
-    ],
+@cases(
+    "plan, size, message",
+    ({"layers.*.up": "colwise"}, 3, r"layers\.0\.up\.weight of shape \(16, 8\).*tp_size=3.*16 = 5 x 3 \+ 1"),
+    ({"embed": "embedding_rowwise"}, 2, r"13 = 6 x 2 \+ 1\..* pad a vocabulary"),
+    ({"lm_head": "colwise_rep"}, 2, r"13 = 6 x 2 \+ 1\..* pad a vocabulary"),
 )
 def test_what_cannot_be_divided_is_refused_with_the_arithmetic(plan, size, message):
     with pytest.raises(ValueError, match=message):

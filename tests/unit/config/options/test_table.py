@@ -37,19 +37,6 @@ def test_row_is_sound(option):
         assert option.default in option.choices
     if option.default is not None:
         assert option.parse(option.default) == option.default
-    for variable, text in option.encode(option.default).items():
-        assert variable.isupper()
-        assert isinstance(text, str)
-
-
-@pytest.mark.parametrize(
-    "option", [o for o in OPTIONS if o.env and o.style not in ("on", "one")], ids=lambda o: o.name
-)
-def test_a_value_survives_the_environment(option):
-    value = {"str": "x", "int": 3, "float": 0.5, "bool": True}[option.type]
-    if option.choices is not None:
-        value = next(choice for choice in reversed(option.choices) if choice not in option.corrections)
-    assert option.parse(option.encode(value)[option.env]) == value
 
 
 def test_switches_exist():
@@ -57,16 +44,3 @@ def test_switches_exist():
     assert set(PARADIGMS) <= set(BY_NAME)
     assert {switch for switch in SWITCH_OF_DISTRIBUTED_TYPE.values() if switch} <= set(BY_NAME)
     assert {feature for feature in SECTIONS.values() if feature} <= set(FEATURES)
-
-
-@pytest.mark.parametrize(
-    ("feature", "on", "off", "request_"),
-    [
-        ("fsdp", True, False, "--use_fsdp"),
-        ("machines", 2, 1, "--num_machines N"),
-        ("fp8", "fp8", "bf16", "--mixed_precision fp8"),
-    ],
-)
-def test_feature_is_on_and_how_it_is_asked_for(feature, on, off, request_):
-    assert FEATURES[feature].is_on(on) is True and FEATURES[feature].is_on(off) is False
-    assert FEATURES[feature].request == request_

@@ -8,9 +8,7 @@ import pytest
 
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.plan import Resolved, Source
 from accelerate.launch.resolve import resolve
-from accelerate.launch.runners import deepspeed
 from cases import cases
 
 BASE = "--use_deepspeed --quiet --num_processes 4 --num_machines 2 --deepspeed_hostfile hosts"
@@ -61,16 +59,6 @@ def called(programs, parse):
 )
 def test_commands(called, line, expected):
     assert called(line)["arguments"] == ["--hostfile", "hosts", *expected.split(), "train.py"]
-
-
-def test_variables_of_the_engine(called):
-    environment = called(f"--zero_stage 2 {BY} slurm")["environment"]
-    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true" and environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
-    assert environment["PYTHONPATH"] == os.getcwd()
-    settings = {name: Resolved(1, Source.FILE) for name in ("zero_stage", "mixed_precision", "num_processes")}
-    settings["gradient_clipping"] = Resolved(1.0, Source.COMMAND_LINE)
-    assert deepspeed.exports(settings, {})["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,mixed_precision"
-    assert deepspeed.exports({}, {"PYTHONPATH": "/a"})["PYTHONPATH"] == f"/a{os.pathsep}{os.getcwd()}"
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])

@@ -71,7 +71,7 @@ KEYS = "--aws_access_key_id AKID --aws_secret_access_key verysecret"
 
 
 def test_a_job(sdk, launch):
-    runners.run(launch(KEYS, arguments="--lr 1e-3 --x True"))
+    runners.run(launch(KEYS, arguments="--lr 1e-3 --x True --id 1_000 --with-dash=v=w --empty= -e -3"))
     (arguments,), (inputs,) = sdk.calls, sdk.fits
     session = arguments.pop("sagemaker_session").boto_session
     credentials = session.get_credentials()
@@ -84,7 +84,8 @@ def test_a_job(sdk, launch):
     nothing = dict.fromkeys(("image_uri", "distribution", "metric_definitions"))
     versions = {"transformers_version": "4.17.0", "pytorch_version": "1.10.2", "py_version": "py38"}
     machines = {"instance_count": 1, "instance_type": "ml.g5.xlarge", "base_job_name": "accelerate-sagemaker-1"}
-    script = {"entry_point": "train.py", "source_dir": ".", "hyperparameters": {"lr": 0.001, "x": True}}
+    values = {"lr": 0.001, "x": True, "id": "1_000", "with-dash": "v=w", "empty": "", "e": -3}
+    script = {"entry_point": "train.py", "source_dir": ".", "hyperparameters": values}
     rest = {"role": "trainer", "debugger_hook_config": False}
     assert arguments == {**nothing, **versions, **machines, **script, **rest}
 
@@ -130,20 +131,6 @@ def test_a_job_that_fails(sdk, launch, capsys):
     assert "out of memory" in capsys.readouterr().err
 
 
-def test_a_job_of_a_configuration_object(sdk, parse):
-    from accelerate.commands.config.config_args import SageMakerConfig
-    from accelerate.commands.launch import sagemaker_launcher
-
-    common = {"mixed_precision": "bf16", "use_cpu": False, "debug": False}
-    common |= {"ec2_instance_type": "ml.g5.xlarge", "iam_role_name": "trainer"}
-    job = SageMakerConfig("AMAZON_SAGEMAKER", "NO", **common)
-    sagemaker_launcher(job, parse(f"--mixed_precision bf16 {KEYS} train.py --lr 1"))
-    (arguments,) = sdk.calls
-    assert arguments["hyperparameters"] == {"lr": 1} and arguments["role"] == "trainer"
-    assert arguments["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    assert arguments["sagemaker_session"].boto_session.get_credentials().access_key == "AKID"
-
-
 @cases(
     "line, config, arguments, fragment",
     ("job.sh.py.txt", CONFIG, "", "'job.sh.py.txt' is no Python file"),
@@ -169,16 +156,6 @@ def test_no_sdk_and_a_newer_one(launch, fake_package, monkeypatch):
         with pytest.raises(ImportError, match="version 2 of its SDK.*sagemaker<3"):
             runners.run(launch())
         monkeypatch.setitem(sys.modules, "sagemaker", None)
-
-
-@cases(
-    "line, values",
-    ("--a 1 --b x --c 1.5 -d False --e -3", {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3}),
-    ("--with-dash=v=w --empty=", {"with-dash": "v=w", "empty": ""}),
-    ("--id 1_000 --none None", {"id": "1_000", "none": "None"}),
-)
-def test_hyperparameters(line, values):
-    assert sagemaker.hyperparameters(line.split()) == values
 
 
 @pytest.fixture

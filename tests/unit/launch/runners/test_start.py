@@ -60,19 +60,6 @@ def test_signals_reach_the_child(text, name, stopped_is_failed, fails):
 
 
 @posix
-def test_what_the_launcher_ignores_the_child_ignores():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        start(
-            "import os, signal; os.kill(os.getppid(), signal.SIGHUP)\n"
-            "raise SystemExit(0 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 9)"
-        )
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-@posix
 def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
     """It comes to the launcher alone then, which must not wait for a child that knows nothing."""
     child = (

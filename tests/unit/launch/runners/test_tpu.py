@@ -9,7 +9,6 @@ import pytest
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.resolve import resolve
-from accelerate.launch.runners import tpu
 from cases import cases
 
 SPAWN = """
@@ -73,10 +72,6 @@ def test_a_function_that_fails_or_is_none(xla, plan, function, status, words, ca
     assert caught.value.returncode == status and words in said and "Traceback" not in said
 
 
-def test_precision():
-    assert tpu.precision_variables("bf16", "no") == {"XLA_USE_BF16": "1"} and not tpu.precision_variables("no", True)
-
-
 @pytest.fixture
 def pod(parse, written, programs):
     """Return a plan for a pod; gcloud records its calls."""
@@ -100,17 +95,6 @@ def test_gcloud(programs, pod):
     # A shell of each machine reads it.
     environment = ["env", "ACCELERATE_IN_TPU_POD=1", "B=x", "C=y"]
     assert shlex.split(words[-3]) == [*environment, *WORKER.split(), "train.py", *arguments]
-
-
-def test_sudo_machines_options_and_status(programs, pod, monkeypatch):
-    monkeypatch.setenv("FAKE_STATUS", "4")
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        runners.run(pod("--tpu_use_sudo --vm 0 --vm 2 --downcast_bf16 --debug"))
-    words = programs.calls()[0]["arguments"]
-    assert caught.value.returncode == 4 and words[-1] == "0,2"
-    remote = shlex.split(words[-3])
-    assert remote[:5] == ["sudo", "env", "ACCELERATE_IN_TPU_POD=1", "A=1", "accelerate-launch"]
-    assert remote[-3:] == ["--downcast_bf16", "--debug", "train.py"]
 
 
 @cases(
