@@ -144,22 +144,6 @@ def test_info_of_shards(accelerate, sharded):
     run(accelerate, "info", sharded)
 
 
-def test_export(accelerate, project, tmp_path):
-    from safetensors.torch import load_file
-
-    folder, file = project / "checkpoints" / "checkpoint_3", tmp_path / "out" / "model.safetensors"
-    out = run(accelerate, "export", folder, tmp_path / "out", "--dtype", "bf16")
-    assert out == f"{tmp_path / 'out'}: 5 tensors in 1 file ({file.stat().st_size} B)\n"
-    assert str(load_file(file)["embed.weight"].dtype) == "torch.bfloat16"
-    assert "--overwrite" in run(accelerate, "export", folder, tmp_path / "out", status=2)
-    run(accelerate, "export", folder, tmp_path / "out", "--overwrite", "--max-shard-size", "60")
-    assert len(list((tmp_path / "out").iterdir())) == 4
-    samples.flip(folder / "model.safetensors")
-    err = run(accelerate, "export", folder, tmp_path / "other", status=2)
-    assert err.startswith("accelerate checkpoint: error: The checkpoint") and len(err.splitlines()) == 1
-    assert "model.safetensors has changed" in err and not (tmp_path / "other").exists()
-
-
 def test_reshard(accelerate, sharded, tmp_path):
     words = ("reshard", str(sharded), "two", "--layout", "sharded", "--shards", "2")
     assert run(accelerate, *words) == "two: sharded, 2 shards\n"

@@ -25,14 +25,6 @@ def test_report(accelerate, place, monkeypatch):
     assert all(line in out for line in lines)
 
 
-def test_without_a_configuration(accelerate, place):
-    assert "Configuration file: none" in accelerate("env")[1]
-    facts = command.env_command(command.env_command_parser().parse_args([]))
-    assert (facts["`Accelerate` version"], facts["`Accelerate` configs"]) == (__version__, {})
-    status, _, err = accelerate("env", "--config_file", "none.yaml")
-    assert status == 2 and "none.yaml" in err
-
-
 def test_a_file_that_cannot_be_read_is_a_line_of_the_report(accelerate, place):
     (place / "c.yaml").write_text("num_processes: [1\naws_secret_access_key: hunter2: x\n")
     status, out, err = accelerate("env", "--config_file", "c.yaml")

@@ -93,24 +93,6 @@ def test_recorded_helpers():
     assert estimate.check_has_model(RuntimeError("x model type y")) == "unknown"
 
 
-def test_file_of_weights(accelerate, place, no_hub):
-    save_file(
-        {
-            "model.layers.0.a.weight": torch.zeros(4, 8, dtype=torch.bfloat16),
-            "model.layers.0.b.bias": torch.zeros(8, dtype=torch.bfloat16),
-            "head.weight": torch.zeros(4, 4),
-            "steps": torch.tensor(3),
-        },
-        place / "x.safetensors",
-    )
-    for name in ("x.safetensors", place / "x.safetensors", place):
-        report = answer(accelerate, name)
-        assert report["parameters"] == 4 * 8 + 8 + 16
-        float32, float16, *_ = report["sizes"]
-        assert (float32["total_size"], float32["largest_layer"]) == (4 * 56 + 8, 4 * 40)
-        assert float16["training"] == 16 * 56 + 8 + 2 * 56
-
-
 def test_index_of_weights(accelerate, refused, place, no_hub):
     index = place / "m" / "model.safetensors.index.json"
     index.parent.mkdir()

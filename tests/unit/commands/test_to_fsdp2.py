@@ -1,12 +1,10 @@
 """Configuration files for FSDP 1 turned into ones for FSDP 2."""
 
 import json
-import pathlib
 
 import pytest
 import yaml
 
-from accelerate.commands import to_fsdp2
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -79,11 +77,6 @@ def test_what_becomes_something_else(section, expected, warning, caplog):
     assert config["fsdp_config"] == old
 
 
-def test_two_names_of_the_strategy_in_any_order():
-    both = {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
-    assert all(converted(**dict(s))["fsdp_reshard_after_forward"] is False for s in (both, reversed(both.items())))
-
-
 @cases(
     "section, message",
     ({"fsdp_sharding_strategy": "SOME_SHARD"}, "'SOME_SHARD'; FSDP 1 knows FULL_SHARD"),
@@ -136,14 +129,6 @@ def test_command(accelerate, place):
     (place / "old.json").write_text('{"fsdp_config": {"fsdp_offload_params": true}}')
     assert convert("old.json", "--overwrite")[0] == 0
     assert json.loads((place / "old.json").read_text())["fsdp_config"]["fsdp_version"] == 2
-
-
-def test_its_reader_can_be_replaced(place, monkeypatch):
-    monkeypatch.setattr(to_fsdp2, "load_config", lambda file: {"fsdp_config": {"fsdp_version": 1}})
-    pathlib.Path("old.yaml").touch()
-    args = to_fsdp2.to_fsdp2_command_parser().parse_args(["--config_file", "old.yaml", "--output_file", "new.yaml"])
-    to_fsdp2.to_fsdp2_command(args)
-    assert "fsdp_version: 2" in (place / "new.yaml").read_text()
 
 
 def test_places_that_are_none(refused, place):

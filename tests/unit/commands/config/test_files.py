@@ -104,16 +104,6 @@ def test_precision_is_checked_and_an_existing_file_stays(accelerate, place, mach
     assert "mixed_precision: fp8" in write_basic_config("fp8", place / "c.yaml").read_text()
 
 
-@pytest.mark.parametrize(("as_json", "text"), [(None, '{\n  "a": 1,\n  "b": "\\u00e9"\n}\n'), (False, "a: 1\nb: é\n")])
-def test_text_in_folders_that_are_made(place, as_json, text):
-    path = place / "deep" / "er" / "c.json"
-    store.write(path, {"b": "é", "a": 1}, as_json)
-    assert path.read_bytes() == text.encode()
-    path.chmod(0o600)
-    store.write(path, {"b": 1})
-    assert os.name != "posix" or path.stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize("broken", ["replace", "chmod"])
 @pytest.mark.parametrize(
     ("error", "seen"), [(OSError(28, "No space left on device"), LaunchError), (KeyboardInterrupt, KeyboardInterrupt)]
