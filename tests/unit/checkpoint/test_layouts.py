@@ -111,23 +111,6 @@ def test_a_checkpoint_with_a_manifest_is_not_saved_into(tmp_path):
     assert os.listdir(tmp_path) == before
 
 
-def test_state_dicts_are_taken_and_given_where_libraries_replace_the_functions(tmp_path, monkeypatch):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    seen = []
-    for name in ("_get_model_state_dict", "_set_model_state_dict"):
-        original = getattr(fsdp_utils, name)
-
-        def replacement(*args, original=original, name=name, **options):
-            seen.append(name)
-            return original(*args, **options)
-
-        monkeypatch.setattr(fsdp_utils, name, replacement)
-    model, _ = job()
-    fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path))
-    fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
-    assert seen == ["_get_model_state_dict", "_get_model_state_dict", "_set_model_state_dict"]
-
-
 def test_adapters(tmp_path):
     peft = pytest.importorskip("peft")
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)

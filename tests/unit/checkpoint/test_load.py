@@ -15,21 +15,11 @@ from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
 from accelerate.checkpoint.state import Common
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
+from sharded_io import same
 
 
 def common(schedulers=(), loaders=(), custom=()):
     return Common(schedulers, loaders, custom, None, 0, torch.device("cpu"))
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
-        self.b.weight = self.a.weight
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
@@ -102,7 +92,7 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
 
 def test_other_ranks_write_no_shared_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(PartialState, "is_main_process", False)
-    checkpointing.save_accelerator_state(tmp_path, [Net().state_dict()], [Object()], [Object()], [], 1, 0)
+    checkpointing.save_accelerator_state(tmp_path, [nn.Linear(1, 1).state_dict()], [Object()], [Object()], [], 1, 0)
     checkpointing.save_custom_state(Object(1), tmp_path)
     write_optimizer({}, tmp_path)
     assert os.listdir(tmp_path) == ["random_states_1.pkl"]

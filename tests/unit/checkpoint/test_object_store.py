@@ -210,11 +210,9 @@ def test_a_node_whose_files_did_not_arrive(memory):
         nodes[0].publish()
 
 
-@pytest.mark.parametrize("data", [None, CONTENT["optimizer.bin"][:-1]], ids=["missing", "truncated"])
-def test_a_damaged_object(memory, data):
-    storage = save(URL)
-    memory().rm(url_of(storage, "optimizer.bin")) if data is None else put(url_of(storage, "optimizer.bin"), data)
-    expected = f"optimizer.bin {'is missing .1400 bytes' if data is None else 'has 1399 bytes, but 1400'}"
+def test_a_damaged_object(memory):
+    storage, expected = save(URL), "optimizer.bin has 1399 bytes, but 1400"
+    put(url_of(storage, "optimizer.bin"), CONTENT["optimizer.bin"][:-1])
     assert storage.state().kind == "incomplete" and re.match(expected, storage.state().reason)
     with pytest.raises(DamagedCheckpoint, match=expected):
         storage.fetch()

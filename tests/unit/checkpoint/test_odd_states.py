@@ -113,11 +113,8 @@ class Extra(nn.Linear):
 
 EXTRAS = [
     {"amax": torch.ones(3), "steps": 4},
-    {"amax": torch.ones(3)},
     {"nested": {"scales": [torch.ones(2), torch.zeros(2)], "empty": {}}, 0: "x"},
     {},
-    [1, "two"],
-    7,
     None,
     torch.arange(5, dtype=torch.uint8),
 ]

@@ -7,6 +7,7 @@ from torch import nn
 
 import sharded_io
 from accelerate.checkpoint.convert import reshard
+from sharded_io import same
 
 
 @pytest.fixture
@@ -25,12 +26,6 @@ def shards(place, net):
     sharded_io.save_optimizer(optimizer, net, place / "one", layout="sharded")
     reshard(str(place / "one"), str(place / "three"), "sharded", 3)
     return place / "three" / "pytorch_model_fsdp_0"
-
-
-def same(mine, theirs):
-    return mine.keys() == theirs.keys() and all(
-        mine[name].dtype is theirs[name].dtype and torch.equal(mine[name], theirs[name]) for name in mine
-    )
 
 
 def test_no_shards(refused, place, shards):

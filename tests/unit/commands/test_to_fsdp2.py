@@ -47,21 +47,12 @@ def test_every_setting(option, caplog):
     assert ("It is dropped" in caplog.text) == (expected is None) and "unknown" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("strategy", "reshards"),
-    [("FULL_SHARD", True), (1, True), ("2", False), ("full_shard", True), (True, True), ("false", False)],
-)
-@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
-def test_strategies(key, strategy, reshards, caplog):
-    assert converted(**{key: strategy})["fsdp_reshard_after_forward"] is reshards
-    assert key not in caplog.text
-
-
 @cases(
     "section, expected, warning",
     ({"sharding_strategy": "HYBRID_SHARD"}, {"reshard_after_forward": True}, "set dp_replicate_size and dp_shard_size"),
     ({"sharding_strategy": 5}, {"reshard_after_forward": False}, "HYBRID_SHARD_ZERO2 does not exist"),
     ({"sharding_strategy": "no_shard"}, {"reshard_after_forward": False}, "set distributed_type to MULTI_GPU"),
+    ({"reshard_after_forward": "false"}, {"reshard_after_forward": False}, ""),
     ({"state_dict_type": "LOCAL_STATE_DICT"}, {"state_dict_type": "SHARDED_STATE_DICT"}, "SHARDED_STATE_DICT cannot read its checkpoints"),
     ({"backward_prefetch_policy": "BACKWARD_POST"}, {}, "backward_prefetch does not exist in FSDP 2: it always"),
     ({"forward_prefetch": False}, {}, "fsdp_forward_prefetch is not possible yet"),

@@ -23,7 +23,6 @@ def parse(line):
     ("--num_processes two", "num_processes is 'two'; it must be an integer"),
     ("--gradient_clipping auto", "gradient_clipping is 'auto'; leave the option out"),
     ("--num_proceses 2", "error: --num_proceses is unknown; did you mean --num_processes?"),
-    ("--num-proceses=2", "error: --num-proceses is unknown; did you mean --num_processes?"),
     ("--qqq --gpu_id 0", "error: --qqq is unknown; `accelerate launch --help` lists the options. --gpu_id is"),
 )
 def test_what_is_not_understood(capsys, line, answer):

@@ -81,6 +81,11 @@ def test_the_environment_chooses(installed, capability, monkeypatch):
         fp8.setup(accelerator(CUDA), handlers())
 
 
+def test_the_general_recipe_names_its_library(installed, capability):
+    installed(TE, MSAMP)
+    assert fp8.setup(accelerator(CUDA), handlers(fp8_recipe_handler=bare(FP8RecipeKwargs, backend="MSAMP"))) is MSAMP
+
+
 @pytest.mark.parametrize(
     ("there", "device", "given", "error", "said"),
     [
@@ -92,13 +97,6 @@ def test_the_environment_chooses(installed, capability, monkeypatch):
             {"ao": bare(AORecipeKwargs), "msamp": MSAMPRecipeKwargs()},
             ValueError,
             "AORecipeKwargs and MSAMPRecipeKwargs",
-        ),
-        (
-            (AO, MSAMP),
-            CPU,
-            {"fp8": bare(FP8RecipeKwargs, backend="MSAMP"), "msamp": MSAMPRecipeKwargs()},
-            ValueError,
-            "FP8RecipeKwargs and MSAMPRecipeKwargs",
         ),
         ((TE, MSAMP), CPU, {}, ValueError, r"Transformer Engine.*'cpu'; MS-AMP.*'cpu'.*pip install torchao"),
         (

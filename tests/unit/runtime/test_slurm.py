@@ -17,7 +17,6 @@ STEP = slurm_variables(
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("node7", ["node7"]),
         ("a1,a2", ["a1", "a2"]),
         ("gpu[03-05,09],login1", ["gpu03", "gpu04", "gpu05", "gpu09", "login1"]),
         ("n[8-11]", ["n8", "n9", "n10", "n11"]),

@@ -6,15 +6,6 @@ import accelerate.trackers.base as base
 from accelerate.trackers.base import GeneralTracker
 
 
-class Whole(GeneralTracker):
-    name = "whole"
-    requires_logging_directory = False
-
-    @property
-    def tracker(self):
-        raise AssertionError("must not be asked before the run has started")
-
-
 def test_missing_definitions_are_listed():
     class Nothing(GeneralTracker):
         pass
@@ -22,6 +13,11 @@ def test_missing_definitions_are_listed():
     class Half(GeneralTracker):
         name = "half"
         requires_logging_directory = True
+
+    class Whole(Half):
+        @property
+        def tracker(self):
+            raise AssertionError("must not be asked before the run has started")
 
     with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
         Nothing()

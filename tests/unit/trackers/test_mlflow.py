@@ -51,16 +51,6 @@ def test_tags_must_be_a_json_object(tags):
         MLflowTracker("name", tags=tags)
 
 
-def test_configuration_in_batches_without_changing_the_callers(mlflow, caplog):
-    tracker = MLflowTracker("name")
-    config = {"a": 1, "long": "x" * 6, "b": 2, "c": 3}
-    given = dict(config)
-    tracker.store_init_configuration(config)
-    assert config == given
-    assert [call[1] for call in mlflow.taken()] == [({"a": 1, "b": 2},), ({"c": 3},)]
-    assert "'long'" in caplog.text
-
-
 def test_artifacts(mlflow):
     tracker = MLflowTracker("name")
     tracker.log_figure("figure", "file.png", dpi=3)

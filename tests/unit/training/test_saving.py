@@ -9,62 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.config.project import ProjectConfiguration
 from accelerate.training import saving
-
-
-class Counter:
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-class Run:
-    def __init__(self, seed=0, steps=3, **kwargs):
-        torch.manual_seed(seed)
-        self.accelerator = Accelerator(cpu=True, **kwargs)
-        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2)), batch_size=2, shuffle=True)
-        made = self.accelerator.prepare(model, optimizer, scheduler, loader)
-        self.model, self.optimizer, self.scheduler, self.loader = made
-        self.counter = Counter(seed)
-        self.accelerator.register_for_checkpointing(self.counter)
-        for _ in range(steps):
-            self.step(torch.randn(4, 2))
-
-    def step(self, batch):
-        self.accelerator.backward(self.model(batch).square().mean())
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-
-    def state(self):
-        return {
-            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "counter": self.counter.value,
-        }
-
-
-def equal(left, right):
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return left == right
 
 
 def numbered(folder, **kwargs):
@@ -141,7 +89,7 @@ def test_load_hooks_may_load_models_themselves(tmp_path):
 def test_registered_objects_have_states():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ValueError, match=r"argument 0 \(int\), argument 2 \(Foo\)"):
-        accelerator.register_for_checkpointing(3, Counter(), type("Foo", (), {})())
+        accelerator.register_for_checkpointing(3, nn.Linear(1, 1), type("Foo", (), {})())
     assert accelerator._custom_objects == []
     with pytest.raises(TypeError, match="hook"):
         accelerator.register_save_state_pre_hook(3)
@@ -162,44 +110,44 @@ def test_the_path_of_a_checkpoint_is_returned_as_it_was_given(tmp_path, monkeypa
 
 
 def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path):
-    run = Run(project_config=numbered(tmp_path, total_limit=1))
-    run.accelerator.save_state()
+    run = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
+    run.save_state()
 
     def full(*args, **kwargs):
         raise OSError("disk full")
 
-    handle = run.accelerator.register_save_state_pre_hook(full)
+    handle = run.register_save_state_pre_hook(full)
     with pytest.raises(OSError, match="disk full"):
-        run.accelerator.save_state()
+        run.save_state()
     assert listed(tmp_path) == ["checkpoint_0"]
-    assert run.accelerator.save_iteration == 1
+    assert run.save_iteration == 1
     handle.remove()
-    run.accelerator.save_state()
+    run.save_state()
     assert listed(tmp_path) == ["checkpoint_1"]
-    run.accelerator.load_state()
+    run.load_state()
 
 
 def test_the_checkpoint_that_a_run_began_from_is_never_pruned(tmp_path):
-    run = Run(project_config=numbered(tmp_path, total_limit=1))
-    run.accelerator.save_state()
-    run.accelerator.load_state()
+    run = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
+    run.save_state()
+    run.load_state()
     for _ in range(3):
-        run.accelerator.save_state()
+        run.save_state()
     assert listed(tmp_path) == ["checkpoint_0", "checkpoint_3"]
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):
-    first = Run(project_config=numbered(tmp_path))
+    first = Accelerator(cpu=True, project_config=numbered(tmp_path))
     for _ in range(3):
-        first.accelerator.save_state()
-    second = Run(project_config=numbered(tmp_path))
-    second.accelerator.load_state()
-    assert second.accelerator.save_state().name == "checkpoint_3"
-    second.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
-    assert second.accelerator.save_state().name == "checkpoint_4", "newer ones stay"
-    third = Run(project_config=numbered(tmp_path))
+        first.save_state()
+    second = Accelerator(cpu=True, project_config=numbered(tmp_path))
+    second.load_state()
+    assert second.save_state().name == "checkpoint_3"
+    second.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    assert second.save_state().name == "checkpoint_4", "newer ones stay"
+    third = Accelerator(cpu=True, project_config=numbered(tmp_path))
     with pytest.raises(ValueError, match=r"checkpoint_0.*iteration \(now 0\)"):
-        third.accelerator.save_state()
+        third.save_state()
 
 
 def test_a_folder_of_ones_own_is_not_used_silently(tmp_path):
@@ -209,15 +157,11 @@ def test_a_folder_of_ones_own_is_not_used_silently(tmp_path):
 
 
 def test_loading_from_elsewhere_does_not_change_the_count(tmp_path):
-    run = Run()
-    run.accelerator.save_state(tmp_path / "checkpoint_9")
-    other = Run(project_config=numbered(tmp_path / "project"))
-    other.accelerator.load_state(tmp_path / "checkpoint_9")
-    assert other.accelerator.save_state().name == "checkpoint_0"
-
-
-def batches(loader):
-    return [batch[0].tolist() for batch in loader]
+    run = Accelerator(cpu=True)
+    run.save_state(tmp_path / "checkpoint_9")
+    other = Accelerator(cpu=True, project_config=numbered(tmp_path / "project"))
+    other.load_state(tmp_path / "checkpoint_9")
+    assert other.save_state().name == "checkpoint_0"
 
 
 def shapes(folder):
@@ -245,7 +189,7 @@ def test_a_model_needs_a_folder_and_values(tmp_path):
 
 def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp_path, monkeypatch):
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-    run = Run(project_config=project)
+    run = Accelerator(cpu=True, project_config=project)
 
     def fail(folder, limit, keep):
         raise OSError(errno.EIO, "Input/output error")
@@ -253,13 +197,13 @@ def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp
     with monkeypatch.context() as patch:
         patch.setattr(saving, "prune", fail)
         with pytest.raises(OSError, match="Input/output"):
-            run.accelerator.save_state()
-    assert run.accelerator.save_iteration == 0 and listed(tmp_path) == ["checkpoint_0"]
-    assert run.accelerator.save_state().name == "checkpoint_0"
-    assert run.accelerator.save_state().name == "checkpoint_1"
-    run.accelerator.project_configuration.iteration = 0
+            run.save_state()
+    assert run.save_iteration == 0 and listed(tmp_path) == ["checkpoint_0"]
+    assert run.save_state().name == "checkpoint_0"
+    assert run.save_state().name == "checkpoint_1"
+    run.project_configuration.iteration = 0
     with pytest.raises(ValueError, match="would be overwritten"):
-        run.accelerator.save_state()
+        run.save_state()
 
 
 def test_save_model_is_never_a_mixture(tmp_path, monkeypatch):

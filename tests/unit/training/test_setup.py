@@ -47,6 +47,8 @@ def test_the_cpu_is_not_ignored_when_the_process_has_another_device(monkeypatch)
 
 
 def test_what_is_no_configuration_is_refused_and_no_plugins_are_none():
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=0 is not a positive integer"):
+        Accelerator(cpu=True, gradient_accumulation_steps=0)
     with pytest.raises(TypeError, match="parallelism_config='tp' is a str; pass a ParallelismConfig"):
         Accelerator(cpu=True, parallelism_config="tp")
     assert Accelerator(cpu=True, deepspeed_plugins={}).state.deepspeed_plugins is None

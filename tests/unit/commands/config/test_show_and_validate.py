@@ -120,7 +120,6 @@ def test_everything_at_once(validate):
     ("deepspeed_config: {deepspeed_config_file: none.json}", "there is no such file (seen from"),
     ("deepspeed_config: {zero_stage: 4}", "deepspeed_config.zero_stage is '4'; choose one of 0, 1, 2, 3"),
     ("fsdp_config: {fsdp_offload_params: perhaps}", "write true or false"),
-    ("fsdp_config: {fsdp_sharding_strategy: 6}", "choose one of FULL_SHARD"),
     ("distributed_type: XLA\nuse_cpu: yes", "asks for TPUs"),
     # What cannot be read at all.
     ("", "is empty"),

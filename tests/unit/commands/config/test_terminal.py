@@ -106,3 +106,12 @@ def test_an_end_of_the_questions_leaves_nothing(terminal, place, menus, key, at,
     assert (ended, said in rest) == (status, True)
     assert (place / "c.yaml").read_text() == "distributed_type: 'NO'\n"
     assert sorted(path.name for path in place.iterdir() if path.is_file()) == ["c.yaml"]
+
+
+@pytest.mark.parametrize("why", ["dumb", "", "not installed"])
+def test_numbers_where_there_are_no_menus(terminal, place, why):
+    (place / "questionary.py").write_text("raise ImportError")
+    window = terminal(**({"PYTHONPATH": f"{place}:{SOURCE}"} if why == "not installed" else {"TERM": why}))
+    answer(window, "Number: [1]", "\n", "11. TPUs of Google", "", "Number: [1]", "2\n", "How many machines", "\x03")
+    assert end(window)[0] == 130
+    assert "\x1b" not in window.logfile_read.getvalue()
