@@ -1,7 +1,5 @@
 """One save at a time in the background; its error comes out of the next call."""
 
-import logging
-import pickle
 import subprocess
 import sys
 import threading
@@ -11,24 +9,6 @@ import torch
 
 from accelerate.checkpoint.background import Background
 from accelerate.checkpoint.storage import LocalStorage
-
-
-def test_one_task_at_a_time_runs_beside_and_is_waited_for(caplog):
-    background, go, done = Background(), threading.Event(), []
-    background.start(lambda: (go.wait(20), done.append("first")), "first")
-    assert background.pending and not done
-    threading.Timer(0.05, go.set).start()
-    with caplog.at_level(logging.WARNING):
-        background.finish("the next save")
-    assert done == ["first"] and not background.pending
-    assert "the next save waits for the checkpoint first" in caplog.text
-    caplog.clear()
-    background.finish("another")
-    assert not caplog.text
-    for name in "ab":
-        background.start(lambda name=name: done.append(name), name)
-    background.finish()
-    assert done[1:] == ["a", "b"]
 
 
 def test_an_error_comes_out_once_and_memory_comes_back():
@@ -72,14 +52,6 @@ def test_an_interpreter_that_starts_no_more_threads(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", none)
     background.start(lambda: done.append("written"), "x")
     assert done == ["written"]
-
-
-def test_it_is_not_pickled_along():
-    background, go = Background(), threading.Event()
-    background.start(go.wait, "x")
-    pickle.loads(pickle.dumps(background)).finish()  # has nothing to wait for
-    go.set()
-    background.finish()
 
 
 # Imports once; each case is a fork that ends as a program does, and says on its last line how it did.

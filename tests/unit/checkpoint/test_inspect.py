@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
-from torch.distributed.checkpoint import FileSystemWriter, save
 
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect
-from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME, DamagedCheckpoint, TensorEntry
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.checkpoint.storage import storage_of
 
 
@@ -49,24 +47,6 @@ def test_where_no_manifest_says_when_it_was_saved(tmp_path, date):
     assert 499 < one.age < 560 and one.to_json()["step"] == (None if date is None else 0)
 
 
-@pytest.mark.parametrize(
-    ("damage", "unread"),
-    [
-        (lambda folder: folder.rename(folder.parent / "elsewhere"), False),
-        (lambda folder: [file.unlink() for file in folder.iterdir()], False),
-        (lambda folder: (folder / INCOMPLETE_MARKER).touch(), False),
-        (lambda folder: (folder / NAME).unlink(), False),
-        (lambda folder: (folder / NAME).write_text("{"), True),
-    ],
-    ids=["absent", "empty", "marked", "no manifest", "broken manifest"],
-)
-def test_of_what_is_incomplete_verify_says_why(tmp_path, damage, unread):
-    folder = samples.write(tmp_path / "checkpoint_0")
-    damage(folder)
-    summary = inspect.summarize(storage_of(folder))
-    assert (inspect.verify(summary), summary.unread) == ([storage_of(folder).state().reason], unread)
-
-
 def test_details_without_a_manifest(tmp_path):
     folder = samples.foreign(tmp_path / "epoch_0")
     (folder / "sub").mkdir()
@@ -76,23 +56,6 @@ def test_details_without_a_manifest(tmp_path):
     assert values["files"]["sub/part.safetensors"] == {"size": 13, "rank": None}
     with pytest.raises(FileNotFoundError, match="epoch_0: name one"):
         inspect.details(storage_of(tmp_path))
-
-
-def test_headers(tmp_path):
-    path = samples.write(tmp_path / "best") / "model.safetensors"
-    header = inspect.header_of(str(path))
-    assert {name: entry.shape for name, entry in header.items()} == {
-        name: tuple(value.shape) for name, value in samples.tensors().items()
-    }
-    state = {"model": {"a": torch.arange(200.0), "b": torch.ones(3, 5), "extra": "text"}}
-    save(state, storage_writer=FileSystemWriter(tmp_path / "shards"), no_dist=True)
-    found = inspect.tensors_of_shards(str(tmp_path / "shards"))
-    assert found == {"a": TensorEntry((200,), "F32"), "b": TensorEntry((3, 5), "F32")}
-    data = path.read_bytes()
-    for damaged in (b"", data[:7], b"\xff" * 8 + data[8:], data[:8] + b"[" * (len(data) - 8), data[:-1], data + b"x"):
-        path.write_bytes(damaged)
-        with pytest.raises(DamagedCheckpoint):
-            inspect.header_of(str(path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import json
 import os
 import re
@@ -196,23 +195,6 @@ def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog
     assert "could not be removed" in caplog.text
 
 
-def test_several_nodes(base):
-    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(2)]
-    folders = [node.stage() for node in nodes]
-    nodes[1].generation = nodes[0].generation
-    for rank, node in enumerate(nodes):
-        write(folders[rank], {f"rank_{rank}.bin": b"%d" % rank})
-        node.upload(folders[rank])
-    files = dict(item for folder in folders for item in Manifest.read(folder).files.items())
-    Manifest(files, world_size=2).write(folders[0])
-    nodes[0].publish()
-    nodes[1].abandon()  # an error that comes after the manifest was written does not undo it
-    assert read(nodes[1].fetch()) == {"rank_0.bin": b"0", "rank_1.bin": b"1"}
-    folders.append(ObjectStore(f"{base}/checkpoint_0").stage())
-    gc.collect()  # what is dropped leaves no folder
-    assert not any(map(os.path.exists, folders))
-
-
 def test_a_node_whose_files_did_not_arrive(memory):
     nodes = [ObjectStore(URL) for _ in range(2)]
     folders = [node.stage() for node in nodes]
@@ -228,11 +210,9 @@ def test_a_node_whose_files_did_not_arrive(memory):
         nodes[0].publish()
 
 
-@pytest.mark.parametrize("data", [None, CONTENT["optimizer.bin"][:-1]], ids=["missing", "truncated"])
-def test_a_damaged_object(memory, data):
-    storage = save(URL)
-    memory().rm(url_of(storage, "optimizer.bin")) if data is None else put(url_of(storage, "optimizer.bin"), data)
-    expected = f"optimizer.bin {'is missing .1400 bytes' if data is None else 'has 1399 bytes, but 1400'}"
+def test_a_damaged_object(memory):
+    storage, expected = save(URL), "optimizer.bin has 1399 bytes, but 1400"
+    put(url_of(storage, "optimizer.bin"), CONTENT["optimizer.bin"][:-1])
     assert storage.state().kind == "incomplete" and re.match(expected, storage.state().reason)
     with pytest.raises(DamagedCheckpoint, match=expected):
         storage.fetch()
@@ -280,21 +260,6 @@ def test_a_checkpoint_of_another_library(base):
     assert read(storage.fetch())["model.safetensors"] == b"11"
     assert save(storage.location, {"optimizer.bin": b"4"}).state().kind == "complete"
     assert objects(storage) == [NAME, "notes.txt", "optimizer.bin"]
-
-
-UNFINISHED = [(name, b"") for name in (NAME, ".incomplete", ".incomplete_3", "generators_0.safetensors")]
-UNFINISHED += [(NAME, data) for data in (b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"generation": "g"}')]
-
-
-@pytest.mark.parametrize(("name", "data"), UNFINISHED, ids=range(len(UNFINISHED)))
-def test_objects_that_tell_an_unfinished_checkpoint(memory, name, data):
-    storage = storage_of(URL)
-    put(f"{URL}/model.safetensors")
-    put(f"{URL}/{name}", data)
-    assert storage.state().kind == "incomplete"
-    with pytest.raises(DamagedCheckpoint):
-        storage.fetch()
-    assert objects(save(URL, {"optimizer.bin": b"1"})) == [NAME, "optimizer.bin"]
 
 
 def test_a_local_checkpoint_that_was_copied(base, tmp_path):
@@ -393,15 +358,6 @@ def test_a_bucket_is_never_made_and_never_removed(s3):
     assert storage_of("s3://no-such-bucket/checkpoint_0").state().kind == "absent"
     with pytest.raises(FileNotFoundError, match="s3://no-such-bucket/checkpoint_0/.* bucket does not exist"):
         save("s3://no-such-bucket/checkpoint_0")
-
-
-def test_objects_that_stand_for_folders(s3):
-    storage = save("s3://bucket/console/checkpoint_0")
-    for key in ("console/", "console/checkpoint_0/", "console/checkpoint_0/empty/", "hollow/"):
-        s3.put_object(Bucket="bucket", Key=key, Body=b"")
-    assert [number for number, _ in storage.parent().checkpoints()] == [0]
-    assert read(storage.fetch()) == CONTENT
-    assert storage_of("s3://bucket/hollow").state().kind == "absent"
 
 
 @pytest.mark.slow

@@ -93,36 +93,11 @@ def test_names_that_torch_keeps(tmp_path, prefix):
     assert same(read(tmp_path / "saved", FORWARD)[0], moments(model, optimizer))
 
 
-def test_numbers_without_names_are_positions(tmp_path):
-    model, optimizer = job()
-    written(tmp_path / "saved", optimizer)
-    assert same(read(tmp_path / "saved", FORWARD)[0], moments(model, optimizer))
-    written(tmp_path / "saved", optimizer, model)
-    assert same(read(tmp_path / "saved", FORWARD, models=[])[0], moments(model, optimizer))
-
-
 def test_names_that_nobody_has(tmp_path):
     model, optimizer = job()
     keyed_by_names(tmp_path / "saved", model, optimizer)
     with pytest.raises(RuntimeError, match="Prepare the model"):
         read(tmp_path / "saved", FORWARD, models=[Net()])
-
-
-@pytest.mark.parametrize("write", [keyed_by_names, numbered_with_names, in_shards])
-def test_other_parameters(tmp_path, write):
-    model, optimizer = job()
-    write(tmp_path / "saved", model, optimizer)
-    with pytest.raises(RuntimeError, match="a state for first.weight, which is not among them; nothing was loaded"):
-        read(tmp_path / "saved", FORWARD[1:])
-    model, optimizer = job(FORWARD[1:])
-    write(tmp_path / "fewer", model, optimizer)
-    with pytest.raises(RuntimeError, match="has no state for first.weight"):
-        read(tmp_path / "fewer", FORWARD)
-
-
-def test_states_of_another_form_are_the_optimizers_own_affair(tmp_path):
-    torch.save({"anything": 3}, tmp_path / "optimizer.bin")
-    assert optimizers.read_whole_optimizer(job()[1], [Net()], tmp_path) == {"anything": 3}
 
 
 def test_what_an_optimizer_keeps_beside_is_kept(tmp_path):

@@ -117,13 +117,6 @@ def test_positions_that_the_wheels_wrote(tmp_path, caplog, version, kind):
     assert [rest, values(loader)] == [epochs[1][AFTER:], epochs[2]]
 
 
-def test_our_own_checkpoints_need_no_such_line(tmp_path, caplog):
-    peer_positions.write(tmp_path, "seedable")
-    accelerator, loader = prepared("seedable")
-    assert hints(accelerator, tmp_path / "seedable", caplog) == [] and loader.iteration == 1
-    assert values(loader) == json.loads((tmp_path / "seedable" / "truth.json").read_text())[1][AFTER:]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @each_wheel

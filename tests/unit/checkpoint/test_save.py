@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.background import HostBuffers, copied, snapshot
@@ -15,36 +14,6 @@ from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.save import Save, SavePlan
 from accelerate.checkpoint.storage import storage_of
-
-
-def filled(folder) -> tuple[SavePlan, dict, dict]:
-    weights = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4.0)[1:3]}
-    state = {"state": OrderedDict({0: {"m": torch.ones(3), "view": weights["w"].t()}}), "lr": [0.1, (1, "x", None)]}
-    plan = SavePlan(str(folder), rank=2)
-    plan.add_tensors("model.safetensors", weights, metadata={"format": "pt"}, aliases={"tied": "w"})
-    plan.add_object("optimizer.bin", state)
-    return plan, weights, state
-
-
-@pytest.mark.parametrize("writers", [1, 2])
-@pytest.mark.parametrize("is_copied", [False, True])
-def test_written_as_it_was(tmp_path, writers, is_copied):
-    plan, weights, state = filled(tmp_path)
-    buffers = HostBuffers()
-    if is_copied:
-        snapshot(plan, buffers)
-        for tensor in (weights["w"], weights["b"], state["state"][0]["m"]):
-            tensor.zero_()
-        state["lr"][0], state["state"][0]["new"] = 7.0, 1
-    entries = plan.write(writers)
-    found = load_file(tmp_path / "model.safetensors")
-    assert found["w"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["b"].tolist() == [1, 2]
-    read = torch.load(tmp_path / "optimizer.bin", weights_only=True)
-    assert read["state"][0]["m"].tolist() == [1, 1, 1] and read["lr"] == [0.1, (1, "x", None)]
-    assert read["state"][0]["view"].tolist() == [[0, 3], [1, 4], [2, 5]] and "new" not in read["state"][0]
-    assert type(read["state"]) is OrderedDict
-    assert set(entries) == set(os.listdir(tmp_path)) and entries["model.safetensors"].aliases == {"tied": "w"}
-    assert {entry.rank for entry in entries.values()} == {2}
 
 
 def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
@@ -93,9 +62,11 @@ def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
     plan.add_tensors("f", {"odd": 3})
     with pytest.raises(TypeError, match="'odd'"):
         plan.write()
+    plan = SavePlan(str(tmp_path))
+    plan.add_object("optimizer.bin", {"state": torch.ones(3)})
     monkeypatch.setattr(os, "write", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        filled(tmp_path)[0].write()
+        plan.write()
 
 
 class Exchange:

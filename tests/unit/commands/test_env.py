@@ -1,36 +1,10 @@
 """The report for bug reports."""
 
-import importlib.metadata
 from unittest.mock import Mock
 
 import torch
 
-from accelerate import __version__
 from accelerate.commands import env as command
-
-
-def test_report(accelerate, place, monkeypatch):
-    (place / "c.yaml").write_text(
-        "num_processes: 2\nuse_cpu: true\nmixed_precision: fp16\nfsdp_config: {fsdp_version: 2}"
-    )
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    status, out, _ = accelerate("env", "--config_file", "c.yaml")
-    assert status == 0 and f"\t- safetensors: {importlib.metadata.version('safetensors')}" in out
-    lines = (
-        f"- PyTorch version: {torch.__version__}",
-        f"- `Accelerate` version: {__version__}",
-        "\t- num_processes: 2",
-    )
-    lines += ("\t- ACCELERATE_MIXED_PRECISION: bf16", "Configuration file: c.yaml", "\t\t- fsdp_version: 2")
-    assert all(line in out for line in lines)
-
-
-def test_without_a_configuration(accelerate, place):
-    assert "Configuration file: none" in accelerate("env")[1]
-    facts = command.env_command(command.env_command_parser().parse_args([]))
-    assert (facts["`Accelerate` version"], facts["`Accelerate` configs"]) == (__version__, {})
-    status, _, err = accelerate("env", "--config_file", "none.yaml")
-    assert status == 2 and "none.yaml" in err
 
 
 def test_a_file_that_cannot_be_read_is_a_line_of_the_report(accelerate, place):

@@ -1,7 +1,5 @@
 """Merging the shards of a checkpoint: what comes out, and what is refused. The merging itself: `utils/test_fsdp_utils.py`."""
 
-import os
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,6 +7,7 @@ from torch import nn
 
 import sharded_io
 from accelerate.checkpoint.convert import reshard
+from sharded_io import same
 
 
 @pytest.fixture
@@ -27,23 +26,6 @@ def shards(place, net):
     sharded_io.save_optimizer(optimizer, net, place / "one", layout="sharded")
     reshard(str(place / "one"), str(place / "three"), "sharded", 3)
     return place / "three" / "pytorch_model_fsdp_0"
-
-
-def same(mine, theirs):
-    return mine.keys() == theirs.keys() and all(
-        mine[name].dtype is theirs[name].dtype and torch.equal(mine[name], theirs[name]) for name in mine
-    )
-
-
-def test_merged(accelerate, place, shards, net):
-    assert len(list(shards.glob("*.distcp"))) == 3
-    status, out, _ = accelerate("merge-weights", str(shards), "new/folder")
-    assert status == 0 and "model.safetensors: 1.02 KB" in out
-    assert same(load_file("new/folder/model.safetensors"), net.state_dict())
-    assert os.listdir("new/folder") == ["model.safetensors"]
-    assert accelerate("merge-weights", str(shards), "pickled", "--unsafe_serialization")[0] == 0
-    assert same(torch.load("pickled/pytorch_model.bin", weights_only=True), net.state_dict())
-    assert shards.is_dir()
 
 
 def test_no_shards(refused, place, shards):

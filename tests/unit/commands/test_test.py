@@ -29,8 +29,3 @@ def test_status_is_kept(accelerate, place, monkeypatch, status):
     assert f"accelerate launch --config_file c.yaml --module {SCRIPT}" in out
     assert ("passed" in out) is (status == 0)
     assert ("The self check failed" in err) is (status != 0)
-
-
-def test_a_check_that_cannot_start(accelerate):
-    status, out, err = accelerate("test", "--config_file", "none.yaml")
-    assert (status, "passed" in out) == (2, False) and "none.yaml" in err and "could not be started." in err

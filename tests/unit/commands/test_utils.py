@@ -1,6 +1,5 @@
 """What the commands share: rows of the option table as arguments, and how errors are answered."""
 
-import argparse
 import os
 import subprocess
 import sys
@@ -8,37 +7,13 @@ import sys
 import pytest
 
 from accelerate.commands.launch import launch_command_parser
-from accelerate.commands.utils import CustomArgumentGroup, CustomArgumentParser, add_options, or_exit
-from accelerate.config.options import OPTIONS
+from accelerate.commands.utils import or_exit
 from accelerate.launch.errors import LaunchError, RunError
 from cases import cases
 
 
 def parse(line):
     return launch_command_parser().parse_args(f"{line} train.py".split())
-
-
-def test_nondefault_holds_what_was_given():
-    args = parse("--cpu --dynamo_mode default train.py --num_processes 3 --use_fsdb")
-    assert args.nondefault == {"cpu", "dynamo_mode", "training_script", "training_script_args"}
-    assert args.training_script_args == ["--num_processes", "3", "--use_fsdb", "train.py"], "they are the script's own"
-    assert args.num_processes is None
-    args, options = parse(""), [option for option in OPTIONS if option.spellings]
-    assert [getattr(args, option.name) for option in options] == [option.default for option in options]
-    assert not args.nondefault.intersection(option.name for option in options)
-
-
-@cases(
-    "line, name, value",
-    ("--tpu_cluster", "tpu_use_cluster", True),
-    ("--no-tpu-cluster", "tpu_use_cluster", False),
-    ("--vm a --vm b", "vm", ["a", "b"]),
-    ("--mixed_precision BF16", "mixed_precision", "bf16"),
-    ("--num-processes 2", "num_processes", 2),
-)
-def test_values(line, name, value):
-    args = parse(line)
-    assert (getattr(args, name), type(getattr(args, name))) == (value, type(value)) and name in args.nondefault
 
 
 @cases(
@@ -48,29 +23,12 @@ def test_values(line, name, value):
     ("--num_processes two", "num_processes is 'two'; it must be an integer"),
     ("--gradient_clipping auto", "gradient_clipping is 'auto'; leave the option out"),
     ("--num_proceses 2", "error: --num_proceses is unknown; did you mean --num_processes?"),
-    ("--num-proceses=2", "error: --num-proceses is unknown; did you mean --num_processes?"),
     ("--qqq --gpu_id 0", "error: --qqq is unknown; `accelerate launch --help` lists the options. --gpu_id is"),
 )
 def test_what_is_not_understood(capsys, line, answer):
     with pytest.raises(SystemExit, match="2"):
         parse(line)
     assert answer in capsys.readouterr().err
-
-
-def test_parsers_of_programs():
-    parser = argparse.ArgumentParser()
-    add_options(parser.add_subparsers(parser_class=CustomArgumentParser).add_parser("launch"))
-    assert parser.parse_args(["launch", "--cpu"]).nondefault == {"cpu"}
-    parser = CustomArgumentParser(allow_abbrev=False)
-    parser.add_argument("--some_name", default="3", type=int)
-    group = parser.add_argument_group("heading")
-    assert isinstance(group, CustomArgumentGroup)
-    group.add_argument("--other_name")
-    namespace = argparse.Namespace(other=1)
-    assert parser.parse_args([], namespace) is namespace and (namespace.other, namespace.some_name) == (1, 3)
-    args, rest = parser.parse_known_args(["--other-name", "x", "--some_nam", "--y"])
-    assert (args.other_name, args.some_name, args.nondefault) == ("x", 3, {"other_name"})
-    assert rest == ["--some_nam", "--y"]
 
 
 def test_other_errors_keep_their_traceback():

@@ -1,7 +1,6 @@
 """Autocast, the wrapped forward and the gradient scaler."""
 
 import copy
-import functools
 import inspect
 import os
 import pickle
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.precision import amp
 from accelerate.precision.base import apply_downcast, precision
 
@@ -54,19 +52,6 @@ def test_a_forward_replaced_on_the_instance_is_put_back():
     assert model.forward is replaced
 
 
-def test_the_forward_is_a_method_of_the_model():
-    model = Named()
-    amp.wrap_forward(model, "cpu", precision("bf16"))
-    forward = model.forward
-    assert inspect.ismethod(forward) and forward.__self__ is model and forward.__code__ is forward.__func__.__code__
-    assert forward.__func__(model, torch.ones(1, 2))["raw_dtype"] is torch.bfloat16
-    assert forward.__name__ == "forward"
-    assert forward.__wrapped__ is model._original_forward.__func__ is Named.forward
-    # A wrapper of another library copies attributes, and is none of ours.
-    model.forward = functools.wraps(forward)(lambda inputs: forward(inputs))
-    assert amp.autocast_of(model.forward) is None
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_wrapped_model_is_copied_and_pickles(again):
     model = Named()
@@ -80,31 +65,6 @@ def test_a_wrapped_model_is_copied_and_pickles(again):
     amp.unwrap_forward(restored)
     assert restored.forward == types.MethodType(Named.forward, restored)
     assert restored(torch.ones(1, 2))["raw_dtype"] is torch.float32
-
-
-def _double(inputs):
-    return inputs * 2
-
-
-def test_a_function_in_the_place_of_forward_pickles():
-    model = nn.Linear(2, 2)
-    model.forward = _double
-    amp.wrap_forward(model, "cpu", precision("bf16"))
-    assert pickle.loads(pickle.dumps(model))(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.float32
-
-
-def test_without_a_precision_nothing_is_cast_or_scaled():
-    model = nn.Linear(1, 1)
-    amp.wrap_forward(model, "cpu", precision("no"))
-    assert "forward" not in model.__dict__
-    assert amp.make_scaler("cpu", precision("no")) is amp.make_scaler("cpu", precision("bf16")) is None
-    assert amp.make_scaler("cpu", precision("fp16"), GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
-    for handler, outside in ((None, False), (AutocastKwargs(enabled=False), True)):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
-            with amp.autocast_context("cpu", precision("no"), handler):
-                assert not torch.is_autocast_enabled("cpu")
-    with pytest.raises(ValueError, match="fp17.*bf16"):
-        precision("fp17")
 
 
 def test_float16_weights_are_refused_by_name():

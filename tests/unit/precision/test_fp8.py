@@ -81,14 +81,6 @@ def test_the_environment_chooses(installed, capability, monkeypatch):
         fp8.setup(accelerator(CUDA), handlers())
 
 
-def test_a_recipe_wins_over_the_environment_and_stays(installed, capability, monkeypatch):
-    installed(TE, AO)
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
-    built, recipe = accelerator(CUDA), bare(TERecipeKwargs)
-    assert fp8.setup(built, handlers(te_recipe_handler=recipe)) is TE
-    assert built.te_recipe_handler is None  # the Accelerator sets what was passed itself
-
-
 def test_the_general_recipe_names_its_library(installed, capability):
     installed(TE, MSAMP)
     assert fp8.setup(accelerator(CUDA), handlers(fp8_recipe_handler=bare(FP8RecipeKwargs, backend="MSAMP"))) is MSAMP
@@ -105,13 +97,6 @@ def test_the_general_recipe_names_its_library(installed, capability):
             {"ao": bare(AORecipeKwargs), "msamp": MSAMPRecipeKwargs()},
             ValueError,
             "AORecipeKwargs and MSAMPRecipeKwargs",
-        ),
-        (
-            (AO, MSAMP),
-            CPU,
-            {"fp8": bare(FP8RecipeKwargs, backend="MSAMP"), "msamp": MSAMPRecipeKwargs()},
-            ValueError,
-            "FP8RecipeKwargs and MSAMPRecipeKwargs",
         ),
         ((TE, MSAMP), CPU, {}, ValueError, r"Transformer Engine.*'cpu'; MS-AMP.*'cpu'.*pip install torchao"),
         (
@@ -130,12 +115,6 @@ def test_refusals(installed, there, device, given, error, said):
         fp8.setup(accelerator(device), handlers(**{f"{name}_recipe_handler": one for name, one in given.items()}))
 
 
-@pytest.mark.parametrize(("word", "kind"), [("TE", TE), ("msamp", MSAMP), ("Ao", AO), ("NO", NO), ("", NO)])
-def test_the_variable_names_a_library_without_fp8_too(installed, monkeypatch, word, kind):
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", word)
-    assert fp8.setup(accelerator(enabled=False), handlers()) is kind
-
-
 def test_a_recipe_without_fp8(installed):
     assert fp8.setup(accelerator(enabled=False), handlers()) is NO
     with pytest.raises(ValueError, match=r"MSAMPRecipeKwargs with mixed_precision='bf16'.*mixed_precision='fp8'"):
@@ -151,9 +130,3 @@ def test_old_gpus_are_refused_with_what_they_are(installed, capability):
     assert fp8.setup(accelerator(CUDA), handlers(ao_recipe_handler=emulating)) is AO
     capability(8, 9)
     assert fp8.setup(accelerator(CUDA), handlers()) is TE
-
-
-def test_intels_gaudi_and_other_devices(installed):
-    installed(TE, AO)
-    assert fp8.choose_engine({TE: bare(TERecipeKwargs)}, torch.device("hpu")) is TE
-    assert fp8.choose_engine({}) is TE  # hardware left out

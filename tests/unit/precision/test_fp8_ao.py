@@ -1,8 +1,7 @@
-"""torchao's float8 on a CPU, where it is emulated; without torchao installed, the same calls to a recorded stand-in."""
+"""torchao's float8 on a CPU, where it is emulated."""
 
 import dataclasses
 import pickle
-import types
 import warnings
 
 import pytest
@@ -31,15 +30,6 @@ class Config:
     emulate: bool = False
 
 
-def accelerator(recipe, **fields):
-    """A run in fp8, as the facade sees it once its construction has settled the library."""
-    made = Accelerator(cpu=True, mixed_precision="bf16")
-    made.ao_recipe_handler = recipe
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
-
-
 def test_settings_follow_device_and_strategy():
     cuda = torch.device("cuda")
     assert fp8.ao_config(Config(), cuda, sharded=True) == Config()
@@ -50,55 +40,6 @@ def test_settings_follow_device_and_strategy():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fp8.ao_config(emulated, torch.device("cpu"), sharded=True) == emulated
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """A converter that notes its calls and puts new parameters in, as torchao does for FSDP2."""
-    calls = []
-
-    class Float8(nn.Linear):
-        pass
-
-    def convert(model, config=None, module_filter_func=None):
-        calls.append((model, config, module_filter_func))
-        if module_filter_func is not None:
-            return
-        made = Float8(32, 32)
-        with torch.no_grad():
-            made.weight.copy_(model[2].weight)
-        model[2] = made
-
-    monkeypatch.setattr(
-        fp8.TorchAO, "converted", lambda self, model: sum(isinstance(m, Float8) for m in model.modules())
-    )
-    convert.calls = calls
-    return convert
-
-
-def test_the_converter_is_called_once_for_each_new_model_and_optimizers_follow(recorded):
-    run = accelerator(types.SimpleNamespace(config=Config(emulate=True), module_filter_func=None))
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    old = model[2].weight
-    objects = (model, optimizer, "something else")
-    assert fp8.prepare_ao(run, objects, recorded) == objects
-    assert recorded.calls == [(model, Config(emulate=True, enable_fsdp_float8_all_gather=False), None)]
-    assert model[2].weight is not old
-    model, optimizer = run.prepare(model, optimizer)
-    assert {id(p) for p in model.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
-    before = model[2].weight.detach().clone()
-    run.backward(model(torch.randn(4, 16)).pow(2).sum())
-    optimizer.step()
-    assert not torch.equal(model[2].weight, before)
-    fp8.prepare_ao(run, (model, net()), recorded)
-    assert len(recorded.calls) == 2 and recorded.calls[1][0] is not model  # prepared models stay
-
-
-def test_a_model_of_which_nothing_is_converted_is_named(recorded):
-    run = accelerator(types.SimpleNamespace(config=Config(emulate=True), module_filter_func=lambda *args: False))
-    with pytest.warns(UserWarning, match=r"converted no layer of Sequential.*5 linear layers, 2 .*module_filter_func"):
-        fp8.prepare_ao(run, [net()], recorded)
 
 
 def train(precision, steps=12):

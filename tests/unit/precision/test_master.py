@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.precision.master import size, upcast
+from accelerate.precision.master import upcast
 
 
 class Tied(nn.Module):
@@ -85,8 +85,3 @@ def test_only_the_main_process_warns(recwarn):
         storage.process.bind({"process_index": 1})
         assert upcast(nn.Linear(2, 2).half()) == 12
     assert not [item for item in recwarn.list if "trainable parameters" in str(item.message)]
-
-
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (-(2**31), "-2.0 GiB")])
-def test_sizes_read_well(count, text):
-    assert size(count) == text

@@ -146,12 +146,6 @@ def test_a_fault_leaves_where_it_stood(run, error_file):
     assert "Segmentation fault" in text and "in deep" in text
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
-def test_who_watches_faults_already_goes_on_doing_so(run, error_file):
-    done = run(f"import faulthandler\nfaulthandler.enable()\n{WATCH}faulthandler._sigsegv()")
-    assert "Segmentation fault" in done.stderr and not os.path.exists(failure.fault_file(str(error_file)))
-
-
 def test_importing_the_package_watches_and_costs_no_torch(run, error_file):
     done = run("from accelerate import PartialState\nraise ValueError('early')")
     assert done.stderr == "" and told(error_file)["summary"] == "ValueError: early"

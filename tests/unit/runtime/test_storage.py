@@ -1,4 +1,3 @@
-import threading
 from unittest import mock
 
 import pytest
@@ -6,15 +5,6 @@ import pytest
 from accelerate import Accelerator
 from accelerate.runtime import storage
 from accelerate.state import AcceleratorState, GradientState, PartialState
-
-
-def test_thread_local_slot_gives_every_thread_its_own():
-    slot, shared, seen = storage.Slot(thread_local=True), storage.Slot(), []
-    slot.current["who"] = shared.current["who"] = "main"
-    thread = threading.Thread(target=lambda: seen.extend([dict(slot.current), dict(shared.current)]))
-    thread.start()
-    thread.join()
-    assert seen == [{}, {"who": "main"}]
 
 
 def test_kept_puts_the_dictionary_back_after_an_error():

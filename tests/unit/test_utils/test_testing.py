@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from accelerate import test_utils
 from accelerate.accelerator import Accelerator
 from accelerate.state import PartialState
 from accelerate.test_utils import requirements, testing
@@ -27,14 +26,6 @@ def skipped(decorator):
         pass
 
     return getattr(decorator(body), "__unittest_skip__", False)
-
-
-def test_the_front_is_light():
-    program = "import sys, accelerate.test_utils; print('torch' in sys.modules)"
-    assert testing.run_command([*PYTHON, program], return_stdout=True) == "False\n"
-    assert test_utils.slow is testing.slow and "require_cuda" in dir(test_utils)
-    with pytest.raises(AttributeError, match="nothing"):
-        test_utils.nothing  # noqa: B018
 
 
 def test_requirements_follow_the_machine(monkeypatch):
@@ -60,14 +51,6 @@ def test_flags_and_versions(monkeypatch):
     assert skipped(testing.require_torch_min_version(version="99"))
     assert not skipped(testing.require_torch_min_version(version="2.0"))
     assert testing.require_torch_min_version(lambda: None, version="99").__unittest_skip__
-
-
-def test_run_command():
-    assert testing.run_command([*PYTHON, "print('out')"]) is None
-    assert testing.run_command([*PYTHON, "print('out')"], return_stdout=True) == "out\n"
-    assert testing.run_command([*PYTHON, "import os; print(os.environ['A'])"], True, env={"A": "b"}) == "b\n"
-    with pytest.raises(testing.SubprocessCallException, match="(?s)exit status 3.*what went wrong"):
-        testing.run_command([*PYTHON, "import sys; print('what went wrong', file=sys.stderr); sys.exit(3)"])
 
 
 def test_execute_subprocess(capsys):

@@ -3,16 +3,7 @@
 import pytest
 
 import accelerate.trackers.base as base
-from accelerate.trackers.base import GeneralTracker, on_main_process
-
-
-class Whole(GeneralTracker):
-    name = "whole"
-    requires_logging_directory = False
-
-    @property
-    def tracker(self):
-        raise AssertionError("must not be asked before the run has started")
+from accelerate.trackers.base import GeneralTracker
 
 
 def test_missing_definitions_are_listed():
@@ -22,6 +13,11 @@ def test_missing_definitions_are_listed():
     class Half(GeneralTracker):
         name = "half"
         requires_logging_directory = True
+
+    class Whole(Half):
+        @property
+        def tracker(self):
+            raise AssertionError("must not be asked before the run has started")
 
     with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
         Nothing()
@@ -33,23 +29,6 @@ def test_missing_definitions_are_listed():
     blank = GeneralTracker(_blank=True)
     assert blank.start() is blank.log({}, step=1, anything=2) is blank.finish() is None
     assert blank.store_init_configuration({}) is None
-
-
-@pytest.mark.parametrize(
-    ("main_only", "is_main", "runs"), [(True, True, True), (True, False, False), (False, False, True)]
-)
-def test_methods_run_where_the_tracker_wants(monkeypatch, main_only, is_main, runs):
-    monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": is_main})())
-
-    class Tracker(Whole):
-        main_process_only = main_only
-
-        @on_main_process
-        def log(self, values, step=None, **kwargs):
-            return values
-
-    assert Tracker().log({"a": 1}) == ({"a": 1} if runs else None)
-    assert Tracker.log.__name__ == "log"
 
 
 def test_built_in_trackers_are_guarded(monkeypatch):

@@ -27,18 +27,6 @@ def mlflow(library):
     return library
 
 
-def test_a_new_experiment(mlflow, tmp_path):
-    tracker = MLflowTracker("it's", logging_dir=tmp_path, tags={"t": 1}, run_name="run", description="d")
-    tracker.start()
-    search, create, start = mlflow.taken()
-    assert search == ("search", "name = 'it\\'s'")
-    asked = {"name": "it's", "artifact_location": str(tmp_path), "tags": {"t": 1}}
-    assert create == ("mlflow.create_experiment", (), asked)
-    ids = {"run_id": None, "experiment_id": "<mlflow.create_experiment()>", "run_name": "run"}
-    assert start[2] == {**ids, "nested": False, "tags": {"t": 1}, "description": "d"}
-    assert tracker.tracker == "<mlflow.start_run()>"
-
-
 def test_a_known_experiment_and_the_default_one(mlflow):
     mlflow.experiments.append(types.SimpleNamespace(experiment_id="7"))
     MLflowTracker("known").start()
@@ -61,27 +49,6 @@ def test_the_environment_wins(mlflow, monkeypatch):
 def test_tags_must_be_a_json_object(tags):
     with pytest.raises(ValueError, match="JSON"):
         MLflowTracker("name", tags=tags)
-
-
-def test_configuration_in_batches_without_changing_the_callers(mlflow, caplog):
-    tracker = MLflowTracker("name")
-    config = {"a": 1, "long": "x" * 6, "b": 2, "c": 3}
-    given = dict(config)
-    tracker.store_init_configuration(config)
-    assert config == given
-    assert [call[1] for call in mlflow.taken()] == [({"a": 1, "b": 2},), ({"c": 3},)]
-    assert "'long'" in caplog.text
-
-
-def test_only_numbers_are_metrics(mlflow, caplog):
-    tracker = MLflowTracker("name")
-    tracker.log({"loss": 0.5, "note": "x"}, step=3)
-    tracker.log({"note": "x"})
-    assert mlflow.taken() == [
-        ("mlflow.log_metrics", ({"loss": 0.5},), {"step": 3}),
-        ("mlflow.log_metrics", ({},), {"step": None}),
-    ]
-    assert caplog.text.count("'note'") == 1, "said once"
 
 
 def test_artifacts(mlflow):

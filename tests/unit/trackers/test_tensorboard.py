@@ -26,14 +26,6 @@ def tracker(tmp_path):
     tracker.finish()
 
 
-def test_numbers_are_scalars(tracker, tmp_path):
-    tracker.log({"loss": 0.5, "count": 3, "tensor": torch.tensor(2.0), "array": np.float32(4)}, step=7)
-    events = read(tmp_path / "run")
-    found = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
-    assert found == {"loss": 0.5, "count": 3.0, "tensor": 2.0, "array": 4.0}
-    assert events.Scalars("loss")[0].step == 7
-
-
 def test_text_and_dicts(tracker, tmp_path):
     tracker.log({"note": "hello", "both": {"a": 1.0, "b": 2.0}}, step=1)
     assert read(tmp_path / "run").Tags()["tensors"] == ["note/text_summary"]

@@ -60,14 +60,6 @@ def test_a_scaler_is_updated_before_the_next_loss_when_only_one_optimizer_steppe
     assert not accelerator.optimizer_step_was_skipped
 
 
-def test_one_optimizer_updates_its_scaler_at_once_and_may_step_twice():
-    accelerator, (model,), (optimizer,) = make(1, growth_interval=1)
-    for expected in (512.0, 1024.0):
-        accelerator.backward(model(torch.ones(1, 2)).sum())
-        optimizer.step()
-        assert accelerator.scaler.get_scale() == expected
-
-
 def test_a_checkpoint_has_the_scale_of_the_next_step(tmp_path):
     accelerator, models, optimizers = make(growth_interval=1)
     accelerator.backward(models[0](torch.ones(1, 2)).sum())

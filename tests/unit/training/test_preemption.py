@@ -72,12 +72,6 @@ def tell(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_signals_may_be_given_by_name_and_number():
-    both = (signal.SIGTERM, signal.SIGUSR1)
-    assert preemption.signals_of(["sigterm", "USR1", signal.SIGTERM]) == both
-    assert preemption.signals_of(int(signal.SIGTERM)) == preemption.signals_of("TERM") == both[:1]
-
-
 @pytest.mark.parametrize("given", ["SIGNAL", 12345, True, None, 3.5, "KILL", "SIGCHLD", signal.SIGSEGV])
 def test_what_cannot_be_watched_is_refused(tmp_path, given):
     with pytest.raises(ValueError, match="save_on_signal got"):
@@ -95,13 +89,6 @@ def test_another_thread_cannot_watch(tmp_path):
     with ThreadPoolExecutor(thread_name_prefix="builder") as pool:
         with pytest.raises(ValueError, match="'builder_0'.*main thread"):
             pool.submit(Run, tmp_path).result()
-
-
-def test_runs_that_did_not_ask_for_it_are_left_alone(tmp_path, heard):
-    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path)))
-    assert accelerator.gradient_state._step_watch is None
-    tell(signal.SIGTERM)
-    assert heard == [signal.SIGTERM] and not accelerator.should_stop and not accelerator.check_stop()
 
 
 def test_the_first_signal_is_noted_and_a_later_one_goes_to_the_former_handler(tmp_path, heard, monkeypatch):
@@ -148,14 +135,6 @@ def test_what_was_told_before_is_known_afterwards(tmp_path):
     assert not Run(tmp_path).accelerator.should_stop
 
 
-def test_another_accelerator_changes_nothing(tmp_path):
-    run = Run(tmp_path)
-    helper = Accelerator(cpu=True)
-    helper.end_training()
-    tell(signal.SIGTERM)
-    assert run.accelerator.should_stop and helper.should_stop
-
-
 def test_forked_processes_have_the_former_handlers(tmp_path):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     run = Run(tmp_path)
@@ -187,12 +166,6 @@ def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog, heard, mon
     assert sum(1 for _ in other.loader) == 4
 
 
-def test_an_open_window_is_finished_first(tmp_path):
-    run = Run(tmp_path, steps=3)
-    run.train(told_at=1)
-    assert run.seen == 3
-
-
 def test_what_follows_an_epoch_is_done_first(tmp_path):
     run = Run(tmp_path)
     done = []
@@ -216,13 +189,6 @@ def test_after_the_last_epoch_or_without_a_step_the_run_goes_on(tmp_path):
     tell(signal.SIGTERM)
     assert len(list(run.loader)) == 6
     assert run.accelerator.check_stop()
-
-
-def test_a_window_across_epochs_stays_whole(tmp_path):
-    run = Run(tmp_path, batches=3, steps=2)
-    run.accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
-    run.train(told_at=3, epochs=3)
-    assert run.seen == 4
 
 
 def test_evaluations_are_not_cut_off(tmp_path):
@@ -270,15 +236,6 @@ def test_ranks_that_are_at_different_steps_do_not_vote(tmp_path):
         for batch in run.loader:
             run.learn(batch, told_at=1)
     assert run.seen == 6
-
-
-@pytest.mark.parametrize("automatic", [False, True])
-def test_numbers_go_on_after_those_that_are_there(tmp_path, automatic):
-    for count in range(3):
-        run = Run(tmp_path, automatic_checkpoint_naming=automatic)  # begins anew each time, and must save all the same
-        assert run.train(told_at=1).location.endswith(f"checkpoint_{count}")
-    run = Run(tmp_path, automatic_checkpoint_naming=automatic)
-    assert str(run.accelerator.load_state(latest=True)).endswith("checkpoint_2")
 
 
 def test_trackers_are_finished(tmp_path):

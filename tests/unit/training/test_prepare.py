@@ -1,7 +1,6 @@
 """How objects are prepared: with the Accelerator's own states, and never unsynchronised or in another precision."""
 
 import copy
-import gc
 import warnings
 
 import pytest
@@ -96,17 +95,6 @@ def test_prepared_objects_come_back_without_warning_after_free_memory():
     assert again[0] is model and again[1].optimizer is optimizer.optimizer and again[3] is loader
     assert again[2].scheduler is scheduler.scheduler and again[2].optimizers == [again[1]]
     assert len(accelerator._dataloaders) == 1
-
-
-def test_a_replaced_method_may_prepare_another_object_in_place_of_the_one_given():
-    accelerator = Accelerator(cpu=True)
-    original = accelerator.prepare_model
-    accelerator.prepare_model = lambda model, **options: original(Wrapper(model), **options)
-    model = nn.Linear(1, 1)
-    wrapped = accelerator.prepare(model)
-    with pytest.warns(UserWarning, match="already prepared"):
-        assert accelerator.prepare(model) is wrapped
-    assert len(accelerator._models) == 1
 
 
 def test_regions_are_compiled_under_mixed_precision():
@@ -218,13 +206,6 @@ def test_the_state_of_an_optimizer_moves_along(replacing):
     assert trains(model, optimizer) and optimizer.state[model[0].weight]["step"] == 2
 
 
-def test_an_optimizer_of_other_tensors_is_left_alone(replacing):
-    accelerator = Accelerator(cpu=True)
-    temperature = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([temperature])
-    assert accelerator.prepare(tied(), optimizer)[1].param_groups[0]["params"] == [temperature]
-
-
 @pytest.mark.parametrize("model_first", [False, True])
 def test_an_optimizer_whose_parameters_are_gone_is_refused(model_first):
     class Packing(nn.Linear):
@@ -269,11 +250,3 @@ def test_outer_and_inner_objects_are_found_by_identity():
     assert registry.record("scheduler", slotted) is registry.find(slotted)
     registry.clear()
     assert registry.find(outer) is registry.find(inner) is None and list(registry.alive("model")) == []
-
-
-def test_an_inner_object_outlived_by_nothing_is_forgotten_with_its_wrapper():
-    inner = nn.Linear(1, 1)
-    registry = PreparedObjects()
-    registry.record("model", nn.Sequential(), [inner])  # the wrapper is dropped at once
-    gc.collect()
-    assert registry.find(inner) is None

@@ -12,11 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
-from accelerate.data import adapter, resume
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.data import resume
 
 CPU = torch.device("cpu")
 
@@ -160,26 +158,6 @@ def test_a_model_that_fails_last_leaves_the_others_alone(tmp_path, second, spoil
     assert run.everything() == before
 
 
-@pytest.mark.parametrize("seedable", [True, False])
-def test_the_order_of_the_data_stays(tmp_path, seedable):
-    def make(kind, seed):
-        torch.manual_seed(seed)
-        config = DataLoaderConfiguration(use_seedable_sampler=seedable, data_seed=seed if seedable else None)
-        accelerator = Accelerator(cpu=True, dataloader_config=config)
-        data = torch.arange(8.0).reshape(8, 1)
-        return accelerator, *accelerator.prepare(kind(1, 1), torch.utils.data.DataLoader(data, shuffle=True))
-
-    accelerator, _, loader = make(nn.Linear, 1)
-    next(iter(loader))
-    accelerator.save_state(tmp_path / "c")
-    accelerator, _, loader = make(Fussy, 2)
-    sampler = adapter.get_sampler(loader)
-    before = {name: getattr(sampler, name, None) for name in ("initial_seed", "epoch", "seed", "replay", "generator")}
-    with pytest.raises(RuntimeError, match="not this one"):
-        accelerator.load_state(tmp_path / "c")
-    assert {name: getattr(sampler, name, None) for name in before} == before
-
-
 def test_what_a_hook_has_loaded_is_given_back(tmp_path):
     accelerator = Accelerator(cpu=True)
     first, second = accelerator.prepare(nn.Linear(2, 2), Fussy(2, 2))
@@ -207,46 +185,6 @@ def test_what_somebody_else_has_put_there_is_not_loaded(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="model.safetensors is not in the manifest"):
         accelerator.load_state(tmp_path / "c")
     assert model.weight.eq(2).all()
-
-
-def test_a_registered_object_may_hold_what_was_computed_and_contain_itself(tmp_path):
-    run = Run()
-    state = {"count": 1, "loss": run.plain(torch.ones(1, 3)).sum()}
-    state["again"] = state
-    run.counter.state_dict = lambda: state
-    loaded = []
-    run.counter.load_state_dict = loaded.append
-    for blocking in (True, False):
-        run.accelerator.save_state(tmp_path / "c", blocking=blocking)
-        run.accelerator.wait_for_checkpoint()
-    run.accelerator.load_state(tmp_path / "c")
-    assert loaded[0]["again"] is loaded[0] and not loaded[0]["loss"].requires_grad
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["model.safetensors", "model_1.safetensors", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"],
-)
-@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "longer"])
-def test_what_is_damaged_changes_nothing(saved, file, damage):
-    folder, _, other = saved
-    data = bytearray((folder / file).read_bytes())
-    if damage == "missing":
-        (folder / file).unlink()
-    else:
-        data[len(data) // 2] ^= 1 if damage == "flipped" else 0
-        (folder / file).write_bytes(data[:-1] if damage == "truncated" else data + b"x" * (damage == "longer"))
-    before = other.everything()
-    with pytest.raises(DamagedCheckpoint, match=f"{file} (is missing|has)"):
-        other.accelerator.load_state(folder)
-    assert other.everything() == before
-
-
-def test_without_its_manifest_it_is_no_checkpoint(saved):
-    folder, _, other = saved
-    (folder / manifest.NAME).unlink()
-    with pytest.raises(DamagedCheckpoint, match="manifest accelerate_manifest.json is missing"):
-        other.accelerator.load_state(folder)
 
 
 def test_the_newest_whole_one_is_taken_and_the_others_are_named(tmp_path, caplog):

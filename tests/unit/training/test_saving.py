@@ -1,9 +1,7 @@
 """Checkpoints of a run, weights of a model, and what an Accelerator registers for them."""
 
 import errno
-import json
 import os
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -11,94 +9,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.config.project import ProjectConfiguration
 from accelerate.training import saving
 
 
-class Counter:
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-class Run:
-    def __init__(self, seed=0, steps=3, **kwargs):
-        torch.manual_seed(seed)
-        self.accelerator = Accelerator(cpu=True, **kwargs)
-        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2)), batch_size=2, shuffle=True)
-        made = self.accelerator.prepare(model, optimizer, scheduler, loader)
-        self.model, self.optimizer, self.scheduler, self.loader = made
-        self.counter = Counter(seed)
-        self.accelerator.register_for_checkpointing(self.counter)
-        for _ in range(steps):
-            self.step(torch.randn(4, 2))
-
-    def step(self, batch):
-        self.accelerator.backward(self.model(batch).square().mean())
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-
-    def state(self):
-        return {
-            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "counter": self.counter.value,
-        }
-
-
-def equal(left, right):
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return left == right
-
-
 def numbered(folder, **kwargs):
     return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **kwargs)
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_everything_comes_back(tmp_path, safe):
-    first = Run(seed=1)
-    first.accelerator.step = 7
-    assert first.accelerator.save_state(tmp_path / "here", safe_serialization=safe) == tmp_path / "here"
-    drawn = torch.rand(3)
-    second = Run(seed=2, steps=1)
-    second.accelerator.load_state(tmp_path / "here")
-    assert torch.equal(torch.rand(3), drawn)
-    assert equal(second.state(), first.state())
-    assert second.accelerator.step == 7
-    first.step(batch := torch.randn(4, 2))
-    second.step(batch)
-    assert equal(second.state(), first.state())
-
-
-def test_saving_again_leaves_nothing_of_the_former_checkpoint(tmp_path):
-    run = Run()
-    extra = Counter()
-    run.accelerator.register_for_checkpointing(extra)
-    run.accelerator.save_state(tmp_path, safe_serialization=False)
-    other = Run()
-    other.accelerator.save_state(tmp_path)
-    assert "custom_checkpoint_1.pkl" not in os.listdir(tmp_path)
-    assert "pytorch_model.bin" not in os.listdir(tmp_path)
-    other.accelerator.load_state(tmp_path)
 
 
 def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
@@ -115,37 +33,6 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
     assert torch.equal(net.weight, before)
     assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
     assert set(accelerator.get_state_dict(model, unwrap=False)) == {"_orig_mod.weight", "_orig_mod.bias"}
-
-
-def test_strict_is_passed_on(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(nn.Linear(2, 2))
-    accelerator.save_state(tmp_path)
-    other = Accelerator(cpu=True)
-    other.prepare(nn.Linear(2, 2, bias=False))
-    with pytest.raises(RuntimeError, match="bias is unexpected in the file"):
-        other.load_state(tmp_path)
-    other.load_state(tmp_path, strict=False)
-
-
-def test_the_number_of_registered_objects_must_fit(tmp_path):
-    Run().accelerator.save_state(tmp_path)
-    run = Run()
-    run.accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(RuntimeError, match="1 registered objects, but 2"):
-        run.accelerator.load_state(tmp_path)
-
-
-def test_a_checkpoint_of_other_processes_is_warned_about(tmp_path, caplog):
-    run = Run()
-    run.accelerator.save_state(tmp_path)
-    # Without what only we write the folder is as another library would have left it.
-    (tmp_path / "accelerate_manifest.json").unlink()
-    (tmp_path / "generators_0.safetensors").unlink()
-    (tmp_path / "random_states_0.pkl").rename(tmp_path / "random_states_1.pkl")
-    run.accelerator.load_state(tmp_path)
-    assert "has no random_states_0.pkl" in caplog.text and "unverified" in caplog.text
-    assert "more processes than the 1 running now" in caplog.text
 
 
 def test_options_that_nobody_uses_are_warned_about(tmp_path):
@@ -202,7 +89,7 @@ def test_load_hooks_may_load_models_themselves(tmp_path):
 def test_registered_objects_have_states():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ValueError, match=r"argument 0 \(int\), argument 2 \(Foo\)"):
-        accelerator.register_for_checkpointing(3, Counter(), type("Foo", (), {})())
+        accelerator.register_for_checkpointing(3, nn.Linear(1, 1), type("Foo", (), {})())
     assert accelerator._custom_objects == []
     with pytest.raises(TypeError, match="hook"):
         accelerator.register_save_state_pre_hook(3)
@@ -222,53 +109,45 @@ def test_the_path_of_a_checkpoint_is_returned_as_it_was_given(tmp_path, monkeypa
     assert accelerator.load_state() == tmp_path / "project" / "checkpoints" / "checkpoint_0"
 
 
-def test_names_count_up_and_the_oldest_go(tmp_path):
-    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=2))
-    for number in range(4):
-        assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
-    assert listed(tmp_path) == ["checkpoint_2", "checkpoint_3"]
-    assert accelerator.save_iteration == 4
-
-
 def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path):
-    run = Run(project_config=numbered(tmp_path, total_limit=1))
-    run.accelerator.save_state()
+    run = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
+    run.save_state()
 
     def full(*args, **kwargs):
         raise OSError("disk full")
 
-    handle = run.accelerator.register_save_state_pre_hook(full)
+    handle = run.register_save_state_pre_hook(full)
     with pytest.raises(OSError, match="disk full"):
-        run.accelerator.save_state()
+        run.save_state()
     assert listed(tmp_path) == ["checkpoint_0"]
-    assert run.accelerator.save_iteration == 1
+    assert run.save_iteration == 1
     handle.remove()
-    run.accelerator.save_state()
+    run.save_state()
     assert listed(tmp_path) == ["checkpoint_1"]
-    run.accelerator.load_state()
+    run.load_state()
 
 
 def test_the_checkpoint_that_a_run_began_from_is_never_pruned(tmp_path):
-    run = Run(project_config=numbered(tmp_path, total_limit=1))
-    run.accelerator.save_state()
-    run.accelerator.load_state()
+    run = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
+    run.save_state()
+    run.load_state()
     for _ in range(3):
-        run.accelerator.save_state()
+        run.save_state()
     assert listed(tmp_path) == ["checkpoint_0", "checkpoint_3"]
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):
-    first = Run(project_config=numbered(tmp_path))
+    first = Accelerator(cpu=True, project_config=numbered(tmp_path))
     for _ in range(3):
-        first.accelerator.save_state()
-    second = Run(project_config=numbered(tmp_path))
-    second.accelerator.load_state()
-    assert second.accelerator.save_state().name == "checkpoint_3"
-    second.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
-    assert second.accelerator.save_state().name == "checkpoint_4", "newer ones stay"
-    third = Run(project_config=numbered(tmp_path))
+        first.save_state()
+    second = Accelerator(cpu=True, project_config=numbered(tmp_path))
+    second.load_state()
+    assert second.save_state().name == "checkpoint_3"
+    second.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    assert second.save_state().name == "checkpoint_4", "newer ones stay"
+    third = Accelerator(cpu=True, project_config=numbered(tmp_path))
     with pytest.raises(ValueError, match=r"checkpoint_0.*iteration \(now 0\)"):
-        third.accelerator.save_state()
+        third.save_state()
 
 
 def test_a_folder_of_ones_own_is_not_used_silently(tmp_path):
@@ -278,75 +157,15 @@ def test_a_folder_of_ones_own_is_not_used_silently(tmp_path):
 
 
 def test_loading_from_elsewhere_does_not_change_the_count(tmp_path):
-    run = Run()
-    run.accelerator.save_state(tmp_path / "checkpoint_9")
-    other = Run(project_config=numbered(tmp_path / "project"))
-    other.accelerator.load_state(tmp_path / "checkpoint_9")
-    assert other.accelerator.save_state().name == "checkpoint_0"
-
-
-def batches(loader):
-    return [batch[0].tolist() for batch in loader]
-
-
-@pytest.mark.parametrize("behind", [0, 2, 4])
-def test_the_data_goes_on_as_if_never_interrupted(tmp_path, behind):
-    whole = Run(seed=1)
-    batches(whole.loader)
-    reader = iter(whole.loader)
-    for _ in range(behind):
-        next(reader)
-    whole.accelerator.save_state(tmp_path)
-    rest, following = [batch[0].tolist() for batch in reader], batches(whole.loader)
-
-    resumed = Run(seed=2)
-    resumed.accelerator.load_state(tmp_path)
-    if rest:
-        assert batches(resumed.accelerator.skip_first_batches(resumed.loader, behind)) == rest
-    assert batches(resumed.loader) == following
-
-
-def test_a_stateful_loader_has_a_file_of_its_own(tmp_path):
-    class Stateful:
-        position = 0
-
-        def state_dict(self):
-            return {"position": self.position}
-
-        def load_state_dict(self, state):
-            self.position = state["position"]
-
-    run = Run()
-    loader = Stateful()
-    run.accelerator._dataloaders.append(loader)
-    loader.position = 5
-    run.accelerator.save_state(tmp_path)
-    assert torch.load(tmp_path / "dl_state_dict_1.bin") == {"position": 5}
-    loader.position = 0
-    run.accelerator.load_state(tmp_path)
-    assert loader.position == 5
+    run = Accelerator(cpu=True)
+    run.save_state(tmp_path / "checkpoint_9")
+    other = Accelerator(cpu=True, project_config=numbered(tmp_path / "project"))
+    other.load_state(tmp_path / "checkpoint_9")
+    assert other.save_state().name == "checkpoint_0"
 
 
 def shapes(folder):
     return {path.name for path in Path(folder).iterdir()}
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_a_model_in_shards(tmp_path, safe):
-    accelerator = Accelerator(cpu=True)
-    model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(4)])
-    extension = "safetensors" if safe else "bin"
-    stem, tmp_path = "model" if safe else "pytorch_model", tmp_path / "new" / "folder"
-    accelerator.save_model(model, tmp_path, max_shard_size=500, safe_serialization=safe)
-    many = shapes(tmp_path)
-    accelerator.save_model(model, tmp_path, max_shard_size="1KB", safe_serialization=safe)
-    index = json.loads((tmp_path / f"{stem}.{extension}.index.json").read_text())
-    assert index["metadata"]["total_size"] == 1760
-    assert set(index["weight_map"]) == set(model.state_dict())
-    assert shapes(tmp_path) == {*index["weight_map"].values(), f"{stem}.{extension}.index.json"}
-    assert len(many) > 3 and f"{stem}-00001-of-00002.{extension}" in shapes(tmp_path)
-    accelerator.save_model(model, tmp_path, safe_serialization=safe)
-    assert shapes(tmp_path) == {f"{stem}.{extension}"}
 
 
 def test_tied_weights_are_written_once_and_files_that_are_not_shards_stay(tmp_path):
@@ -357,14 +176,6 @@ def test_tied_weights_are_written_once_and_files_that_are_not_shards_stay(tmp_pa
     Accelerator(cpu=True).save_model(model, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
     assert len(shapes(tmp_path)) == 4
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_state_dict_keeps_the_versions_of_its_modules(compiled):
-    accelerator, net = Accelerator(cpu=True), nn.Sequential(nn.BatchNorm1d(1))
-    model = accelerator.prepare(torch.compile(net, backend="eager") if compiled else net)
-    state = accelerator.get_state_dict(model)
-    assert type(state) is OrderedDict and state._metadata == net.state_dict()._metadata
 
 
 def test_a_model_needs_a_folder_and_values(tmp_path):
@@ -378,7 +189,7 @@ def test_a_model_needs_a_folder_and_values(tmp_path):
 
 def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp_path, monkeypatch):
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-    run = Run(project_config=project)
+    run = Accelerator(cpu=True, project_config=project)
 
     def fail(folder, limit, keep):
         raise OSError(errno.EIO, "Input/output error")
@@ -386,13 +197,13 @@ def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp
     with monkeypatch.context() as patch:
         patch.setattr(saving, "prune", fail)
         with pytest.raises(OSError, match="Input/output"):
-            run.accelerator.save_state()
-    assert run.accelerator.save_iteration == 0 and listed(tmp_path) == ["checkpoint_0"]
-    assert run.accelerator.save_state().name == "checkpoint_0"
-    assert run.accelerator.save_state().name == "checkpoint_1"
-    run.accelerator.project_configuration.iteration = 0
+            run.save_state()
+    assert run.save_iteration == 0 and listed(tmp_path) == ["checkpoint_0"]
+    assert run.save_state().name == "checkpoint_0"
+    assert run.save_state().name == "checkpoint_1"
+    run.project_configuration.iteration = 0
     with pytest.raises(ValueError, match="would be overwritten"):
-        run.accelerator.save_state()
+        run.save_state()
 
 
 def test_save_model_is_never_a_mixture(tmp_path, monkeypatch):

@@ -3,13 +3,11 @@
 import logging
 
 import pytest
-from torch import nn
 
-import accelerate.accelerator as home
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchTensorParallelPlugin
+from accelerate.utils import ProjectConfiguration, TorchTensorParallelPlugin
 
 
 def test_a_second_project_folder_is_named():
@@ -30,13 +28,6 @@ def test_the_superseded_tensor_parallel_plugin_becomes_a_mesh():
         Accelerator(cpu=True, torch_tp_plugin=plugin, parallelism_config=mesh)
 
 
-def test_the_launchers_mesh_is_read_through_the_name_that_libraries_replace(monkeypatch):
-    made = ParallelismConfig()
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setattr(home, "ParallelismConfig", lambda: made)
-    assert Accelerator(cpu=True).parallelism_config is made
-
-
 def test_settings_that_come_too_late_are_named(caplog):
     Accelerator(cpu=True)
     with caplog.at_level(logging.WARNING):
@@ -55,34 +46,9 @@ def test_the_cpu_is_not_ignored_when_the_process_has_another_device(monkeypatch)
         Accelerator(cpu=True)
 
 
-def test_offloaded_state_dicts_come_through_the_name_that_libraries_replace(monkeypatch):
-    from accelerate import cpu_offload
-
-    monkeypatch.setattr(home, "get_state_dict_offloaded_model", lambda model: {"replaced": True})
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.get_state_dict(cpu_offload(nn.Linear(1, 1), "cpu")) == {"replaced": True}
-
-
-def test_a_plugin_without_steps_takes_those_of_the_accelerator(monkeypatch):
-    plugin = GradientAccumulationPlugin(adjust_scheduler=False)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, gradient_accumulation_steps=3)
-    assert accelerator.gradient_accumulation_steps == 3 and plugin.num_steps is None
-    assert accelerator.gradient_state.plugin_kwargs["adjust_scheduler"] is False
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
-    assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 5
-
-
-@pytest.mark.parametrize("steps", ["0", "-2"])
-def test_a_number_of_steps_is_checked_and_may_be_text(monkeypatch, steps):
-    assert Accelerator(cpu=True, gradient_accumulation_steps="2").gradient_accumulation_steps == 2
-    with pytest.raises(ValueError, match="gradient_accumulation_steps is 'two'"):
-        Accelerator(cpu=True, gradient_accumulation_steps="two")
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
-    with pytest.raises(ValueError, match=f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}"):
-        Accelerator(cpu=True)
-
-
 def test_what_is_no_configuration_is_refused_and_no_plugins_are_none():
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=0 is not a positive integer"):
+        Accelerator(cpu=True, gradient_accumulation_steps=0)
     with pytest.raises(TypeError, match="parallelism_config='tp' is a str; pass a ParallelismConfig"):
         Accelerator(cpu=True, parallelism_config="tp")
     assert Accelerator(cpu=True, deepspeed_plugins={}).state.deepspeed_plugins is None

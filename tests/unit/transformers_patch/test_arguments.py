@@ -43,18 +43,6 @@ def test_an_applied_patch_and_the_classes_go_together(build):
     assert AcceleratorState._shared_state
 
 
-def test_disagreement_raises_here_too(build):
-    Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="'bf16'.*'no'"):
-        build(transformers_patch.TrainingArguments, bf16=True)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'Arguments'"):
-        _ = transformers_patch.Arguments
-    assert set(transformers_patch.__all__) <= set(dir(transformers_patch))
-
-
 def test_where_nothing_resets_the_flag_says_that_it_does_nothing(build, monkeypatch):
     monkeypatch.setattr(registry.Entry, "check", lambda self: registry.Finding((), needed=False))
     spec = importlib.util.spec_from_file_location("arguments_of_a_later_release", arguments.__file__)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import threading
 
@@ -12,7 +11,7 @@ import transformers
 import transformers_patch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from transformers_patch import UnsupportedVersion, engine, registry
+from transformers_patch import engine, registry
 from transformers_patch.registry import Finding
 
 
@@ -55,27 +54,6 @@ def test_patched_classes_and_their_subclasses_keep_the_state(build, cls, strateg
         assert not is_kept(build, cls, preserve_accelerator_state=False)
 
 
-def test_a_class_made_after_the_patch_has_the_flag(build):
-    transformers_patch.apply("flag")
-
-    @dataclasses.dataclass
-    class Late(transformers.TrainingArguments):
-        extra: int = 4
-
-    assert is_kept(build, Late) and not is_kept(build, Late, preserve_accelerator_state=False)
-    assert build(Late, extra=5).extra == 5
-
-
-def test_conditional_lets_arguments_reset_what_arguments_made(build):
-    transformers_patch.apply("conditional")
-    first = build(transformers.TrainingArguments)
-    second = build(transformers.TrainingArguments)
-    assert first.distributed_state.__dict__ is not second.distributed_state.__dict__
-    transformers_patch.apply("preserve")
-    third = build(transformers.TrainingArguments)
-    assert third.distributed_state.__dict__ is second.distributed_state.__dict__
-
-
 def test_without_a_state_the_arguments_are_upstreams(build):
     usual = build(transformers.TrainingArguments)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -87,14 +65,6 @@ def test_without_a_state_the_arguments_are_upstreams(build):
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ValueError, match="use_configured_state"):
         build(transformers.TrainingArguments, accelerator_config={"use_configured_state": True})
-
-
-def test_a_configuration_is_left_as_transformers_leaves_it(build):
-    config = transformers.trainer_pt_utils.AcceleratorConfig(even_batches=False)
-    Accelerator(cpu=True)
-    with transformers_patch.applied():
-        arguments = build(transformers.TrainingArguments, accelerator_config=config)
-    assert arguments.accelerator_config is config and "use_configured_state" not in vars(config)
 
 
 def test_arguments_that_disagree_change_nothing(build):
@@ -166,16 +136,6 @@ def test_an_unknown_strategy_is_named():
     assert picture() == before
 
 
-def test_an_unknown_shape_changes_nothing(monkeypatch):
-    before = picture()
-    monkeypatch.setattr("transformers_patch.training_args.examine", lambda module: Finding(("it is round",), True))
-    with pytest.raises(UnsupportedVersion, match="it is round"):
-        transformers_patch.apply()
-    assert picture() == before
-    state = transformers_patch.status()[0]
-    assert state.verdict == "not supported" and "it is round" in state.detail and state.applied is None
-
-
 def test_a_patch_that_fails_half_way_is_taken_back(monkeypatch):
     before = picture()
 
@@ -195,24 +155,6 @@ def test_a_release_that_does_not_reset_is_left_alone(monkeypatch):
         transformers_patch.apply()
     assert caught[0].filename == __file__ and picture() == before
     assert transformers_patch.status()[0].verdict == "not needed"
-
-
-def test_status_says_what_is_there(monkeypatch):
-    state = transformers_patch.status()[0]
-    assert (state.version, state.applied, state.verdict) == (transformers.__version__, None, "can be applied")
-    transformers_patch.apply("flag")
-    state = transformers_patch.status()[0]
-    assert (state.version, state.applied, state.verdict) == (transformers.__version__, "flag", "applied")
-    transformers_patch.revert()
     absent = dataclasses.replace(registry.ENTRIES[0], target="not_there_at_all:A", package="not_there_at_all")
     monkeypatch.setattr(engine, "ENTRIES", (absent,))
     assert transformers_patch.status()[0].verdict == "not installed"
-
-
-def test_the_property_stays_of_its_kind():
-    original = vars(transformers.TrainingArguments)["_setup_devices"]
-    with transformers_patch.applied():
-        patched = vars(transformers.TrainingArguments)["_setup_devices"]
-        assert type(patched) is type(original) and patched.__doc__ == original.__doc__
-        if isinstance(patched, functools.cached_property):
-            assert patched.attrname == original.attrname

@@ -3,11 +3,11 @@
 import pytest
 
 from accelerate.commands.config import cluster
-from accelerate.commands.config.cluster import KINDS, ask_cluster
+from accelerate.commands.config.cluster import ask_cluster
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.interview import Interview, check
 from accelerate.commands.launch import launch_command_parser
-from accelerate.config.options import CHAPTERS, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
+from accelerate.config.options import CHAPTERS, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE
 from accelerate.launch import config_file
 from accelerate.launch.plan import Source
 from accelerate.launch.resolve import merge
@@ -25,37 +25,6 @@ def test_conditions_name_what_is_asked_in_a_chapter_that_exists():
     special = [option.special_words[0] for option in OPTIONS if option.special_words]
     for wanted in (*(option.when for option in OPTIONS), *(chapter.when for chapter in CHAPTERS), *special):
         assert set(wanted) <= known
-
-
-def test_words_are_those_of_the_launcher_and_their_options_accept_them():
-    engines = {word for kind in KINDS for word, _ in kind.engines if word}
-    assert {kind.word for kind in KINDS} | engines == set(SWITCH_OF_DISTRIBUTED_TYPE)
-    for option in OPTIONS:
-        for word in (*option.offered({}), *(option.special_words or ({}, ()))[1]):
-            assert str(option.parse(word)) == word
-
-
-def test_a_new_option_asks_its_question_and_is_written(scripted):
-    """A row in the table is all that a new option needs."""
-    row = Option(
-        name="fsdp_shards",
-        group="FSDP Arguments",
-        help="How many shards there are.",
-        type="int",
-        section="fsdp_config",
-        chapter="fsdp",
-        when={"fsdp_version": ("2",), "fsdp_offload_params": ("true",)},
-        offer=4,
-        check=lambda value: None if value < 9 else "it must be below 9",
-    )
-    for offload, asked in (("yes", True), ("no", False)):
-        answers = ["2", "", "2", "", "2", "", offload, "3", "", "", "", *["9", "7"] * asked, *[""] * 5]
-        asker = scripted(*answers)
-        config = ask_cluster(asker, options=(*OPTIONS, row))
-        assert asker.lines == []
-        assert ("How many shards there are. [4]" in asker.asked) is asked
-        assert config.fsdp_config.get("fsdp_shards") == (7 if asked else None)
-        assert ("  The answer is 9; it must be below 9." in asker.said) is asked
 
 
 @pytest.mark.parametrize("devices", [("cpu", 0), ("cuda", 1), ("cuda", 4), ("xpu", 2)], ids=str)
@@ -76,9 +45,3 @@ def test_launch_reads_back_what_was_answered(place, at_random, machine, monkeypa
     assert load_config_from_file(path).to_dict() == config.to_dict()
     problems, notes = check(config_file.inspect(path))
     assert ([problem.text for problem in problems], notes) == ([], [])
-
-
-def test_an_answer_that_fits_no_longer_is_no_default(scripted):
-    asker = scripted("2", "2", "1", "10.0.0.1", *[""] * 9)
-    assert ask_cluster(asker, {"machine_rank": 3}).machine_rank == 1
-    assert asker.asked[2] == "The number of this machine, from 0. [0]"

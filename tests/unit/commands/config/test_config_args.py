@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import yaml
 
-from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, load_config_from_file
-from accelerate.config.enums import ComputeEnvironment, DistributedType
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.config.enums import DistributedType
 from accelerate.launch.config_file import known_keys, read
 from cases import cases
 
@@ -50,17 +50,6 @@ def test_faults(place, text, message):
     (place / "c.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_config_from_file(place / "c.yaml")
-
-
-def test_process_config_leaves_its_argument_alone():
-    old = {"distributed_type": "NO", "fp16": True, "dynamo_backend": "EAGER"}
-    new = BaseConfig.process_config(old)
-    assert old == {"distributed_type": "NO", "fp16": True, "dynamo_backend": "EAGER"}
-    assert new["mixed_precision"] == "fp16"
-    assert new["dynamo_config"] == {"dynamo_backend": "EAGER"}
-    assert new["compute_environment"] is ComputeEnvironment.LOCAL_MACHINE
-    assert new["num_processes"] == 1 and new["enable_cpu_affinity"] is False
-    assert "num_processes" not in BaseConfig.process_config({"distributed_type": "MULTI_GPU"})
 
 
 def test_every_key_of_a_file_is_an_option():

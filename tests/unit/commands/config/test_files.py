@@ -1,6 +1,5 @@
 """Files that are written without questions: `accelerate config update`, `default`, and how: whole or not at all."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -91,27 +90,6 @@ def test_file_describes_the_machine(place, machine, device, count, kind):
     path = write_basic_config("bf16", place / "deep" / "c.yaml")
     wanted = {"distributed_type": kind, "num_processes": count or 1, "use_cpu": not count, "mixed_precision": "bf16"}
     assert wanted.items() <= yaml.safe_load(path.read_text()).items()
-
-
-def test_precision_is_checked_and_an_existing_file_stays(accelerate, place, machine, capsys):
-    machine("cpu", 0)
-    with pytest.raises(ValueError, match="mixed_precision is 'fp4'; choose one of no, fp16, bf16, fp8"):
-        write_basic_config("fp4", place / "c.json")
-    status, out, _ = accelerate("config", "default", "--config_file", "c.json", "--mixed_precision", "bf16")
-    assert status == 0 and "c.json" in out
-    assert write_basic_config(save_location=place / "c.json") is False and "stays as it is" in capsys.readouterr().out
-    assert json.loads((place / "c.json").read_text())["mixed_precision"] == "bf16"
-    assert "mixed_precision: fp8" in write_basic_config("fp8", place / "c.yaml").read_text()
-
-
-@pytest.mark.parametrize(("as_json", "text"), [(None, '{\n  "a": 1,\n  "b": "\\u00e9"\n}\n'), (False, "a: 1\nb: é\n")])
-def test_text_in_folders_that_are_made(place, as_json, text):
-    path = place / "deep" / "er" / "c.json"
-    store.write(path, {"b": "é", "a": 1}, as_json)
-    assert path.read_bytes() == text.encode()
-    path.chmod(0o600)
-    store.write(path, {"b": 1})
-    assert os.name != "posix" or path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("broken", ["replace", "chmod"])

@@ -41,13 +41,6 @@ def test_any_answers_make_a_file_that_reads_back(place, at_random, monkeypatch, 
     assert config_file.inspect(path).problems == ()
 
 
-def test_a_role_that_is_there_already_is_used(scripted, monkeypatch):
-    monkeypatch.setattr(sagemaker, "create_role", lambda *args: False)
-    asker = scripted("2", "", "2", *[""] * 10)
-    assert ask_sagemaker(asker).iam_role_name == ROLE_NAME
-    assert f"  Found the role {ROLE_NAME}." in asker.said
-
-
 def test_without_boto3_a_role_is_asked_for(scripted, monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)
     asker = scripted("1", "", "", "2", "mine", *[""] * 10)

@@ -43,14 +43,6 @@ def test_one_setting_from_each_layer(show, file, monkeypatch):
     assert "rdzv_backend" not in show("--config_file", file)[1]
 
 
-def test_a_table(accelerate, file):
-    status, out, _ = accelerate("config", "--config_file", file, "show", "--zero-stage", "2")
-    lines = out.splitlines()
-    assert (status, lines[0], lines[1].split()) == (0, "configuration file: c.yaml", ["setting", "value", "from"])
-    assert "num_processes    2       c.yaml:2" in out
-    assert next(line for line in lines if line.startswith("zero_stage")).endswith("(none without --use_deepspeed)")
-
-
 def test_secrets_are_not_printed(accelerate, place):
     (place / "c.yaml").write_text("distributed_type: XLA\ncommands: [export WANDB_API_KEY=hunter2]\n")
     words = ["--config_file", "c.yaml", "--env", "HF_TOKEN=hunter2", "--aws_secret_access_key", "hunter3"]
@@ -128,7 +120,6 @@ def test_everything_at_once(validate):
     ("deepspeed_config: {deepspeed_config_file: none.json}", "there is no such file (seen from"),
     ("deepspeed_config: {zero_stage: 4}", "deepspeed_config.zero_stage is '4'; choose one of 0, 1, 2, 3"),
     ("fsdp_config: {fsdp_offload_params: perhaps}", "write true or false"),
-    ("fsdp_config: {fsdp_sharding_strategy: 6}", "choose one of FULL_SHARD"),
     ("distributed_type: XLA\nuse_cpu: yes", "asks for TPUs"),
     # What cannot be read at all.
     ("", "is empty"),
@@ -136,18 +127,6 @@ def test_everything_at_once(validate):
 def test_problems(validate, text, message):
     status, _, err = validate(text)
     assert status == 2 and message in err and len(err.splitlines()) <= 2
-
-
-@cases(
-    "text, note",
-    ("num_processes: 1", "distributed_type is missing"),
-    ("distributed_type: 'NO'\nfp16: true", "fp16 is now mixed_precision: fp16"),
-    ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2}", "no problem found"),
-    ("distributed_type: FSDP\nrdzv_backend: etcd", "no problem found"),
-)
-def test_notes_are_no_problems(validate, text, note):
-    status, out, err = validate(text)
-    assert (status, err) == (0, "") and note in out
 
 
 def test_which_file(accelerate, refused, default_file):
