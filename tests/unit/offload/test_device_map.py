@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from accelerate.offload.device_map import (
+    check_device_map,
     clean_device_map,
     fallback_allocate,
     get_balanced_memory,
@@ -99,6 +100,11 @@ def test_fallback_allocate_counts_what_is_tied():
     model["head"] = nn.Sequential(model["head"], nn.Linear(4, 4))
     waiting, sizes, tied = list(model.named_children()), compute_module_sizes(model), [["emb.weight", "head.0.weight"]]
     assert fallback_allocate(waiting, sizes, 64, [], tied)[0] == "mid"
+
+
+def test_what_a_device_map_lacks_is_named_and_strangers_are_warned_about():
+    with pytest.raises(ValueError, match="norm.running_mean"), pytest.warns(UserWarning, match="stranger"):
+        check_device_map(Net(), {"linear1": 0, "linear2": 0, "stranger": 0})
 
 
 def test_clean_device_map_merges_by_name_not_by_text():

@@ -6,6 +6,7 @@ from torch import nn
 
 from accelerate.config.enums import CustomDtype
 from accelerate.offload.tensors import (
+    calculate_maximum_sizes,
     compute_module_sizes,
     convert_file_size_to_int,
     dtype_byte_size,
@@ -38,3 +39,10 @@ def test_bytes_of_dtypes_and_names_that_are_none():
         for options in ({"dtype": wrong}, {"special_dtypes": {"layer.weight": wrong}}):
             with pytest.raises(ValueError, match=f"dtype={wrong!r}"):
                 compute_module_sizes(nn.Identity(), **options)
+
+
+def test_the_largest_layer_respects_blocks_that_stay_whole():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(5, 5), nn.Linear(6, 6)))
+    assert calculate_maximum_sizes(model) == (456, (168, ["0", "1.1"]))
+    model._no_split_modules = "Sequential"
+    assert calculate_maximum_sizes(model)[1] == (288, ["1"])
