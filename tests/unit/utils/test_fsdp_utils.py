@@ -63,20 +63,18 @@ def test_parameters_of_named_modules(modules, names):
     assert utils.get_parameters_from_modules(model[1], model, CPU) == set(model[1].parameters())
 
 
-@pytest.mark.parametrize("bind", [True, False])
-def test_policies_by_class_and_by_size(bind):
-    model = nn.Sequential(Layer(), nn.Sequential(Layer()), nn.Linear(20, 20))
-    settings = plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Layer")
-    if bind:
-        settings.set_auto_wrap_policy(model)
-    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(settings, model), model) == ["0", "1.0"]
-    settings = plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block")
-    with pytest.raises(ValueError, match="Block"):
-        utils.fsdp2_prepare_auto_wrap_policy(settings, model)
-    settings = plugin(auto_wrap_policy="size_based_wrap", min_num_params=100)
-    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(settings, model), model) == ["", "2"]
-    for settings in (plugin(auto_wrap_policy="size_based_wrap"), plugin()):
-        assert utils.fsdp2_prepare_auto_wrap_policy(settings, model) is None
+def test_ties_survive_materialisation():
+    def init(module):
+        module.to_empty(device="cpu", recurse=False)
+
+    with torch.device("meta"):
+        model = Tied()
+    retied = utils.ensure_weights_retied(init, model, CPU)
+    for module in model.modules():
+        retied(module)
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.device == CPU
+    assert utils.ensure_weights_retied(init, nn.Linear(1, 1), CPU) is init
 
 
 @pytest.mark.parametrize(
