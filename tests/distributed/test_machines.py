@@ -267,18 +267,6 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Hosts, Job]]:
     hosts.remove()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("numbered", [True, False], ids=["static", "c10d"])
-def test_two_hosts_train(hosts, numbered):
-    hosts, job = hosts
-    for machine in (0, 1):
-        options = hosts.options(machine) if numbered else [*hosts.options(None), "--rdzv_backend", "c10d"]
-        job.start(machine, *options, DIGITS, "--epochs", "6", "--require-accuracy", "0.9")
-    ends = [job.end(machine) for machine in (0, 1)]
-    assert [status for status, _, _ in ends] == [0, 0], ends
-    assert "processes: 4" in ends[0][1]
-
-
 def test_a_host_that_is_cut_off_ends_the_run_by_name(hosts):
     hosts, job = hosts
     run_two(job, lambda machine: hosts.options(machine, processes=2, heartbeat_timeout=3))

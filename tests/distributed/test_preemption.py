@@ -1,7 +1,6 @@
 """Preemption: a signal to one rank, to all processes or to the launcher makes the run save, leave with 75, and go on later."""
 
 import os
-import random
 import signal
 import threading
 from pathlib import Path
@@ -63,25 +62,3 @@ def test_signal_to_every_process_of_a_job(tmp_path, processes):
         process.terminate()
     job.end(status=75)
     finish(tmp_path, processes=processes)
-
-
-@pytest.mark.slow
-def test_many_signals_at_random(tmp_path):
-    draw = random.Random(1)
-    for _ in range(4):
-        job = Job(tmp_path, hold=draw.randint(1, 4))
-        job.process.send_signal(draw.choice([signal.SIGTERM, signal.SIGUSR1]))
-        job.end(status=75)
-    finish(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_that_does_not_listen_is_stopped(tmp_path):
-    script = tmp_path / "deaf.py"
-    script.write_text("import os, time\nprint('at', os.getpid(), flush=True)\ntime.sleep(300)\n")
-    command = [*launch_command(2), "--max_restarts", "1", str(script)]
-    job = begun(command)
-    job.stdout.readline(), job.stdout.readline()
-    job.send_signal(signal.SIGUSR1)
-    _, errors = job.communicate(timeout=60)
-    assert job.returncode == 128 + signal.SIGUSR1 and "stopped by SIGUSR1" in errors, errors

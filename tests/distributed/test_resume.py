@@ -31,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sampler with a generator": {"sampler": "own generator"},
     "loader with a generator": {"sampler": "loader generator"},
     "weighted sampler": {"sampler": "weighted"},
-    "subset sampler": {"sampler": "subset"},
     "custom sampler": {"sampler": "custom"},
     "custom sampler that draws from torch": {"sampler": "draws from torch"},
     "custom sampler that draws from numpy": {"sampler": "draws from numpy"},
@@ -40,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     # Worker processes.
     "workers": {**WORKERS, "resumes": ["load", "skip"]},
     "persistent workers": {**WORKERS, "persistent": True},
-    "workers, weighted sampler": {**WORKERS, "sampler": "weighted"},
     "workers read a stream": {**WORKERS, "data": "stream", "dispatch": False},
     # Streams and dispatching.
     "stream": {"data": "stream", "dispatch": False},
@@ -49,12 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stream with a state, dispatched": {"data": STATE},
     "dispatched": {"dispatch": True},
     "dispatched, weighted sampler": {"dispatch": True, "sampler": "weighted"},
-    "dispatched, split batches": {"dispatch": True, "split": True, "batch_size": 4},
     # The last step is completed with samples of the first one.
     "filled": {**FILLED},
-    "filled, stream": {**FILLED, "data": "stream", "dispatch": False},
     "filled, dispatched": {**FILLED, "dispatch": True, "resumes": ["load", "skip", "chain"]},
-    "filled, dispatched, weighted sampler": {**FILLED, "dispatch": True, "sampler": "weighted"},
     "filled, dispatched, custom batch sampler": {**FILLED, "dispatch": True, "sampler": "custom batches"},
     "filled, dispatched stream": {**FILLED, "data": "stream"},
     "filled, dispatched stream with a state": {**FILLED, "data": STATE},
@@ -66,21 +61,17 @@ CASES: dict[str, dict[str, Any]] = {
     "shared random states": {"rng_types": ["torch", "generator"]},
     # Ways of resuming that are not in every case.
     "all batches skipped": {"resumes": ["skip all"], "saves": ["1-last"]},
-    "all batches skipped, dispatched": {"dispatch": True, "resumes": ["skip all"], "saves": ["1-last"]},
     "interrupted twice": {**TWICE},
-    "interrupted twice, stream": {**TWICE, "data": "stream"},
     "interrupted twice, stream with a state": {**TWICE, "data": STATE, "dispatch": False},
     "interrupted twice, persistent workers": {**WORKERS, **TWICE, "persistent": True, "saves": ["1-2"]},
 }
 STATEFUL = {
     "stateful": {},
-    "stateful, seedable sampler": {"sampler": "seedable"},
     "stateful, dispatched": {"dispatch": True},
     "stateful, filled, dispatched": {**FILLED, "dispatch": True},
     "stateful, workers": {**WORKERS},
     "stateful, stream": {"data": "stream", "dispatch": False},
     "stateful, stream with a state": {"data": STATE, "dispatch": False},
-    "stateful, all batches skipped": {"resumes": ["skip all"], "saves": ["1-last"]},
     "stateful, interrupted twice": {**TWICE},
 }
 HUGGING_FACE = {

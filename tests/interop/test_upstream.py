@@ -23,14 +23,6 @@ ENVIRONMENTS = {"transformers-4.57.6": ROOT / ".venv-transformers-4.57.6" / "bin
 NEWEST = "accelerate-1.15.0"
 ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
 TESTS = {"accelerate": "tests/test_double_prepare.py", "transformers": "tests/trainer/test_accelerator_state.py"}
-ADDED = {
-    "accelerate": "src/accelerate/utils/prepared.py", "transformers": "src/transformers/utils/accelerator_state.py",
-}  # fmt: skip
-CHANGED = {"accelerate": "src/accelerate/accelerator.py", "transformers": "src/transformers/training_args.py"}
-TITLES = {
-    "accelerate": "Detect objects that are prepared twice",
-    "transformers": "Keep an existing accelerator state in TrainingArguments",
-}
 IDENTITY = ["-c", "user.name=Applier", "-c", "user.email=applier@example.org", "-c", "commit.gpgsign=false"]
 AUTHOR, DATE = "Ada Lovelace <ada@example.org>", "2026-01-31T12:00:00+00:00"
 LIMIT_S = 400
@@ -119,18 +111,6 @@ if accelerator.is_main_process:
     print(json.dumps({"file": accelerate.__file__, "figures": figures}), flush=True)
 accelerator.wait_for_everyone()
 os._exit(0)
-"""
-PICKLED = """\
-import json, pickle
-import accelerate, torch
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-model, optimizer = torch.nn.Linear(2, 2), None
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-accelerator.prepare(model, optimizer)
-again, copied = pickle.loads(pickle.dumps((accelerator, model)))
-assert again.prepare(copied) is copied and len(again._models) == 1 and again._models[0] is copied
-print(json.dumps({"file": accelerate.__file__, "optimizers": len(again._optimizers)}))
 """
 # Shown in docs/upstream/state-reset.md, with what it printed.
 REPRODUCTION = """\
@@ -226,6 +206,7 @@ def release(request, tmp_path_factory):
     (patch,) = found.exported.glob("0001-*.patch")
     git(found.patched, "apply", "--check", "--whitespace=error", str(patch))
     git(found.patched, "am", "--quiet", str(patch))
+    assert git(found.patched, "diff", "--numstat", "HEAD~1").split()[1::3] == ["0", "0", "0"], "it only adds lines"
     return found
 
 
@@ -240,19 +221,6 @@ def script(tmp_path):
         return str(tmp_path / "program.py")
 
     return write
-
-
-@of(*ACCELERATES, *TRANSFORMERS)
-def test_the_patch_is_one_commit_that_only_adds_lines(release):
-    shown = git(release.patched, "log", "--format=%an <%ae>|%aI|%s", "HEAD~1..HEAD").strip()
-    assert shown == f"{AUTHOR}|{DATE}|{TITLES[release.package]}"
-    lines = git(release.patched, "diff", "--name-status", "HEAD~1").splitlines()
-    added = dict.fromkeys((ADDED[release.package], TESTS[release.package]), "A")
-    assert {path: status for status, path in map(str.split, lines)} == {CHANGED[release.package]: "M", **added}
-    assert git(release.patched, "diff", "--numstat", "HEAD~1").split()[1::3] == ["0", "0", "0"]
-    assert git(release.patched, "status", "--porcelain") == ""
-    test = TESTS[release.package]
-    assert (release.exported / test).read_bytes() == (release.patched / test).read_bytes()
 
 
 @of(*ACCELERATES, *TRANSFORMERS)
@@ -314,11 +282,6 @@ def test_ordinary_programs_are_the_same(release, script, tmp_path, processes, pr
     assert before == after and len(before["figures"]) > 10
 
 
-@of(*ACCELERATES)
-def test_the_accelerator_still_pickles(release, script):
-    assert release.figures(release.patched, script(PICKLED)) == {"optimizers": 1}
-
-
 @of(*TRANSFORMERS)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_arguments_keep_the_state_once_patched(release, script, tmp_path, processes):
@@ -329,14 +292,3 @@ def test_arguments_keep_the_state_once_patched(release, script, tmp_path, proces
     lost = release.run(release.source, *program, processes=processes)
     assert lost.returncode != 0 and "AttributeError" in lost.stderr and "distributed_type" in lost.stderr
     assert printed(lost) == versions
-
-
-@of(*TRANSFORMERS)
-def test_positional_arguments_stay_where_they_are(release):
-    program = (
-        "import inspect, json; from transformers import TrainingArguments as T\n"
-        "kinds = inspect.signature(T).parameters.values()\n"
-        "print(json.dumps({'names': [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]}))"
-    )
-    old, new = (release.figures(tree, "-c", program)["names"] for tree in (release.source, release.patched))
-    assert len(old) > 50 and new[: len(old)] == old

@@ -1,31 +1,15 @@
 """The facade: construction, settings, and one-process behaviour of its methods."""
 
-import copy
-import inspect
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import accelerate.accelerator as home
-from accelerate import (
-    Accelerator,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    ParallelismConfig,
-    ProfileKwargs,
-)
-from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    KwargsHandler,
-    MegatronLMPlugin,
-    TorchDynamoPlugin,
-)
+from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, ParallelismConfig, ProfileKwargs
+from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.utils import GradientAccumulationPlugin, KwargsHandler, MegatronLMPlugin, TorchDynamoPlugin
 
 TWO_STEPS = GradientAccumulationPlugin(num_steps=2)
 MESH_RANKS = ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank")
@@ -35,15 +19,6 @@ def training_parts():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, optimizer, torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2)
-
-
-def test_objects_come_back_in_their_order_and_others_untouched():
-    accelerator = Accelerator(cpu=True)
-    criterion = lambda x: x  # noqa: E731
-    parts = training_parts()
-    result = accelerator.prepare(parts[2], criterion, None, parts[0])
-    assert result[1] is criterion and result[2] is None and result[3] is parts[0]
-    assert type(result[0]).__name__ == "DataLoaderShard"
 
 
 @pytest.mark.parametrize("arguments", [(), ("text",), (b"text",), (3,)])
@@ -75,16 +50,6 @@ def test_bad_settings_name_argument_value_and_way_out(options, error, text):
     with pytest.raises(error, match=text):
         Accelerator(cpu=True, **options)
     assert not is_initialized(), "the next one may ask for something else"
-
-
-def test_mixed_precision_wraps_forward_and_unwraps():
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    inner = nn.Linear(2, 2)
-    model = accelerator.prepare(inner)
-    assert model(torch.ones(1, 2)).dtype is torch.float32
-    assert accelerator.native_amp and accelerator.scaler is None
-    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is inner
-    assert "forward" not in inner.__dict__
 
 
 def test_float16_scales_on_the_cpu_too():
@@ -127,39 +92,6 @@ def test_profile_writes_a_trace(tmp_path):
     assert (tmp_path / "profile_0.json").stat().st_size > 0
 
 
-def test_settings_are_plain_and_mutable():
-    with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
-        assert Accelerator(cpu=True, split_batches=True).dataloader_config.split_batches
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
-    accelerator.even_batches = False
-    assert accelerator.dataloader_config.even_batches is False
-    accelerator.native_amp = True
-    accelerator.scaler = None
-    subclass = type("Mine", (type(accelerator),), {})
-    accelerator.__class__ = subclass
-    assert accelerator.__dict__["state"].distributed_type == DistributedType.NO
-    assert "use_gather_object" in inspect.signature(Accelerator.gather_for_metrics).parameters
-    assert inspect.signature(Accelerator.__init__).bind_partial(None, cpu=True).arguments["cpu"] is True
-    assert isinstance(inspect.getattr_static(Accelerator, "distributed_type"), property)
-
-
-def test_the_first_process_of_each_machine_saves_models():
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.should_save_model
-    accelerator.state.process_index, accelerator.state.num_processes = 2, 4
-    assert accelerator.should_save_model  # first process of the second machine
-    accelerator.state.local_process_index = 1
-    assert not accelerator.should_save_model
-
-
-def test_a_deep_copy_is_the_accelerator_itself():
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(1, 1))
-    trainer = SimpleNamespace(accelerator=accelerator, model=model)
-    twin = copy.deepcopy(trainer)
-    assert twin.accelerator is accelerator and twin.model is not model and accelerator._models == [model]
-
-
 def test_it_pickles_and_still_knows_what_it_prepared():
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(*training_parts())
@@ -194,16 +126,6 @@ def test_adoption_warns_when_settings_differ():
     second = Accelerator(cpu=True, mixed_precision="bf16")
     with pytest.warns(UserWarning, match="mixed_precision: 'no' then, 'bf16' now"):
         assert second.prepare(model) is model
-
-
-def test_a_reset_leaves_the_live_one_whole():
-    accelerator = Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    assert accelerator.distributed_type == DistributedType.NO and accelerator.num_processes == 1
-    assert accelerator.gather(torch.ones(1)).tolist() == [1.0]
-    accelerator.backward(torch.ones(1, requires_grad=True).sum())
-    accelerator.wait_for_everyone()
 
 
 def test_the_process_state_is_there_again_after_its_own_reset():

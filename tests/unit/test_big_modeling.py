@@ -7,18 +7,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import accelerate.big_modeling as big_modeling
 from accelerate.big_modeling import (
     attach_layerwise_casting_hooks,
     cpu_offload,
-    cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     init_empty_weights,
     init_on_device,
     load_checkpoint_and_dispatch,
 )
-from accelerate.hooks import UserCpuOffloadHook, remove_hook_from_submodules
+from accelerate.hooks import remove_hook_from_submodules
 from offload_models import Net
 
 
@@ -47,36 +45,6 @@ def inputs():
     return torch.randn(2, 3)
 
 
-def _on_meta(model):
-    return {name for name, tensor in model.named_parameters() if tensor.device.type == "meta"}
-
-
-def test_cpu_offload_with_another_state_dict(model, inputs):
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    cpu_offload(model, execution_device="cpu", state_dict=zeros)
-    assert (model(inputs) == 0).all()
-
-
-def test_cpu_offload_with_hook_chains_models():
-    first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2), "meta")
-    second, second_hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=first_hook)
-    assert isinstance(first_hook, UserCpuOffloadHook) and second._hf_hook.prev_module_hook is first_hook
-    second_hook.remove()
-    assert "_hf_hook" not in second.__dict__
-    first_hook.remove()
-    assert "_hf_hook" not in first.__dict__
-
-
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"linear1": "cpu", "norm": "cpu", "linear2": "cpu"}])
-def test_one_device_needs_no_hooks_unless_forced(device_map, model, inputs):
-    plain = model(inputs)
-    dispatch_model(model, device_map)
-    assert not any("_hf_hook" in m.__dict__ for m in model.modules())
-    assert model.hf_device_map == device_map and torch.equal(model(inputs), plain)
-    dispatch_model(model, device_map, force_hooks=True)
-    assert model._hf_hook.io_same_device and torch.equal(model(inputs), plain)
-
-
 def test_cpu_modules_are_offloaded_when_another_device_computes(model):
     dispatch_model(model, {"linear1": "meta", "norm": "cpu", "linear2": "cpu"})
     hook = model.linear2._hf_hook
@@ -100,15 +68,6 @@ def test_moving_a_dispatched_model_warns_and_with_offloaded_parts_raises(model, 
             move()
     remove_hook_from_submodules(model)
     assert "to" not in model.__dict__ and model.to("cpu") is model
-
-
-def test_the_device_map_check_is_the_global_of_this_module(model, monkeypatch):
-    with pytest.raises(ValueError, match="no device"):
-        dispatch_model(model, {"linear1": "cpu"})
-    seen = []
-    monkeypatch.setattr(big_modeling, "check_device_map", lambda *arguments: seen.append(arguments))
-    dispatch_model(model, {"linear1": "cpu"})
-    assert seen == [(model, {"linear1": "cpu"})]
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk", "parts"])
@@ -167,19 +126,6 @@ def test_models_without_data_are_not_offloaded(tmp_path, inputs):
         disk_offload(model, tmp_path)  # the hooks have it, but only they
 
 
-@pytest.mark.parametrize("device_map", [None, "auto", "balanced", "balanced_low_0", "sequential", {"": "cpu"}, MIXED])
-def test_load_checkpoint_and_dispatch(device_map, model, inputs, tmp_path):
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    with init_empty_weights():
-        empty = Net().eval()
-    memory = {"cpu": 10**6} if isinstance(device_map, str) else None
-    loaded = load_checkpoint_and_dispatch(
-        empty, tmp_path, device_map=device_map, max_memory=memory, offload_folder=tmp_path / "offload"
-    )
-    assert loaded is empty and torch.equal(empty(inputs), model(inputs))
-    assert getattr(empty, "hf_device_map", None) == ({"": "cpu"} if isinstance(device_map, str) else device_map)
-
-
 def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
@@ -190,15 +136,6 @@ def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
     assert torch.equal(empty(inputs), model(inputs))
     with pytest.raises(ValueError, match="'foo'"):
         load_checkpoint_and_dispatch(empty, tmp_path, device_map="foo")
-
-
-def test_layerwise_casting_covers_linear_and_convolution_only():
-    layers = {"conv": nn.Conv2d(1, 1, 1), "norm": nn.LayerNorm(3), "emb": nn.Embedding(2, 2)}
-    model = nn.ModuleDict({**layers, "sub": nn.Sequential(nn.Linear(2, 2))})
-    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
-    narrow = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.bfloat16}
-    assert narrow == {"conv.weight", "conv.bias", "sub.0.weight", "sub.0.bias"}
-    assert model["sub"](torch.ones(1, 2)).dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -235,19 +172,6 @@ def test_parameters_take_no_memory_and_buffers_on_request_and_by_environment(mon
         assert _devices(nn.BatchNorm1d(3)) == {"meta"}
     with init_empty_weights(include_buffers=False):
         assert _devices(nn.BatchNorm1d(3)) == {"meta", "cpu"}
-
-
-def test_ties_classes_and_attributes_survive():
-    class Special(nn.Parameter):
-        pass
-
-    with init_empty_weights():
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model[1].weight = model[0].weight
-        model.own = Special(torch.ones(1), requires_grad=False)
-        model.register_parameter("nothing", None)
-    assert model[1].weight is model[0].weight
-    assert type(model.own) is Special and not model.own.requires_grad
 
 
 def test_nesting_decorating_and_errors_restore_torch():

@@ -11,16 +11,6 @@ from torch.utils.data import DataLoader
 from accelerate import checkpointing
 
 
-class Object:
-    value = 3
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
 def objects():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -74,21 +64,3 @@ def test_a_rank_that_was_not_there_is_told(tmp_path, caplog):
     checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 4)
     assert not torch.equal(torch.rand(2), drawn)
     assert "random_states_3.pkl" in caplog.text and "fewer processes" in caplog.text
-
-
-def test_locations(tmp_path):
-    checkpointing.save_accelerator_state(tmp_path, [], [], [], [], 0, 0)
-    for location in (None, "cpu", "on_device"):
-        checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 0, map_location=location)
-    with pytest.raises(TypeError, match="'cuda:0'"):
-        checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 0, map_location="cuda:0")
-
-
-def test_custom_objects(tmp_path):
-    checkpointing.save_custom_state(Object(), tmp_path, 3)
-    other = Object()
-    other.value = 0
-    checkpointing.load_custom_state(other, tmp_path, 3)
-    assert other.value == 3
-    with pytest.raises(FileNotFoundError, match="custom_checkpoint_4.pkl"):
-        checkpointing.load_custom_state(other, tmp_path, 4)

@@ -1,15 +1,9 @@
 """Adding hooks to modules and taking them off; hooks that move or cast modules, and those that align devices."""
 
-import copy
-import functools
-import inspect
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
-import accelerate.hooks as hooks
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -20,12 +14,10 @@ from accelerate.hooks import (
     add_hook_to_module,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
     remove_hook_from_module,
-    remove_hook_from_submodules,
 )
 from accelerate.offload.hooks_base import guard_method
-from accelerate.utils.modeling import align_module_device, has_offloaded_params
+from accelerate.utils.modeling import align_module_device
 from accelerate.utils.offload import OffloadedWeightsLoader
 
 
@@ -52,23 +44,6 @@ class Note(ModelHook):
         return module
 
 
-def _calls(log):
-    taken = list(log)
-    log.clear()
-    return taken
-
-
-def test_a_hooked_forward_is_a_partial_of_the_module_with_its_signature():
-    layer = nn.Linear(2, 2)
-    hook = ModelHook()
-    assert add_hook_to_module(layer, hook) is layer
-    assert isinstance(layer.forward, functools.partial) and layer.forward.args[0] is layer
-    assert layer.__dict__["_hf_hook"] is hook
-    assert layer.__dict__["_old_forward"].__func__ is nn.Linear.forward
-    assert list(inspect.signature(layer.forward).parameters) == ["input"]
-    assert layer.forward.__name__ == "forward"
-
-
 def test_removal_leaves_the_module_exactly_as_it_was():
     layer = nn.Linear(2, 2)
     for own in (None, lambda x: "own"):
@@ -81,50 +56,12 @@ def test_removal_leaves_the_module_exactly_as_it_was():
             assert remove_hook_from_module(layer) is layer and layer.__dict__ == before
 
 
-def test_rebinding_the_old_forward_or_the_hook_takes_effect():
-    layer = add_hook_to_module(nn.Linear(2, 2), ModelHook())
-    layer._old_forward = lambda x: "rebound"
-    assert layer(torch.ones(1, 2)) == "rebound"
-    log = []
-    layer._hf_hook = Note("late", log)
-    layer(torch.ones(1, 2))
-    assert log == ["pre late", "post late"]
-
-
-def test_hooks_replace_append_and_nest_in_order():
-    log = []
-    layer = nn.Identity()
-    add_hook_to_module(layer, Note(1, log))
-    add_hook_to_module(layer, Note(2, log))
-    layer(torch.ones(1))
-    assert _calls(log) == ["init 1", "init 2", "pre 2", "post 2"]
-    add_hook_to_module(layer, Note(3, log), append=True)
-    assert _calls(log) == ["detach 2", "init 2", "init 3"]
-    assert type(layer._hf_hook) is SequentialHook and [hook.name for hook in layer._hf_hook.hooks] == [2, 3]
-    layer(torch.ones(1))
-    assert _calls(log) == ["pre 2", "pre 3", "post 2", "post 3"]
-    remove_hook_from_module(layer)
-    assert _calls(log) == ["detach 2", "detach 3"]
-
-
 def test_no_grad_hooks_record_nothing():
     hook = ModelHook()
     hook.no_grad = True
     layer = add_hook_to_module(nn.Linear(2, 2), hook)
     assert not layer(torch.ones(1, 2)).requires_grad
     assert ModelHook.no_grad is False
-
-
-def test_copies_and_pickles_are_hooked_on_their_own():
-    layer = add_hook_to_module(nn.Linear(2, 2), SequentialHook(ModelHook(), ModelHook()))
-    blob = pickle.dumps(layer)
-    assert b"accelerate.hooks" in blob
-    for other in (copy.deepcopy(layer), pickle.loads(blob)):
-        assert other.forward.args[0] is other and other._old_forward.__self__ is other
-        assert torch.equal(other(torch.ones(1, 2)), layer(torch.ones(1, 2)))
-        with torch.no_grad():
-            other.weight.zero_()
-        assert not torch.equal(other(torch.ones(1, 2)), layer(torch.ones(1, 2)))
 
 
 def test_graph_modules_are_hooked_on_their_class_and_restored():
@@ -209,41 +146,6 @@ def _devices(module):
     return {name: tensor.device.type for name, tensor in tensors.items()}
 
 
-def test_attributes_other_libraries_read_are_plain_and_settable():
-    hook = AlignDevicesHook(0, True, True, {}, True, True, "past", {})
-    assert (hook.execution_device, hook.offload, hook.io_same_device, hook.weights_map) == (0, True, True, {})
-    assert hook.offload_buffers and hook.place_submodules and (hook.skip_keys, hook.tied_params_map) == ("past", {})
-    hook.offload = hook.io_same_device = False
-    hook.original_devices = {"weight": torch.device("cpu")}
-    assert type(hook).__name__ == "AlignDevicesHook" and type(hook).__module__ == "accelerate.hooks"
-    assert set(hooks._accelerate_added_attributes) >= {"to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"}
-
-
-def test_weights_go_to_the_execution_device_at_once():
-    layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook(execution_device="meta"))
-    assert _devices(layer) == {"weight": "meta", "bias": "meta"}
-    outer = add_hook_to_module(nn.Sequential(nn.Linear(2, 2)), AlignDevicesHook(execution_device="meta"))
-    assert _devices(outer) == {"0.weight": "cpu", "0.bias": "cpu"}
-    add_hook_to_module(outer, AlignDevicesHook(execution_device="meta", place_submodules=True))
-    assert _devices(outer) == {"0.weight": "meta", "0.bias": "meta"}
-
-
-def test_removal_brings_weights_back(model, inputs):
-    plain, before = model(inputs), {name: set(m.__dict__) for name, m in model.named_modules()}
-    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
-    assert _devices(model)["norm.running_mean"] == "meta"
-    remove_hook_from_submodules(model)
-    assert set(_devices(model).values()) == {"cpu"} and torch.equal(model(inputs), plain)
-    assert {name: set(m.__dict__) for name, m in model.named_modules()} == before
-
-
-def test_a_hook_told_not_to_offload_reloads_nothing_on_removal():
-    layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True))
-    layer._hf_hook.offload = False
-    remove_hook_from_module(layer)
-    assert _devices(layer) == {"weight": "meta", "bias": "meta"}
-
-
 def test_driving_a_hook_by_hand_and_a_plain_dict_as_weights_map():
     layer = nn.Linear(2, 2, bias=False)
     hook = AlignDevicesHook("cpu", offload=True)
@@ -256,12 +158,6 @@ def test_driving_a_hook_by_hand_and_a_plain_dict_as_weights_map():
     hook.post_forward(layer, torch.tensor([]))
     assert layer.weight.device.type == "meta"
     assert (layer(torch.ones(1, 2)) == 14).all()
-
-
-def test_init_can_be_replaced_while_a_hook_is_added(monkeypatch):
-    monkeypatch.setattr(AlignDevicesHook, "init_hook", lambda self, module: module)
-    layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True))
-    assert _devices(layer)["weight"] == "cpu"
 
 
 def test_inputs_follow_and_outputs_return_except_skipped_keys():
@@ -295,44 +191,6 @@ def test_weights_without_data_are_named():
         layer(torch.ones(1, 2))
 
 
-def test_execution_hooks_cover_modules_with_weights_down_to_preloaded_classes(model):
-    attach_execution_device_hook(model, "cpu")
-    assert list(_kinds(model)) == ["", "linear1", "norm", "linear2"]
-    first = model._hf_hook
-    attach_execution_device_hook(model, "meta")
-    assert model._hf_hook is first
-    remove_hook_from_submodules(model)
-    attach_execution_device_hook(model, "cpu", preload_module_classes=["_Net"])
-    assert list(_kinds(model)) == [""]
-
-
-def _kinds(model):
-    return {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
-
-
-def test_one_device_for_all_blocks_is_one_hook(model):
-    attach_align_device_hook_on_blocks(model, "cpu")
-    (hook,) = _kinds(model).values()
-    assert hook.io_same_device and hook.place_submodules and not hook.offload
-    for _ in range(2):  # a second dispatch replaces the hook of the root
-        attach_align_device_hook_on_blocks(model, {"scale": "cpu", "linear1": "cpu"})
-        assert isinstance(model._hf_hook, AlignDevicesHook)
-
-
-def test_tensors_of_a_split_module_follow_their_own_entry(model, inputs):
-    plain = model(inputs)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    names = ["scale", "linear1", "norm", "linear2"]
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device={**dict.fromkeys(names, "cpu"), "": "cpu"},
-        offload={**dict.fromkeys(names, False), "scale": True},
-        weights_map=OffloadedWeightsLoader(state_dict=state),
-    )
-    assert _devices(model)["scale"] == "meta" and _devices(model)["local"] == "cpu"
-    assert torch.equal(model(inputs), plain)
-
-
 def test_appending_to_a_hooked_block_keeps_both():
     model = nn.Sequential(nn.Linear(2, 2))
     add_hook_to_module(model[0], AlignDevicesHook("cpu"))
@@ -355,21 +213,6 @@ def test_tied_weights_in_memory_share_one_copy_and_files_share_none():
         assert ties == ({value.data_ptr(): {"cpu": layer.weight}} if shared else {value.data_ptr(): {}})
         hook.post_forward(layer, None)
         assert ties == {value.data_ptr(): {}}
-
-
-def test_align_module_device_uses_the_hook_and_restores_it():
-    layer = nn.Linear(2, 2)
-    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True))
-    assert has_offloaded_params(layer)
-    with align_module_device(layer):
-        assert layer.weight.device.type == "cpu"
-        with torch.no_grad():
-            layer.weight.fill_(3)
-    assert layer.weight.device.type == "meta"
-    assert (layer._hf_hook.weights_map["weight"] == 3).all()
-    with align_module_device(layer, "meta"):
-        assert layer._hf_hook.execution_device == "meta"
-    assert layer._hf_hook.execution_device == "cpu"
 
 
 def _offloaded_layer():

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import accelerate.inference as inference
-from cases import cases
 
 
 class _Layers(nn.Module):
@@ -63,31 +62,11 @@ def test_a_map_names_every_tensor_and_classes_stay_whole():
     assert starts(model, []) != ["blocks.1", "blocks.2"]
 
 
-def test_one_process_needs_no_cut_and_budgets_are_respected():
-    assert set(inference.generate_device_map(_Layers(), 1).values()) == {"cpu"}
-    assert set(inference.generate_device_map(_Layers(), 1, max_memory={0: 0, 1: 10**4}).values()) == {"cpu"}
-    assert set(inference.generate_device_map(_Layers(), 2, max_memory={0: 0, 1: 10**4}).values()) == {1}
-    with pytest.raises(ValueError, match="num_processes=0"):
-        inference.generate_device_map(_Layers(), 0)
-
-
 def test_too_many_stages_are_refused():
     with pytest.raises(
         ValueError, match=r"_Layers cannot be cut into 9 stages.* 7 modules .*\(layers.0, .*, \.\.\.\)"
     ):
         inference.generate_device_map(_Layers(), 9)
-
-
-@cases(
-    "args, kwargs, size",
-    ((torch.ones(3, 2),), {}, 3),
-    ((), {"a": 1, "x": [torch.ones(4)]}, 4),
-    ((1, torch.tensor(1.0)), {}, None),
-    (torch.ones(5, 2), None, 2),
-    (None, None, None),
-)
-def test_the_batch_size_is_that_of_the_first_tensor(args, kwargs, size):
-    assert inference.find_pippy_batch_size(args, kwargs) == size
 
 
 class _Schedule:

@@ -50,14 +50,6 @@ def make(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize(("num_processes", "enabled"), [(1, True), (2, False)])
-def test_it_does_nothing_when_it_is_off_or_alone(make, communicator, num_processes, enabled):
-    accelerator, model = make(num_processes, "single"), nn.Linear(1, 1)
-    with LocalSGD(accelerator, model, 1, enabled=enabled) as sgd:
-        sgd.step()
-    assert communicator.calls == 0 and accelerator.held == [] and sgd.enabled is False
-
-
 def test_after_an_error_nobody_averages(make, communicator):
     accelerator = make()
     with pytest.raises(ValueError, match="mine"), LocalSGD(accelerator, nn.Linear(1, 1), 4):

@@ -1,5 +1,4 @@
 import copy
-import json
 import math
 import os
 import pickle
@@ -7,10 +6,9 @@ import types
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accelerate.config.parallel import TorchContextParallelConfig, TorchTensorParallelConfig
+from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.parallelism_config import ParallelismConfig
 
 
@@ -38,42 +36,6 @@ def accelerator(processes, fsdp2=False, several=True):
     )
 
 
-def test_defaults():
-    config = ParallelismConfig()
-    assert config.total_size == config.data_parallel_size == config.non_data_parallel_size == 1
-    assert config._sizes == {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "sp": 1}
-    assert config.active_mesh_dims == config.dp_dim_names == config.non_dp_dim_names == []
-    assert config.fsdp_dim_names == ["dp_shard_cp"]
-    assert (config.cp_backend, config.sp_backend) == ("torch", "deepspeed")
-    assert config.tp_handler is config.cp_handler is config.sp_handler is None
-
-
-def test_environment(monkeypatch):
-    for name, size in (("DP_REPLICATE", 2), ("DP_SHARD", 3), ("TP", 4), ("CP", 5)):
-        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
-    config = ParallelismConfig()
-    assert config._sizes == {"dp_replicate": 2, "dp_shard": 3, "tp": 4, "cp": 5, "sp": 1}
-    assert config.total_size == 120
-    assert config.cp_handler == TorchContextParallelConfig("alltoall")
-    assert ParallelismConfig(tp_size=1).tp_size == 1
-
-
-def test_dimension_names():
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2, cp_size=2)
-    assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
-    assert config.non_dp_dim_names == ["tp", "cp"]
-    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
-    assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
-    assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
-    assert config._get_mesh() == (("dp_replicate", "dp_shard", "cp", "tp"), (2, 2, 2, 2))
-    # The ranks of tensor parallelism are neighbours; sequences that are shared through torch shard parameters as well.
-    assert ParallelismConfig(tp_size=2, sp_size=4)._get_mesh() == (("sp", "tp"), (4, 2))
-    config = ParallelismConfig(dp_shard_size=2, sp_size=2, sp_backend="torch")
-    assert config.dp_shard_cp_dim_names == ["dp_shard", "sp"] and config.dp_cp_dim_names == ["dp_shard", "sp"]
-    assert ParallelismConfig(dp_shard_size=2, sp_size=2).dp_shard_cp_dim_names == ["dp_shard"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -90,19 +52,6 @@ def test_dimension_names():
 def test_refused_settings(options, message):
     with pytest.raises(ValueError, match=message):
         ParallelismConfig(**options)
-
-
-def test_to_json():
-    handler = TorchTensorParallelConfig(plan={"up": ColwiseParallel(), "down": "rowwise"})
-    plan = json.loads(json.dumps(ParallelismConfig(tp_size=2, tp_handler=handler).to_json()))["tp_handler"]["plan"]
-    assert plan["down"] == "rowwise" and "ColwiseParallel" in plan["up"], "torch's styles are shown in words"
-    config = ParallelismConfig(dp_shard_size=2, cp_size=2)
-    shown = json.loads(json.dumps(config.to_json()))
-    assert shown["dp_shard_size"] == 2
-    assert shown["cp_handler"] == {"cp_comm_strategy": "allgather"}
-    assert shown["sp_handler"] is None
-    restored = ParallelismConfig(**{k: v for k, v in shown.items() if not k.endswith("handler")})
-    assert restored._sizes == config._sizes and "dp_shard_size=2" in repr(config)
 
 
 def test_nothing_to_build():
@@ -170,19 +119,3 @@ def test_sizes_that_fit(sizes, run, after):
 def test_sizes_that_do_not_fit(sizes, run, text):
     with pytest.raises(ValueError, match=text):
         ParallelismConfig(**sizes)._validate_accelerator(run)
-
-
-def test_a_subclass_may_add_a_dimension():
-    class WithExperts(ParallelismConfig):
-        def __post_init__(self):
-            super().__post_init__()
-            self.ep_size = 2
-            self._sizes["ep"] = 2
-
-        @property
-        def non_dp_dim_names(self):
-            return [*super().non_dp_dim_names, "ep"]
-
-    config = WithExperts(dp_shard_size=2)
-    assert config.total_size == 4
-    assert config._get_mesh() == (("dp_shard", "ep"), (2, 2))

@@ -43,22 +43,6 @@ def test_alone(monkeypatch):
     state.destroy_process_group()
 
 
-def test_instances_share_their_attributes_until_a_reset():
-    first = PartialState(cpu=True)
-    second = PartialState()
-    assert first.__dict__ is second.__dict__ is PartialState._shared_state is storage.process.current
-    PartialState().distributed_type = "MULTI_GPU"
-    assert first.distributed_type == "MULTI_GPU"
-    first._shared_state["num_processes"] = 4
-    assert second.num_processes == 4
-    old = first
-    PartialState._reset_state()
-    assert PartialState._shared_state == {}
-    assert old.num_processes == 4 and old.is_main_process and set(old.__dict__) == KEYS
-    new = PartialState(cpu=True)
-    assert new.__dict__ is not old.__dict__ and new.num_processes == 1 and old.num_processes == 4
-
-
 def test_attribute_of_a_state_that_was_never_built():
     state = PartialState.__new__(PartialState)
     assert not state.initialized and "not built" in repr(state)
@@ -78,17 +62,6 @@ def test_failed_start_leaves_nothing_behind(monkeypatch):
     assert PartialState._shared_state == {}
     monkeypatch.delenv("WORLD_SIZE")
     assert PartialState(cpu=True).num_processes == 1
-
-
-def test_prepare_backend_may_be_called_and_replaced(monkeypatch):
-    state = PartialState(cpu=True)
-    assert state._prepare_backend(cpu=True) == (None, "NO")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert state._prepare_backend(cpu=True) == ("gloo", "MULTI_CPU")
-    PartialState._reset_state()
-    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_, **__: (None, DistributedType.NO))
-    assert PartialState().num_processes == 1 and not dist.is_initialized()
 
 
 def test_deepspeed_gets_a_group_even_alone(monkeypatch, process_group, fake_deepspeed):
@@ -192,9 +165,3 @@ def test_main_process_first_also_when_it_fails(monkeypatch, rank, order):
             events.append("body")
             raise KeyError
         assert events == order
-
-
-def test_print_on_the_local_main_process_only(capsys):
-    pretend(local_process_index=1).print("no")
-    pretend(local_process_index=0).print("yes", end="!")
-    assert capsys.readouterr().out == "yes!"

@@ -24,23 +24,6 @@ def test_it_waits_while_gradients_accumulate(adjust, counted):
     assert scheduler.get_last_lr() == [1.0] and scheduler.scheduler._step_count == counted
 
 
-def test_it_stands_still_when_the_step_was_skipped():
-    optimizer, scheduler = build(Accelerator(cpu=True))
-    optimizer._is_overflow = True
-    scheduler.step()
-    assert scheduler.get_last_lr() == [1.0]
-
-
-def test_it_can_be_left_alone():
-    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
-    _, scheduler = build(accelerator)
-    accelerator.sync_gradients = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scheduler.step()
-    assert scheduler.get_last_lr() == [0.5]
-
-
 @pytest.mark.parametrize(("split", "expected"), [(False, 0.5**4), (True, 0.5)])
 def test_it_advances_once_per_data_parallel_replica(split, expected, monkeypatch):
     accelerator = Accelerator(cpu=True)

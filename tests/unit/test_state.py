@@ -2,21 +2,12 @@ import copy
 import gc
 import os
 import pickle
-import threading
 
 import pytest
 import torch
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.handlers import GradientAccumulationPlugin
-from accelerate.state import (
-    AcceleratorState,
-    GradientState,
-    PartialState,
-    ThreadLocalSharedDict,
-    asked_for,
-    is_initialized,
-)
+from accelerate.state import AcceleratorState, GradientState, PartialState, asked_for, is_initialized
 from accelerate.utils.environment import parse_flag_from_env
 
 
@@ -63,17 +54,6 @@ def test_is_built_by_an_accelerator_and_holds_the_process_and_the_plugins():
         build(fsdp_plugin=Plugin())
 
 
-@pytest.mark.parametrize("reset_partial_state", [False, True])
-def test_reset_leaves_live_objects_whole(reset_partial_state):
-    old, process = build(mixed_precision="bf16"), PartialState()
-    AcceleratorState._reset_state(reset_partial_state)
-    assert old.mixed_precision == "bf16" and old.num_processes == 1 and old.is_main_process
-    assert not is_initialized()
-    assert (PartialState._shared_state is process.__dict__) is not reset_partial_state
-    new = build(mixed_precision="fp16")
-    assert (old.mixed_precision, new.mixed_precision) == ("bf16", "fp16")
-
-
 # Precision
 
 
@@ -115,13 +95,6 @@ def test_fsdp_plugin_counts_on_the_processor_too():
     assert plugin.mixed_precision_policy is not None
     state.distributed_type = "NO"
     assert not state.is_fsdp2
-
-
-@pytest.mark.parametrize("word", ["true", "TRUE", "1", "yes"])
-def test_engine_from_the_environment(monkeypatch, word):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", word)
-    state = build()
-    assert state.distributed_type == "FSDP" and isinstance(state.fsdp_plugin, FullyShardedDataParallelPlugin)
 
 
 def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypatch):
@@ -181,17 +154,6 @@ def test_gradient_state_defaults():
     assert GradientState().is_xla_gradients_synced
 
 
-def test_gradient_state_is_shared_and_survives_a_reset():
-    first = GradientState(GradientAccumulationPlugin(num_steps=4))
-    assert GradientState().num_steps == 4 and first.plugin_kwargs == {"num_steps": 4}
-    first._set_sync_gradients(False)
-    GradientState._reset_state()
-    assert first.num_steps == 4 and not first.sync_gradients
-    assert GradientState().num_steps == 1 and GradientState().sync_gradients
-    with pytest.raises(AttributeError, match="colour"):
-        first.colour  # noqa: B018
-
-
 def test_loaders_nest():
     state, outer, inner = GradientState(), Loader(remainder=3), Loader(end=True, remainder=1)
     state._add_dataloader(outer)
@@ -220,17 +182,3 @@ def test_gradient_state_pickles_inside_a_loader():
     GradientState._reset_state()  # another process has no state yet
     there = pickle.loads(pickled)
     assert not there.sync_gradients and there.active_dataloader is None and state.in_dataloader
-
-
-@pytest.mark.parametrize(("thread_local", "seen"), [(False, {"a": 1}), (True, {})])
-def test_shared_dictionary_descriptor(thread_local, seen):
-    class Holder:
-        shared = ThreadLocalSharedDict(thread_local=thread_local)
-
-    Holder().shared = {"a": 1}
-    assert Holder.shared == {"a": 1}
-    found = []
-    thread = threading.Thread(target=lambda: found.append(dict(Holder.shared)))
-    thread.start()
-    thread.join()
-    assert found == [seen]

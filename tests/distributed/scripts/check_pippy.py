@@ -4,7 +4,6 @@ from collections import namedtuple
 
 import torch
 from expect import assert_same_everywhere, raised
-from harness import everywhere
 from models import tiny
 from torch import nn
 
@@ -269,22 +268,6 @@ def check_refused_at_calls():
     piped = prepare_pippy(Layers(), example_args=(batch[:2], None, 1.0))
     with raised(ValueError, "factor=2.0", "traced with factor=1.0"):
         piped(batch, None, 2.0)
-
-
-@torch.no_grad()
-def slow_again():
-    """A model may become another pipeline, and all ranks have it whole afterwards."""
-    torch.manual_seed(5)
-    model = Layers()
-    batch = rows(6)
-    expected = model(batch)
-    keys = list(model.state_dict())
-    for split in ("auto", points()):
-        prepare_pippy(model, split, example_args=(batch[:2],), gather_output=True)
-        compare(model(batch), expected, True)
-    assert model.hf_split_points == points() and list(model.state_dict()) == keys
-    assert everywhere(model._original_forward.__func__ is Layers.forward) == [True] * RANKS
-    torch.testing.assert_close(model._original_forward(batch), expected)
 
 
 def model_of(family):

@@ -12,7 +12,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -122,7 +121,6 @@ def samplers(rows: Rows) -> dict:
         "own generator": lambda: {"sampler": RandomSampler(rows, generator=torch.Generator().manual_seed(8))},
         "loader generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(8)},
         "weighted": lambda: {"sampler": WeightedRandomSampler(torch.arange(1.0, length + 1), length)},
-        "subset": lambda: {"sampler": SubsetRandomSampler(range(length))},
         "custom": lambda: {"sampler": Ordered(length, rotated)},
         "draws from torch": lambda: {"sampler": Ordered(length, from_torch)},
         "draws from numpy": lambda: {"sampler": Ordered(length, from_numpy)},

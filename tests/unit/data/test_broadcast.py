@@ -21,11 +21,11 @@ class Connection:
         self.receiver = BatchBroadcast(self.line, CPU)
 
     def pass_on(self, value):
-        """Send and receive; returns what arrived and how many broadcasts that took."""
+        """Send and receive; returns what arrived."""
         self.sent.clear()
         self.sender.send(value)
         self.line.sent.extend(self.sent)
-        return self.receiver.receive(), len(self.sent)
+        return self.receiver.receive()
 
 
 def message(batch, sizes=(1, 1), real=2, last=False):
@@ -44,7 +44,7 @@ def test_batches_arrive_as_they_were_sent():
         "weight": torch.ones(2, requires_grad=True),
     }
     for _ in range(3):
-        arrived, _ = connection.pass_on(message(batch, real=1, last=True))
+        arrived = connection.pass_on(message(batch, real=1, last=True))
         got = arrived.batch
         assert (arrived.real, arrived.sizes, arrived.last) == (1, (1, 1), True)
         assert list(got) == list(batch) and got["text"] == ["a", "b"] and got["none"] is None
@@ -55,34 +55,10 @@ def test_batches_arrive_as_they_were_sent():
         assert torch.equal(got["weight"], torch.ones(2))
 
 
-@pytest.mark.parametrize(
-    ("widths", "counts"),
-    [
-        pytest.param([4, 4, 4, 4], [2, 1, 1, 1], id="equal: at once"),
-        pytest.param([4, 40, 8, 8], [2, 2, 1, 1], id="larger: by itself"),
-        pytest.param([1 << 18, 1 << 18], [2, 2], id="large: always by itself"),
-    ],
-)
-def test_a_batch_that_is_no_larger_than_the_last_travels_in_one_broadcast(widths, counts):
-    connection = Connection()
-    for width, count in zip(widths, counts, strict=True):
-        batch = torch.arange(2 * width).view(2, width)
-        arrived, broadcasts = connection.pass_on(message({"x": batch}))
-        assert torch.equal(arrived.batch["x"], batch) and broadcasts == count
-
-
 def test_received_batches_do_not_share_memory():
     connection = Connection()
-    batches = [connection.pass_on(message(torch.full((2,), n)))[0].batch for n in range(4)]
+    batches = [connection.pass_on(message(torch.full((2,), n))).batch for n in range(4)]
     assert [batch.tolist() for batch in batches] == [[n, n] for n in range(4)]
-
-
-def test_an_end_and_a_failure_reach_the_receivers():
-    connection = Connection()
-    assert connection.pass_on(None)[0] is None
-    with pytest.raises(RuntimeError, match="could not read its next batch: row 3"):
-        connection.pass_on("row 3")
-    assert connection.pass_on(message(torch.zeros(2)))[0].batch.tolist() == [0, 0], "the connection is usable after it"
 
 
 def test_processes_that_are_not_in_step_are_told():
@@ -125,12 +101,6 @@ def test_cut_and_join_are_inverse():
     assert equal(whole, batch_of(0, 7))
     assert broadcast.batch_length(whole) == 7
     assert equal(broadcast.take(whole, 2, 5), batch_of(2, 5))
-
-
-def test_length_is_that_of_the_first_leaf_with_samples():
-    assert broadcast.batch_length({"scale": torch.tensor(1.0), "x": [torch.zeros(3, 2)]}) == 3
-    assert broadcast.batch_length(["a", "b"]) == 2
-    assert broadcast.batch_length({"note": "n"}) is None and broadcast.batch_length(torch.tensor(1)) is None
 
 
 def test_batches_that_differ_are_refused():

@@ -6,46 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, RandomSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.data import plan
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.dispatcher import DataLoaderDispatcher
-from accelerate.data.iterable import IterableDatasetShard, is_datapipe
+from accelerate.data.iterable import is_datapipe
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data.workers import SeededDataset
-from loader_samples import TWO, Numbers, Stream, needs_torchdata, values
-
-
-def test_alone_the_samplers_stay_as_they_are():
-    loader = DataLoader(Numbers(8), 2, shuffle=True)
-    prepared = prepare_data_loader(loader)
-    assert type(prepared) is DataLoaderShard
-    assert prepared.batch_sampler is loader.batch_sampler and prepared.sampler is loader.sampler
-    torch.manual_seed(0)
-    want = values(loader), values(loader), torch.rand(1)
-    torch.manual_seed(0)
-    assert (values(prepared), values(prepared), torch.rand(1)) == want, "same order, same use of the generator"
-
-
-def test_data_that_is_not_batched_is_sharded_too():
-    prepared = prepare_data_loader(DataLoader(Numbers(8), batch_size=None), **TWO)
-    assert type(prepared.sampler) is SamplerShard and list(prepared) == [1, 3, 5, 7]
-    lists = BatchSampler(range(8), 2, False)
-    prepared = prepare_data_loader(DataLoader([10] * 8, sampler=lists, batch_size=None), **TWO)
-    assert type(prepared.sampler) is BatchSamplerShard and list(prepared.sampler) == [[2, 3], [6, 7]]
-
-
-def test_streams_are_sharded_or_dispatched():
-    prepared = prepare_data_loader(DataLoader(Stream(8), 2), **TWO)
-    assert type(prepared.dataset) is IterableDatasetShard and values(prepared) == [[2, 3], [6, 7]]
-    prepared = prepare_data_loader(DataLoader(Stream(8), 4), split_batches=True, **TWO)
-    assert values(prepared) == [[2, 3], [6, 7]] and prepared.batch_size == 2
-    assert type(prepare_data_loader(DataLoader(Stream(8), 2), put_on_device=True)) is DataLoaderDispatcher
-    one = prepare_data_loader(DataLoader(Stream(8), 2), put_on_device=True, dispatch_batches=False)
-    assert type(one) is DataLoaderShard
+from loader_samples import TWO, Numbers, Stream, values
 
 
 class Pieces(Stream):
@@ -133,30 +103,6 @@ def test_streams_that_are_divided_already_are_left_alone():
         prepare_data_loader(DataLoader(stream, 2), put_on_device=True, dispatch_batches=True, **TWO)
 
 
-def test_shuffling_shards_share_a_generator():
-    torch.manual_seed(0)
-    loader = DataLoader(Numbers(8), 2, shuffle=True)
-    prepared = prepare_data_loader(loader, rng_types=["torch", "generator"], **TWO)
-    assert prepared.synchronized_generator is loader.sampler.generator is not None
-    assert prepared.rng_types == ["torch", "generator"]
-    weighted = WeightedRandomSampler([1.0] * 8, 8)
-    prepared = prepare_data_loader(DataLoader(Numbers(8), 2, sampler=weighted), rng_types=["generator"], **TWO)
-    assert prepared.synchronized_generator is weighted.generator is not None
-
-
-@pytest.mark.parametrize("options", [{}, TWO])
-def test_a_seedable_sampler_replaces_the_random_one(options):
-    loader = DataLoader(Numbers(8), 2, shuffle=True)
-    prepared = prepare_data_loader(loader, use_seedable_sampler=True, data_seed=7, **options)
-    sampler = prepared.get_sampler()
-    assert type(sampler) is SeedableRandomSampler and sampler.initial_seed == 7
-    assert type(loader.batch_sampler.sampler) is RandomSampler, "the caller's loader is not touched"
-    first = values(prepared)
-    assert values(prepared) != first
-    prepared.set_epoch(0)
-    assert values(prepared) == first
-
-
 def test_a_seedable_sampler_keeps_the_settings_and_the_seed():
     torch.manual_seed(31)
     random = RandomSampler(Numbers(8), replacement=True, num_samples=5)
@@ -164,14 +110,6 @@ def test_a_seedable_sampler_keeps_the_settings_and_the_seed():
     assert (sampler.replacement, sampler.num_samples, sampler.initial_seed) == (True, 5, 31)
     plain = prepare_data_loader(DataLoader(Numbers(8), 2), use_seedable_sampler=True)
     assert not isinstance(plain.get_sampler(), RandomSampler)
-
-
-def test_a_given_seed_holds_for_a_seedable_sampler_too():
-    orders = []
-    for sampler in (SeedableRandomSampler(Numbers(8), data_seed=7), RandomSampler(Numbers(8))):
-        loader = DataLoader(Numbers(8), 2, sampler=sampler)
-        orders.append(values(prepare_data_loader(loader, use_seedable_sampler=True, data_seed=5)))
-    assert orders[0] == orders[1]
 
 
 def test_contradictions_are_refused():
@@ -198,17 +136,3 @@ def test_a_prepared_loader_is_not_sharded_again():
     prepared = prepare_data_loader(DataLoader(Numbers(8), 2), **TWO)
     with pytest.warns(UserWarning, match="prepared already"):
         assert prepare_data_loader(prepared, **TWO) is prepared
-
-
-@needs_torchdata
-@pytest.mark.filterwarnings("ignore")
-def test_stateful_loaders_are_built_or_kept():
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    for loader, options in (
-        (DataLoader(Numbers(8), 2), {"use_stateful_dataloader": True}),
-        (StatefulDataLoader(Numbers(8), 2), {}),
-    ):
-        prepared = prepare_data_loader(loader, **options, **TWO)
-        assert isinstance(prepared, StatefulDataLoader) and prepared.use_stateful_dataloader
-        assert values(prepared) == [[2, 3], [6, 7]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.data.build import prepare_data_loader, skip_first_batches
+from accelerate.data.build import skip_first_batches
 from accelerate.state import GradientState
 from loader_samples import Stream, dispatched, values
 
@@ -68,24 +68,6 @@ def test_batches_that_cannot_be_divided_are_refused():
     loader = dispatched(DataLoader(Rows(4), 2, collate_fn=lambda rows: {"n": len(rows)}), [], 2, 0)
     with pytest.raises(ValueError, match="cannot be divided among processes"):
         list(loader)
-
-
-def test_alone_nothing_is_sent():
-    loader = prepare_data_loader(DataLoader(Rows(5), 2), put_on_device=True)
-    steps = [(batch["x"].view(-1).tolist(), loader.end_of_dataloader, loader.remainder) for batch in loader]
-    assert steps == [([0, 1], False, -1), ([2, 3], False, -1), ([4], True, 1)]
-    assert loader.batch_counts is None and loader.iteration == 1
-
-
-@pytest.mark.parametrize(
-    ("length", "drop_last", "split", "want"), [(7, False, False, 2), (7, True, False, 1), (7, False, True, 4)]
-)
-def test_length_and_batch_size_count_steps(length, drop_last, split, want):
-    data = [{"x": torch.tensor([n])} for n in range(length)]
-    loader = dispatched(DataLoader(data, 2, drop_last=drop_last), [], 2, 0, split_batches=split)
-    assert len(loader) == want == len(list(loader))
-    assert loader.total_batch_size == (2 if split else 4) and loader.total_dataset_length == length
-    assert len(skip_first_batches(loader, 1)) == want - 1
 
 
 @pytest.mark.parametrize("source", [lambda length: list(range(length)), Stream])

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.data import iterable
-from accelerate.data.iterable import IterableDatasetShard, can_shard_itself, is_datapipe, is_split_by_node
+from accelerate.data.iterable import IterableDatasetShard, is_datapipe, is_split_by_node
 from loader_samples import Stream
 
 
@@ -58,13 +58,6 @@ def test_datapipes_are_divided_by_torch_if_they_filter(monkeypatch):
     monkeypatch.setattr(iterable.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(iterable.dist, "get_world_size", lambda: 2)
     assert is_split_by_node(filtered, 2) and not is_split_by_node(numbers, 2) and not is_split_by_node(filtered, 3)
-
-
-def test_streams_in_enough_pieces_divide_themselves():
-    dataset = SimpleNamespace(num_shards=3, shard=lambda **_: None)
-    assert can_shard_itself(dataset, 3) and not can_shard_itself(dataset, 4)
-    assert can_shard_itself(SimpleNamespace(n_shards=3, shard=lambda **_: None), 3), "the older name"
-    assert not can_shard_itself(Stream(1), 1)
 
 
 class StreamWithState(Stream):

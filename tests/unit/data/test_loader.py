@@ -1,10 +1,8 @@
 """Iterating over a prepared loader: the end, the active loader, the epochs."""
 
-import gc
-
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from accelerate.comm.nested import leaves
 from accelerate.data.adapter import DataLoaderStateMixin
@@ -12,67 +10,6 @@ from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.state import GradientState
 from loader_samples import Numbers, Stream, values
-
-
-def prepared(length=10, batch_size=3, processes=1, index=0, **options):
-    loader = DataLoader(Numbers(length), batch_size, **options)
-    return prepare_data_loader(loader, num_processes=processes, process_index=index)
-
-
-@pytest.mark.parametrize(
-    ("length", "batch_size", "processes", "drop_last", "remainder"),
-    [(10, 3, 1, False, 1), (9, 3, 1, False, 0), (10, 3, 1, True, -1), (10, 3, 2, False, 4), (7, 2, 3, False, 1)],
-)
-def test_the_remainder_is_known_from_the_first_batch_on(length, batch_size, processes, drop_last, remainder):
-    loader, state = prepared(length, batch_size, processes, drop_last=drop_last), GradientState()
-    assert loader.remainder == -1
-    for _ in loader:
-        assert loader.remainder == state.remainder == remainder
-
-
-def test_the_remainder_goes_by_the_sampler():
-    sampler = RandomSampler(Numbers(10), num_samples=5)
-    loader = prepare_data_loader(DataLoader(Numbers(10), 2, sampler=sampler), num_processes=2, process_index=0)
-    assert {loader.remainder for _ in loader} == {1}
-
-
-def test_workers_send_the_counts_of_a_stream_along():
-    whole = DataLoader(Stream(7), 2, num_workers=1, persistent_workers=True)
-    loader = prepare_data_loader(whole, num_processes=2, process_index=1)
-    assert loader.collate_fn is whole.collate_fn
-    for _ in range(2):
-        told = [(batch.tolist(), loader.batch_counts, loader.remainder) for batch in loader]
-        assert told == [([2, 3], None, -1), ([6, 0], (2, 1), 3)]
-    view = skip_first_batches(loader, 1)
-    assert [(batch.tolist(), view.batch_counts) for batch in view] == [([6, 0], (2, 1))]
-
-
-def test_counts_do_not_come_through_an_iteration_of_its_own():
-    class Negative(DataLoader):
-        def __iter__(self):
-            return (-batch for batch in super().__iter__())
-
-    loader = prepare_data_loader(Negative(Stream(4), 2, num_workers=1), num_processes=2, process_index=0)
-    assert [batch.tolist() for batch in loader] == [[0, -1]]
-    assert isinstance(loader, Negative) and loader.batch_counts is None
-
-
-def test_loops_that_are_left_early_end():
-    loader, state = prepared(), GradientState()
-    for _ in loader:
-        break
-    assert not state.in_dataloader
-    with pytest.raises(KeyError):
-        for _ in loader:
-            raise KeyError
-    gc.collect()
-    assert not state.in_dataloader
-    iterator = iter(loader)
-    next(iterator)
-    assert state.in_dataloader
-    iterator.close()
-    assert not state.in_dataloader
-    assert loader.iteration == 0, "only a completed epoch counts"
 
 
 def test_epochs_count_up_and_reach_the_dataset():
@@ -91,21 +28,6 @@ def test_epochs_count_up_and_reach_the_dataset():
     loader.iteration = 9
     values(loader)
     assert data.epochs[-1] == 9
-
-
-def test_generators_are_synchronised_before_the_order_is_drawn(monkeypatch):
-    calls = []
-
-    def synchronize(rng_types, generator):
-        calls.append(list(rng_types))
-        generator.manual_seed(3)
-
-    monkeypatch.setattr("accelerate.data.loader.synchronize_rng_states", synchronize)
-    loader = prepare_data_loader(
-        DataLoader(Numbers(8), 2, shuffle=True), num_processes=2, process_index=0, rng_types=["generator"]
-    )
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(3)).tolist()
-    assert values(loader) == [order[:2], order[4:6]] and calls == [["generator"]]
 
 
 def test_batches_go_to_the_device_and_those_that_are_there_pass_through():

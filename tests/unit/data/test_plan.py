@@ -1,19 +1,17 @@
 """The data plan against what really happens: every shard is iterated and its samples are counted."""
 
 import itertools
-import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data import plan
 from accelerate.data.build import plan_of, prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.plan import ShardLayout
-from accelerate.process import PartialState
 from loader_samples import Numbers, SizedStream, Stream
 
 
@@ -80,15 +78,6 @@ def test_the_numbers_are_true(shards, drop_last, split_batches, stream, even_bat
         assert {shard.read for shard in found.shards} == {1.0 if stream else 1 / shards}
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("length", [0, 1, 5, 8])
-def test_data_that_is_not_batched_is_counted_too(length, drop_last):
-    found = check(lambda: DataLoader(Rows(length), batch_size=None), 2, length, length)
-    assert (found.batch_size, found.total_batch_size) == (1, 2)
-    lists = lambda: BatchSampler(SequentialSampler(Rows(length)), 3, drop_last)  # noqa: E731
-    check(lambda: DataLoader(Rows(length), batch_size=None, sampler=lists()), 2, length, length)
-
-
 @pytest.mark.parametrize("split_batches", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
@@ -120,34 +109,14 @@ def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batche
             assert [shard.read for shard in found.shards] == [1.0] + [0.0] * (shards - 1)
 
 
-def test_the_sampler_counts_not_the_dataset():
-    sampler = WeightedRandomSampler([1.0] * 10, 7)
-    loader = prepare_data_loader(DataLoader(Rows(10), 2, sampler=sampler), num_processes=2, process_index=0)
-    found = plan_of(loader)
-    assert (found.dataset_length, found.samples, found.duplicates, found.dropped) == (10, 7, 1, 0)
-    assert found.sampler == "WeightedRandomSampler"
-    shuffled = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), num_processes=2, process_index=0)
-    assert plan_of(shuffled).sampler == "RandomSampler"
-    seedable = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), use_seedable_sampler=True)
-    assert plan_of(seedable).sampler == "SeedableRandomSampler"
-
-
-class Own(DataLoader):
-    """A loader with an iteration of its own."""
-
-    def __iter__(self):
-        return iter([])
-
-
 @pytest.mark.parametrize(
     ("loader", "length", "size"),
     [
         (DataLoader(Rows(6), batch_sampler=[[0], [1, 2, 3], [4, 5]]), 6, None),
-        (Own(Rows(6), 2), 6, 2),
         (DataLoader(Stream(6), 2), None, 2),
         (DataLoader(SizedStream(6), 2, num_workers=2), 6, 2),  # each worker makes of the stream what it likes
     ],
-    ids=["custom batch sampler", "own iteration", "stream", "stream in workers"],
+    ids=["custom batch sampler", "stream", "stream in workers"],
 )
 def test_what_is_not_known_is_not_promised(loader, length, size):
     found = plan_of(prepare_data_loader(loader, num_processes=2, process_index=0))
@@ -165,22 +134,6 @@ def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
     assert found.reading == plan.SPLIT_ALREADY and found.uneven and found.samples is found.dataset_length is None
     assert [shard.samples for shard in found.shards] == [None, 7] and found.own.batches == 4
     assert "stop when the first shard ends" in str(found) and "stop when the first shard ends" in found.summary
-
-
-def test_the_plan_is_logged_once_on_the_main_process(caplog):
-    with caplog.at_level(logging.INFO, logger="accelerate.data.build"):
-        prepare_data_loader(DataLoader(Rows(10), 3, num_workers=1), num_processes=2, process_index=0)
-    [record] = [record for record in caplog.records if record.name == "accelerate.data.build"]
-    assert record.levelno == logging.INFO
-    assert record.getMessage() == (
-        "Prepared a data loader: 2 shards; data: map-style, 10 samples; read: own shard by index; order: SequentialSampler; "
-        "epoch: 10 samples, 2 duplicates, 0 dropped; batch: 3 per process, 6 in total; workers: 1 per process."
-    )
-    caplog.clear()
-    PartialState().__dict__["process_index"] = 1
-    with caplog.at_level(logging.INFO, logger="accelerate.data.build"):
-        prepare_data_loader(DataLoader(Rows(10), 3), num_processes=2, process_index=1)
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("loader", [DataLoader(Rows(4)), [1], None, DataLoaderShard(Rows(4), batch_size=2)])

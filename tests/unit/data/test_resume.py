@@ -111,15 +111,6 @@ def test_a_state_of_torchdata_alone_can_be_loaded():
     assert next(iter(loader)).tolist() == [4, 5]
 
 
-def test_the_position_of_a_view_is_that_of_its_origin():
-    loader = build(LOADERS["seedable"], 1)
-    view = skip_first_batches(loader, 3)
-    iterator = iter(view)
-    next(iterator), next(iterator)
-    position = resume.capture(loader)
-    assert (position["epoch"], position["batches"], position["samples"]) == (0, 5, 10)
-
-
 def test_an_order_that_does_not_fit_is_told():
     _, (state, _) = interrupted(LOADERS["default shuffle"], 1, 0, 4)
     loader = build(LOADERS["in order"], 1)

@@ -53,17 +53,3 @@ def test_a_device_in_use_is_a_source(monkeypatch):
         {**resume.collect_generators(cuda), "torch_cuda_manual_seed": [torch.zeros(1)]}, cuda, "folder"
     )
     assert torch.equal(states[1], torch.zeros(1))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="this numpy has one")
-def test_another_bit_generator_of_numpy():
-    before = np.random.get_bit_generator()
-    try:
-        np.random.set_bit_generator(np.random.SFC64(3))
-        encoded = resume.encode_generators(resume.collect_generators(CPU))
-        drawn = np.random.rand(3).tolist()
-        resume.restore_generators(resume.decode_generators(*encoded), CPU, "here")
-        assert np.random.rand(3).tolist() == drawn
-    finally:
-        np.random.set_bit_generator(before)

@@ -18,23 +18,6 @@ from accelerate.data.samplers import (
 )
 
 
-def order_of(seed, size=8):
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def test_seedable_takes_the_seed_of_the_default_generator_without_drawing():
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    sampler = SeedableRandomSampler(range(8))
-    torch.manual_seed(6)
-    assert list(sampler) == order_of(5)
-    torch.manual_seed(5)
-    assert torch.equal(torch.get_rng_state(), state)
-    sampler.set_epoch(0)
-    next(iter(sampler))
-    assert sampler.epoch == 0, "an iteration that is left does not count"
-
-
 @pytest.mark.parametrize("options", [{}, {"num_samples": 5}, {"replacement": True, "num_samples": 70}])
 def test_adopted_sampler_draws_what_the_plain_one_draws(options):
     torch.manual_seed(3)
@@ -45,29 +28,6 @@ def test_adopted_sampler_draws_what_the_plain_one_draws(options):
     ReplayableRandomSampler.adopt(adopted)
     assert [list(adopted), list(adopted)] == want
     assert torch.rand(1) == after and adopted.generator is None
-
-
-def test_adopted_sampler_replays_once():
-    sampler = RandomSampler(range(40))
-    ReplayableRandomSampler.adopt(sampler)
-    first = list(sampler)
-    seed = sampler.seed
-    second = list(sampler)
-    state = torch.get_rng_state()
-    sampler.replay = seed
-    assert list(sampler) == first != second
-    assert torch.equal(torch.get_rng_state(), state), "a replay draws no new seed"
-    assert list(sampler) not in (first, second)
-
-
-def test_only_plain_random_samplers_are_adopted():
-    class Custom(RandomSampler):
-        pass
-
-    custom = Custom(range(3))
-    ReplayableRandomSampler.adopt(custom)
-    ReplayableRandomSampler.adopt(None)
-    assert type(custom) is Custom
 
 
 # -- sharding of batch samplers; test_truth_samplers.py has every small case ---------------------------------------------

@@ -3,19 +3,10 @@
 from itertools import product
 
 import pytest
-import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accelerate.data.build import prepare_data_loader, skip_first_batches
-from accelerate.data.iterable import IterableDatasetShard
-from accelerate.data.samplers import (
-    BatchSamplerShard,
-    SamplerShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-    batches_from,
-    skips_samples,
-)
+from accelerate.data.samplers import BatchSamplerShard, SkipBatchSampler, batches_from, skips_samples
 from loader_samples import SizedStream, Stream
 
 LENGTHS, SIZES, WORLDS, FLAGS = range(10), (1, 2, 3), (1, 2, 3), (False, True)
@@ -64,21 +55,6 @@ def check(sampler, expected):
 
 @pytest.mark.parametrize("sequential", FLAGS)
 @pytest.mark.parametrize("split", FLAGS)
-def test_batch_sampler_shard(split, sequential):
-    for length, size, world, drop_last, even in product(LENGTHS, SIZES, WORLDS, FLAGS, FLAGS):
-        samples = list(range(length)) if sequential else list(range(100, 100 + length))
-        for rank in range(world):
-            inner = BatchSampler(
-                SequentialSampler(samples) if sequential else samples, size * world if split else size, drop_last
-            )
-            shard = BatchSamplerShard(inner, world, rank, split_batches=split, even_batches=even)
-            check(shard, dealt(samples, size, world, rank, drop_last, even))
-            list(shard)
-            assert shard.round_log == real(length, size, world, drop_last, even)
-
-
-@pytest.mark.parametrize("sequential", FLAGS)
-@pytest.mark.parametrize("split", FLAGS)
 def test_samples_may_be_skipped_beyond_whole_batches(split, sequential):
     """Another number of processes has consumed samples that are no whole steps here."""
     for length, size, world, drop_last, even in product(LENGTHS, (1, 2), WORLDS, FLAGS, FLAGS):
@@ -123,24 +99,6 @@ def test_where_samples_can_be_skipped_is_told():
         check(BatchSamplerShard(inner, 2, 1), list(BatchSamplerShard(list(inner), 2, 1)))
 
 
-def test_sampler_shard():
-    for length, world, even in product(LENGTHS, WORLDS, FLAGS):
-        for rank in range(world):
-            expected = [sample for (sample,) in dealt(range(length), 1, world, rank, even=even)]
-            check(SamplerShard(range(length), world, rank, even_batches=even), expected)
-
-
-@pytest.mark.parametrize("split", FLAGS)
-def test_iterable_dataset_shard(split):
-    for length, size, world, drop_last in product(LENGTHS, SIZES, WORLDS, FLAGS):
-        for rank in range(world):
-            dataset = SizedStream(length)
-            shard = IterableDatasetShard(dataset, size * world if split else size, drop_last, world, rank, split)
-            expected = sum(dealt(range(length), size, world, rank, drop_last), [])
-            assert list(shard) == list(shard) == expected and len(shard) == len(expected)
-            assert shard.round_log == real(length, size, world, drop_last, even=True)
-
-
 @pytest.mark.parametrize("split", FLAGS)
 @pytest.mark.parametrize(
     "dataset", [lambda length: list(range(length)), Stream, SizedStream], ids=["map", "s", "sized"]
@@ -183,19 +141,3 @@ def test_unbatched_loaders_from_every_start():
             loader = prepare_data_loader(loader, num_processes=world, process_index=rank)
             for skip in range(len(expected) + 1):
                 assert list(skip_first_batches(loader, skip)) == expected[skip:]
-
-
-def test_seedable_orders():
-    for length, seed, replacement in product((1, 2, 7), (0, 5), FLAGS):
-        for drawn in (None, 3, 9):
-            if drawn is not None and not replacement and drawn > length:
-                continue
-            options = {"replacement": replacement, "num_samples": drawn}
-            sampler = SeedableRandomSampler(range(length), data_seed=seed, **options)
-            for epoch in (0, 1, 2, 7):
-                generator = torch.Generator().manual_seed(seed + epoch)
-                expected = list(torch.utils.data.RandomSampler(range(length), generator=generator, **options))
-                sampler.set_epoch(epoch)
-                torch.rand(1)  # what others draw does not matter
-                assert list(sampler) == expected and len(sampler) == len(expected)
-                assert sampler.epoch == epoch + 1

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.config.enums import DistributedType
 from accelerate.data import build, resume
-from accelerate.data.build import prepare_data_loader, skip_first_batches
+from accelerate.data.build import prepare_data_loader
 from accelerate.process import PartialState
 from accelerate.state import GradientState
 
@@ -75,9 +75,3 @@ def test_the_end_belongs_to_the_batch_that_is_handed_out(prepare):
         position = resume.capture(loader)
         assert (position["epoch"], position["batches"]) == (epoch, 0)
     assert loader.iteration == 2
-
-
-def test_a_view_goes_on_and_shares_the_epoch(prepare):
-    loader = prepare(10, shard=1)
-    assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == [[6, 7], [0, 1]]
-    assert loader.iteration == 1

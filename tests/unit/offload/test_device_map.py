@@ -1,7 +1,5 @@
 """Memory budgets, and device maps: computed, cleaned, checked."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from torch import nn
@@ -24,64 +22,12 @@ def _tied():
     return model
 
 
-def test_devices_fill_in_order_and_the_first_keeps_room_for_the_largest_layer():
-    model = Net()
-    found = infer_auto_device_map(model, {0: 236, "cpu": 1000})
-    assert found == {"": 0} and isinstance(found, OrderedDict)
-    assert infer_auto_device_map(model, {0: 200, "cpu": 1000}) == {"linear1": 0, "norm": "cpu", "linear2": "cpu"}
-    assert infer_auto_device_map(model, {0: 200, 1: 72, "cpu": 1000}) == {"linear1": 0, "norm": 1, "linear2": "cpu"}
-    assert infer_auto_device_map(model, {0: 0, "cpu": 0}, offload_buffers=True) == {"": "disk"}
-    model.scale = nn.Parameter(torch.ones(1))
-    device_map = infer_auto_device_map(model, {"cpu": 1000}, clean_result=False)
-    assert device_map == dict.fromkeys(["scale", "linear1", "norm", "linear2"], "cpu")
-
-
-def test_blocks_stay_whole_when_asked():
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
-    budget = {0: 200, 1: 1000}
-    assert infer_auto_device_map(model, budget) == {"0.0": 0, "0.1": 1, "1": 1}
-    assert infer_auto_device_map(model, budget, no_split_module_classes="Sequential") == {"": 1}
-
-
-def test_tied_modules_go_together():
-    model = _tied()
-    model["late"] = nn.Linear(4, 4, bias=False)
-    device_map = infer_auto_device_map(model, {0: 128, "cpu": 1000}, clean_result=False)
-    assert device_map == {"emb": 0, "head": 0, "mid": "cpu", "late": "cpu"}
-
-
-def test_a_tied_block_is_opened_so_that_only_the_shared_part_comes_along():
-    model = _tied()
-    model["head"] = nn.Sequential(model["head"], nn.Linear(20, 20))
-    device_map = infer_auto_device_map(model, {0: 1680 + 64, 1: 64, "cpu": 10**5}, clean_result=False)
-    assert device_map["emb"] == device_map["head.0"] == 0
-    assert device_map["head.1"] == "cpu"
-
-
 def test_fallback_gives_an_empty_device_something_deeper():
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(2, 2), nn.Linear(10, 10)))
     budget = {0: 500, "cpu": 10**4}
     assert infer_auto_device_map(model, budget) == {"": "cpu"}
     device_map = infer_auto_device_map(model, budget, fallback_allocation=True)
     assert device_map["1.0"] == 0 and device_map["0"] == "cpu"
-
-
-def test_fallback_allocate_opens_modules_and_leaves_the_list_alone():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2)))
-    waiting = list(model.named_children())
-    name, module, rest = fallback_allocate(waiting, compute_module_sizes(model), 30)
-    assert (name, module) == ("1.1", model[1][1])
-    assert [other for other, _ in rest] == ["0", "1.0"]
-    assert [other for other, _ in waiting] == ["0", "1"]
-    assert fallback_allocate(waiting, compute_module_sizes(model), 30, ["Sequential"])[0] is None
-
-
-def test_buffers_that_stay_behind_are_warned_about():
-    model = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(100), nn.BatchNorm1d(100))
-    for budget in (1000, 2000):  # what is kept free for the largest layer is no room for buffers
-        with pytest.warns(UserWarning, match="1616 bytes of buffers"):
-            infer_auto_device_map(model, {0: budget, "cpu": 10**6})
-    infer_auto_device_map(model, {0: 1000, "cpu": 10**6}, offload_buffers=True)
 
 
 def test_verbose_prints_each_step(capsys):
@@ -102,31 +48,17 @@ def test_devices_that_hold_nothing_are_warned_about_once(caplog):
 def _explained(capsys, *args, **kwargs):
     device_map = infer_auto_device_map(*args, **kwargs, explain=True)
     assert device_map == infer_auto_device_map(*args, **kwargs)
-    table, _, refused = capsys.readouterr().out.partition("What did not fit:\n")
-    rows = [line.split("  ") for line in table.strip().splitlines()]
-    return {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}, refused
-
-
-def test_an_explanation_has_a_row_per_device(capsys):
-    table, refused = _explained(capsys, Net(), {0: 200, 1: 72, "cpu": 4096})
-    assert table == {
-        "device": ["budget", "kept free for the largest layer", "used", "free", "modules"],
-        "0": ["200 bytes", "100 bytes", "64 bytes", "136 bytes", "1"],
-        "1": ["72 bytes", "0 bytes", "72 bytes", "0 bytes", "1"],
-        "cpu": ["4.00 KiB", "0 bytes", "100 bytes", "3.90 KiB", "1"],
-        "disk": ["unlimited", "0 bytes", "0 bytes", "unlimited", "0"],
-    }
-    assert refused.splitlines()[0] == "  norm (72 bytes) on 0 (36 bytes left): it cannot be split"
+    return capsys.readouterr().out
 
 
 def test_an_explanation_names_what_is_split_and_what_is_tied(capsys):
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     for whole, cause in (("Sequential", "it cannot be split"), (None, "it was split")):
-        _, refused = _explained(capsys, model, {"cpu": 200}, no_split_module_classes=whole)
+        refused = _explained(capsys, model, {"cpu": 200}, no_split_module_classes=whole)
         assert f"0 (160 bytes) on cpu (120 bytes left): {cause}" in refused
     model = _tied()
     model["head"] = nn.Sequential(model["head"], nn.Linear(20, 20))
-    _, refused = _explained(capsys, model, {0: 1680 + 64, "cpu": 10**5}, no_split_module_classes=["Sequential"])
+    refused = _explained(capsys, model, {0: 1680 + 64, "cpu": 10**5}, no_split_module_classes=["Sequential"])
     assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, and it cannot be split" in refused
 
 
@@ -135,15 +67,10 @@ def test_an_explanation_names_what_is_split_and_what_is_tied(capsys):
     [
         ({"max_memory": {0: -5}}, r"max_memory\[0\]=-5"),
         ({"max_memory": {"cpu": "5"}}, r"max_memory\['cpu'\]='5'.*5GB"),
-        ({"max_memory": {0: float("nan")}}, r"max_memory\[0\]=nan"),
-        ({"max_memory": {0: None}}, r"max_memory\[0\]=None"),
         ({"max_memory": {"gpu": 5}}, "max_memory names the device 'gpu'"),
-        ({"max_memory": {"0": 5}}, "max_memory names the device '0'"),
         ({"max_memory": [1]}, r"max_memory=\[1\]"),
-        ({"no_split_module_classes": 5}, "no_split_module_classes.*5"),
         ({"no_split_module_classes": [5]}, "no_split_module_classes.*5"),
         ({"dtype": "bf16"}, "dtype='bf16'.*float16"),
-        ({"dtype": 16}, "dtype=16 is not a torch.dtype"),
         ({"special_dtypes": {"norm.weight": "half_float"}}, "'half_float'.*float16"),
     ],
 )
@@ -175,6 +102,11 @@ def test_fallback_allocate_counts_what_is_tied():
     assert fallback_allocate(waiting, sizes, 64, [], tied)[0] == "mid"
 
 
+def test_what_a_device_map_lacks_is_named_and_strangers_are_warned_about():
+    with pytest.raises(ValueError, match="norm.running_mean"), pytest.warns(UserWarning, match="stranger"):
+        check_device_map(Net(), {"linear1": 0, "linear2": 0, "stranger": 0})
+
+
 def test_clean_device_map_merges_by_name_not_by_text():
     assert clean_device_map({"a.b": 0, "a.c": 0, "ab": 1}) == {"ab": 1, "a": 0}
     assert clean_device_map({"a.b.x": 0, "a.b.y": 0, "a.c": 1}) == {"a.c": 1, "a.b": 0}
@@ -183,17 +115,6 @@ def test_clean_device_map_merges_by_name_not_by_text():
     assert clean_device_map({"a.b.x": 0, "a.b.y": 0, "c.x": 0, "c.y": 0}, "a") == {"c.x": 0, "c.y": 0, "a": 0}
     assert clean_device_map({"a": 1, "a.b": 0, "c": 1}) == {"a": 1, "a.b": 0, "c": 1}
     assert clean_device_map({"a.b.x": 0, "c": 1}) == {"a.b.x": 0, "c": 1}
-
-
-def test_check_device_map_names_what_is_missing_and_warns_of_strangers():
-    model = Net()
-    check_device_map(model, {"": 0})
-    with pytest.raises(ValueError, match="norm.running_mean"):
-        check_device_map(model, {"linear1": 0, "linear2": 0})
-    with pytest.warns(UserWarning, match="stranger"):
-        check_device_map(model, {"linear1": 0, "norm": 0, "linear2": 0, "stranger": 0})
-    model.norm.register_buffer("loose", torch.ones(1), persistent=False)
-    check_device_map(model, {"linear1": 0, "norm": 0, "linear2": 0, "norm.loose": "cpu"})
 
 
 # --- budgets ---
@@ -223,13 +144,11 @@ def test_devices_that_are_not_there_are_warned_about_once(caplog):
     [
         # An even share plus the margin, and the rest on the last device.
         (_six(), {0: 1000, 1: 1000, 2: 1000, "cpu": 7}, {}, {0: 128 + 80, 1: 128 + 80, 2: 1000, "cpu": 7}),
-        (_six(), {0: "1KB", 1: 500}, {}, {0: 192 + 80, 1: 500}),
         # As much as possible of the first device is free, as far as the others hold the model.
         (_six(), {0: 1000, 1: 1000, 2: 1000}, {"low_zero": True}, {0: 0, 1: 192 + 80, 2: 1000}),
         (_six(), {0: 1000, 1: 300}, {"low_zero": True}, {0: 384 - 300, 1: 300}),
         # Indices need not begin at zero or follow each other; 1.15.0 takes positions for indices here.
         (_six(), {1: 1000, 3: 1000}, {}, {1: 192 + 80, 3: 1000}),
-        (_six(), {0: 1000, 1: 0, 2: 300}, {"low_zero": True}, {0: 384 - 300, 1: 0, 2: 300}),
         (_six(), {1: 1000, 3: 1000}, {"low_zero": True}, {1: 0, 3: 1000}),
         # A model without modules has no margin, and whole blocks widen it.
         (nn.ParameterList([torch.ones(16) for _ in range(4)]), {0: 1000, 1: 1000}, {}, {0: 128, 1: 1000}),

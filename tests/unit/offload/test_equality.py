@@ -5,9 +5,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from offload_models import MODELS, References
-from offload_samples import EMPTY, FORMS, MAPPED, PREFETCHES, WHOLE, arrivals, cut, nested_cut, prefetching
+from offload_samples import EMPTY, FORMS, MAPPED, PREFETCHES, WHOLE, cut, nested_cut, prefetching
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -99,35 +98,3 @@ def test_entries_below_others(references, data, name):
 @given(data=st.data())
 def test_cut_at_random_many_times(references, data, name):
     _cut_at_random(references, data, name)
-
-
-@pytest.mark.parametrize("way", [*FORMS, "cast", "steps", "memory", "disk_offload"])
-def test_the_thread_takes_part(way, references):
-    """Else the tests above would say nothing about it."""
-    reference = references("stack")
-    with prefetching("1"):
-        model = reference.offloaded(way, {"": "disk"})
-        reference.run(model)
-        with arrivals() as read_ahead:
-            reference.run(model)
-        assert sum(read_ahead) > 0.9 * len(read_ahead)
-
-
-@pytest.mark.parametrize("prefetch", [None, True, False, 0, 64, "1KB", "2GiB"])
-def test_prefetch_argument(prefetch, references, tmp_path):
-    reference = references("zoo")
-    ways = {
-        "dispatch_model": lambda model: dispatch_model(
-            model, {"": "disk"}, offload_dir=tmp_path / "a", prefetch=prefetch
-        ),
-        "cpu_offload": lambda model: cpu_offload(model, prefetch=prefetch),
-        "disk_offload": lambda model: disk_offload(model, tmp_path / "b", prefetch=prefetch),
-    }
-    for way, offload in ways.items():
-        model = offload(reference.make())
-        reference.check(model, way)
-        reference.check_removal(model, way)
-    model = load_checkpoint_and_dispatch(
-        reference.make(empty=True), reference.checkpoints["shards"], {"": "disk"}, prefetch=prefetch
-    )
-    reference.check(model, "load_checkpoint_and_dispatch")

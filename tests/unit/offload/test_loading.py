@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling import (
-    cpu_offload,
-    disk_offload,
-    dispatch_model,
-    init_empty_weights,
-    load_checkpoint_and_dispatch,
-)
-from accelerate.offload.loading import (
-    load_checkpoint_in_model,
-    load_offloaded_weights,
-    load_state_dict,
-    open_checkpoint,
-)
+from accelerate.big_modeling import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.offload.loading import load_checkpoint_in_model, load_state_dict, open_checkpoint
 from accelerate.offload.store import OffloadWriter, offload_weight
 from offload_models import Net
 
@@ -76,23 +64,6 @@ def test_every_kind_of_checkpoint_loads_with_and_without_a_map(checkpoint, sourc
         model = _empty()
         load_checkpoint_in_model(model, checkpoint, **options)
         assert _equal(model, source)
-
-
-def test_disk_weights_are_written_and_stay_on_meta(checkpoint, source, tmp_path):
-    model = _empty()
-    device_map = {"linear1": "cpu", "norm": "disk", "linear2": "disk"}
-    load_checkpoint_in_model(model, checkpoint, device_map=device_map, offload_folder=tmp_path / "o")
-    assert model.linear2.weight.device.type == "meta" and torch.equal(model.linear1.weight, source["linear1.weight"])
-    assert torch.equal(model.norm.running_mean, source["norm.running_mean"])  # buffers stay, unless asked for
-    index = json.loads((tmp_path / "o" / "index.json").read_text())
-    assert set(index) == {"norm.weight", "norm.bias", "linear2.weight", "linear2.bias"}
-    load_offloaded_weights(model, index, tmp_path / "o")
-    assert _equal(model, source)
-    model = _empty()
-    load_checkpoint_in_model(model, checkpoint, {"": "disk"}, tmp_path / "b", offload_buffers=True)
-    assert model.norm.running_mean.device.type == "meta"
-    entry = json.loads((tmp_path / "b" / "index.json").read_text())["norm.running_mean"]
-    assert ("safetensors_file" in entry) != (tmp_path / "b" / "norm.running_mean.dat").is_file()
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"linear1": "cpu", "norm": "cpu", "linear2": "disk"}])
@@ -234,16 +205,6 @@ def test_extra_state_goes_to_its_module(extra, device_map, strict, tmp_path, cap
     model(torch.ones(1, 2))
 
 
-def test_models_with_extra_state_are_offloaded(tmp_path):
-    for offload in (lambda model: cpu_offload(model, "cpu"), lambda model: disk_offload(model, tmp_path)):
-        model = nn.Sequential(_Scaled({"scale": 2}))
-        plain = model(torch.ones(1, 2))
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        offload(model)
-        assert model[0].weight.is_meta and (torch.equal(model(torch.ones(1, 2)), plain))
-
-
 @pytest.mark.parametrize("size", [3, 5])
 def test_buffers_of_no_checkpoint_are_not_read_from_old_ones(size, tmp_path, caplog):
     state = {**_Scaled().state_dict(), "mask": torch.ones(size)}
@@ -254,22 +215,6 @@ def test_buffers_of_no_checkpoint_are_not_read_from_old_ones(size, tmp_path, cap
         caplog.clear()
         load_checkpoint_and_dispatch(model, tmp_path / "m.safetensors", device_map)
         assert not model.mask.any() and "mask" in caplog.text
-
-
-@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"one": "cpu", "two": "disk"}], ids=str)
-def test_one_name_of_a_shared_module_is_enough(device_map, tmp_path):
-    def shared():
-        model = nn.ModuleDict({"one": nn.BatchNorm1d(2)})
-        model["two"] = model["one"]
-        return model
-
-    state = {name: tensor.clone() for name, tensor in shared().state_dict().items() if name.startswith("one")}
-    state["one.weight"].fill_(3)
-    save_file(state, tmp_path / "m.safetensors")
-    model = shared()
-    load_checkpoint_in_model(model, tmp_path / "m.safetensors", device_map, tmp_path / "o", strict=True)
-    if device_map != {"one": "cpu", "two": "disk"}:
-        assert (model["two"].weight == 3).all()
 
 
 def test_eight_bit_weights_that_were_written_before_an_error_are_removed(source, tmp_path, monkeypatch):
@@ -415,28 +360,6 @@ def test_a_full_disk_while_loading_leaves_nothing_behind(tmp_path, monkeypatch):
         load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"}, offload_folder=tmp_path / "o")
     assert caught.value.errno == errno.ENOSPC and not os.listdir(tmp_path / "o")
     assert _snapshot(model) == before
-
-
-def test_a_load_shows_one_bar_and_says_nothing(kind, parts, tmp_path, monkeypatch, caplog, capfd):
-    import tqdm.auto
-
-    bars = []
-
-    class Bar(tqdm.auto.tqdm):
-        def __init__(self, *arguments, **options):
-            bars.append(options)
-            super().__init__(*arguments, **{**options, "disable": True})
-
-    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
-    model = _empty(_Pair)
-    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_checkpoint_and_dispatch(
-            model, parts, {"first": "disk", "second": "cpu", "flags": "cpu"}, offload_folder=tmp_path / "o"
-        )
-        model(torch.ones(1, 4))
-    assert [bar["total"] for bar in bars] == [164] and bars[0]["delay"] > 0 and bars[0]["disable"] is None
-    assert caplog.text == "" and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

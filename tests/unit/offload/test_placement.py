@@ -4,24 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.devices.probe import detect
-from accelerate.offload.placement import (
-    align_module_device,
-    as_device,
-    check_device_same,
-    has_offloaded_params,
-    set_module_tensor_to_device,
-)
-
-
-def test_moving_to_meta_and_back_needs_a_value():
-    layer = nn.Linear(3, 4)
-    set_module_tensor_to_device(layer, "weight", "meta")
-    assert layer.weight.device.type == "meta" and isinstance(layer.weight, nn.Parameter)
-    with pytest.raises(ValueError, match="'weight' is on the meta device"):
-        set_module_tensor_to_device(layer, "weight", "cpu")
-    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(4, 3))
-    assert torch.equal(layer.weight, torch.ones(4, 3))
+from accelerate.offload.placement import align_module_device, has_offloaded_params, set_module_tensor_to_device
 
 
 def test_a_value_takes_the_old_dtype_unless_one_is_given():
@@ -47,16 +30,6 @@ def test_a_value_that_needs_no_change_is_not_copied():
     set_module_tensor_to_device(norm, "running_mean", "cpu", value=mean)
     assert norm._buffers["running_mean"].data_ptr() == mean.data_ptr()
     assert not isinstance(norm.running_mean, nn.Parameter)
-
-
-def test_values_of_a_graph_come_without_it():
-    layer, source = nn.Linear(3, 4), torch.ones(4, 3, requires_grad=True)
-    for value in (source, source * 2):
-        set_module_tensor_to_device(layer, "weight", "cpu", value=value, dtype=torch.float64)
-        assert layer.weight.is_leaf and layer.weight.requires_grad and layer.weight.dtype is torch.float64
-    norm = nn.BatchNorm1d(4)
-    set_module_tensor_to_device(norm, "running_mean", "cpu", value=source.sum(1))
-    assert not norm.running_mean.requires_grad
 
 
 @pytest.mark.parametrize("into_plain", [False, True])
@@ -85,45 +58,6 @@ def test_class_attributes_and_requires_grad_carry_over():
     set_module_tensor_to_device(layer, "weight", "cpu", value=torch.zeros(4, 3))
     assert type(layer.weight) is Special
     assert layer.weight.tag == "kept" and not layer.weight.requires_grad
-
-
-def test_tied_weights_are_copied_to_a_device_once():
-    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    value = torch.ones(2, 2)
-    shared = {value.data_ptr(): {}}
-    for name in ("a.weight", "b.weight"):
-        set_module_tensor_to_device(model, name, "cpu", value=value, tied_params_map=shared)
-    assert model["a"].weight is model["b"].weight
-    assert shared[value.data_ptr()] == {"cpu": model["a"].weight}
-
-
-def test_tied_weights_without_value_and_on_meta():
-    layer = nn.Linear(2, 2)
-    weight = layer.weight
-    shared = {weight.data_ptr(): {}}
-    set_module_tensor_to_device(layer, "weight", "cpu", tied_params_map=shared)
-    assert layer.weight is weight and shared[weight.data_ptr()] == {"cpu": weight}
-    set_module_tensor_to_device(layer, "weight", "meta", tied_params_map=shared)
-    assert layer.weight.is_meta and list(shared[weight.data_ptr()]) == ["cpu"], "a tensor without data is no copy"
-    others: dict = {}
-    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2), tied_params_map=others)
-    assert others == {}, "only what is known to be shared is noted"
-
-
-def test_devices_are_resolved_with_clear_errors():
-    assert as_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="'disk'"):
-        as_device("disk")
-    assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
-    assert not check_device_same(torch.device("cuda:1"), torch.device("cuda:0"))
-    assert not check_device_same(torch.device("cpu"), torch.device("meta"))
-    assert check_device_same(torch.device("meta"), torch.device("meta:0"))
-
-
-@pytest.mark.skipif(detect().type != "cpu", reason="needs a machine without accelerator")
-def test_an_index_without_accelerator_says_so():
-    with pytest.raises(ValueError, match="finds none"):
-        as_device(0)
 
 
 def test_align_on_a_plain_module_restores_the_very_tensors():

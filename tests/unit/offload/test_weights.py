@@ -3,22 +3,12 @@
 import logging
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.big_modeling import cpu_offload, cpu_offload_with_hook, dispatch_model, init_empty_weights
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
-from accelerate.offload.weights import (
-    DeviceMapReport,
-    Place,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    tensors_without_data,
-)
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from accelerate.offload.weights import DeviceMapReport, Place, get_state_dict_offloaded_model
 from accelerate.utils import device_map_report
 
 
@@ -84,16 +74,6 @@ def test_the_device_that_runs_a_module_is_that_of_its_hook_or_of_one_further_up(
     assert (kept.kept, kept.parameters, there.kept, there.parameters) == ("host memory", 80, "there", 80)
 
 
-def test_of_a_sharded_tensor_the_part_that_is_here_counts():
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    try:
-        model = nn.Linear(4, 8, bias=False)
-        model.weight = nn.Parameter(distribute_tensor(model.weight, init_device_mesh("cpu", (4,)), [Shard(0)]))
-        assert _only(model).parameters == 8 * 4 * 4 // 4
-    finally:
-        dist.destroy_process_group()
-
-
 def test_a_tied_weight_counts_once_wherever_it_is(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
@@ -117,33 +97,3 @@ def test_tensors_without_data_are_named(caplog):
     add_hook_to_module(model[1], AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(4, 4)}))
     model[0]._hf_hook = AlignDevicesHook("cpu", offload=True, weights_map={"bias": torch.ones(4)})
     assert device_map_report(model).without_data == ("0.weight",)
-
-
-# --- state dicts ---
-
-
-def _scaled():
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model.scale = nn.Parameter(torch.ones(1))
-    return model
-
-
-def test_the_whole_state_dict_comes_back_without_moving_the_model():
-    for options in ({"offload_buffers": True}, {"preload_module_classes": ["Sequential"]}):
-        model = _scaled()
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        attach_align_device_hook(model, "cpu", offload=True, **options)
-        gathered = get_state_dict_offloaded_model(model)
-        assert list(gathered) == list(state) and gathered._metadata[""] == {"version": 1}
-        assert all(torch.equal(gathered[name], state[name]) and not gathered[name].requires_grad for name in state)
-        assert model[0].weight.device.type == "meta" and tensors_without_data(model) == []
-
-
-def test_one_module_fills_the_names_that_are_asked_for():
-    model = _scaled()
-    weight = model[0].weight.detach().clone()
-    attach_align_device_hook(model, "cpu", offload=True)
-    assert torch.equal(get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None})["0.weight"], weight)
-    assert get_state_dict_from_offload(model[0], "0.weight", {}) == {}
-    on_meta = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None}, device_to_put_offload="meta")
-    assert on_meta["0.weight"].device.type == "meta"

@@ -412,19 +412,14 @@ def test_transformers_what_is_inserted_and_where(patched):
 
 REFUSED = [
     ("accelerate", ("from .utils.other import", "from .utils.others import"), "`.utils.other` in .*found none"),
-    ("accelerate", ("class Accelerator:", "class Accelerators:"), "the class `Accelerator` in .*found none"),
     ("accelerate", ("def prepare_data_loader", "def prepare_model"), "`Accelerator.prepare_model` in .*found 2"),
     ("accelerate", ("obj, first_pass=False", "obj, first=False"), r"found `_prepare_one\(self, obj, first, device"),
     ("accelerate", ("self._models = []", "self._models = list()"), r"`self._models = \[\]` in `Accelerator.__init__`"),
-    ("accelerate", ("        self._schedulers = []\n        return", "        return"), "in `Accelerator.free_memory`"),
     ("accelerate", ("class Helper:", "class Helper(:"), "accelerator.py of .* is not Python that can be read"),
-    ("transformers", ("class TrainingArguments:", "class Arguments:"), "class `TrainingArguments` in .*found none"),
     ("transformers", ("field(", "fields("), "fields of the dataclass .*found none"),
     ("transformers", ("accelerator_config (`str`", "its configuration (`str`"), "the section .*docstring.*found none"),
     ("transformers", ("if is_accelerate_available():", "if True:"), "is_accelerate_available.*found none"),
     ("transformers", ('if table["use_configured_state"]:', "if use_configured_state:"), "whose `else` .*found none"),
-    ("transformers", ("self.accelerator_config.pop(", "dict(a=1).get("), "self.accelerator_config.pop.*found none"),
-    ("transformers", ("if not table.pop(", "if not dict.get(table, "), "table.pop.*found none"),
     ("transformers", ("        return self.state", '        if table["use_configured_state"]:\n            pass\n'
      "        else:\n            AcceleratorState._reset_state()\n        return self.state"), "whose `else` .*found 2"),
 ]  # fmt: skip
@@ -447,28 +442,12 @@ def test_another_tree_is_refused(make_tree, tmp_path):
     assert done.returncode == 2 and "looked for the file src/accelerate/accelerator.py" in done.stderr
 
 
-def test_equal_calls_write_equal_patches(make_tree, tmp_path):
-    root, texts = make_tree("transformers"), set()
-    for name, date in (("one", DATE), ("two", "2026-01-31T12:00:00")):
-        assert export("transformers", root, tmp_path / name, "--author", AUTHOR, "--date", date).returncode == 0
-        (path,) = (tmp_path / name).glob("*.patch")
-        texts.add(path.read_text("utf-8"))
-    (text,) = texts
-    assert "\nDate: Sat, 31 Jan 2026 12:00:00 +0000\n" in text
-
-
 def test_the_author_is_the_user_of_git(make_tree, tmp_path):
     root = make_tree("transformers")
     person = {"GIT_AUTHOR_NAME": "Grace Hopper", "GIT_AUTHOR_EMAIL": "grace@example.org"}
     assert export("transformers", root, tmp_path / "out", "--date", DATE, **person).returncode == 0
     (path,) = (tmp_path / "out").glob("*.patch")
     assert "From: Grace Hopper <grace@example.org>\n" in path.read_text("utf-8")
-    unknown = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_AUTHOR_NAME": "", "EMAIL": ""}
-    for words, said in (
-        ((), '--author "Name <address>"'),
-        (("--author", "who"), "author"),
-        (("--date", "xyz"), "date"),
-    ):
-        options = words or ("--date", DATE)
-        done = export("transformers", root, tmp_path / "none", *options, **(unknown if not words else person))
+    for words, said in ((("--author", "who"), "author"), (("--date", "xyz"), "date")):
+        done = export("transformers", root, tmp_path / "none", *words, **person)
         assert done.returncode == 2 and said in done.stderr and not (tmp_path / "none").exists()

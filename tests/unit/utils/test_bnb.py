@@ -71,15 +71,6 @@ def test_output_and_tied_layers_keep_their_precision():
     assert bnb.get_keys_to_not_convert(body) == []
 
 
-def test_what_stays_is_named_by_whole_parts(library):
-    # A part of a name counts wherever it is, as 1.15.0 has it.
-    expected = {"0": ["2"], "1": ["0", "2"], "1.0": ["0", "2"], ".": ["0", "1.0", "2"], "0.weight": ["0", "1.0", "2"]}
-    for stays, replaced in expected.items():
-        model = bnb.replace_with_bnb_layers(_model(), _config(), [stays])
-        found = [name for name, layer in model.named_modules() if isinstance(layer, library.nn.Linear8bitLt)]
-        assert found == replaced, stays
-
-
 def test_layers_whose_weights_are_read_by_others_stay(library):
     encoder = nn.TransformerEncoderLayer(8, 2, 8)
     bnb.replace_with_bnb_layers(encoder, _config())
@@ -104,18 +95,6 @@ def test_maps_are_computed_for_the_quantised_size_and_count_the_rest_with_what_i
     assert bnb.get_quantized_model_device_map(model, kept, "sequential", max_memory=budget) == {"": "cpu"}
     with pytest.raises(ValueError, match="'foo'"):
         bnb.get_quantized_model_device_map(model, plain, "foo")
-
-
-@pytest.mark.parametrize("places", [{"0": "cpu", "1": "cpu", "2": 0}, {"0": "disk", "1": "cpu", "2": "cpu"}])
-def test_four_bit_layers_are_not_offloaded(places):
-    config = _config(4, skip_modules=["1"])
-    with pytest.raises(ValueError, match=f"'0' to {places['0']}.*max_memory"):
-        bnb.get_quantized_model_device_map(_model(), config, places)
-    allowed = {**places, "0": places["2"]}
-    assert bnb.get_quantized_model_device_map(_model(), config, allowed) == allowed
-    budget = {"cpu": 10, "disk": 1000}
-    with pytest.raises(ValueError, match="to disk.*max_memory"):
-        bnb.get_quantized_model_device_map(_model(), config, "auto", max_memory=budget)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

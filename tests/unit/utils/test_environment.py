@@ -1,7 +1,5 @@
 """Environment variables and what the machine says about itself."""
 
-import asyncio
-import os
 import subprocess
 import types
 
@@ -26,46 +24,6 @@ def test_flags_and_integers(monkeypatch):
     assert environment.parse_flag_from_env("SAMPLE_A", True) is True
     assert environment.parse_choice_from_env("SAMPLE_A") == "no"
     assert environment.get_int_from_env(["SAMPLE_A"], 7) == 7
-
-
-def test_patched_variables_come_back(monkeypatch):
-    monkeypatch.setenv("SAMPLE_OLD", "old")
-    monkeypatch.setenv("SAMPLE_GONE", "here")
-    before = dict(os.environ)
-    with environment.patch_environment(sample_old=1, SAMPLE_NEW=True, sample_gone=None):
-        assert (os.environ["SAMPLE_OLD"], os.environ["SAMPLE_NEW"]) == ("1", "True")
-        assert "SAMPLE_GONE" not in os.environ
-    assert dict(os.environ) == before
-    with pytest.raises(RuntimeError, match="inside"), environment.patch_environment(sample_old=1, sample_new=2):
-        os.environ["SAMPLE_OLD"] = "changed again"
-        del os.environ["SAMPLE_NEW"]
-        raise RuntimeError("inside")
-    assert dict(os.environ) == before
-    with environment.clear_environment():
-        assert not os.environ
-        os.environ["SAMPLE_OLD"] = "new"
-    assert dict(os.environ) == before
-
-
-def test_purge_covers_generators_and_coroutines_as_long_as_they_run(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_CHANGED", "old")
-
-    def generate():
-        os.environ["ACCELERATE_CHANGED"] = os.environ["ACCELERATE_ADDED"] = "new"
-        yield 1
-        return 2
-
-    async def later():
-        await asyncio.sleep(0)
-        os.environ["ACCELERATE_CHANGED"] = os.environ["ACCELERATE_ADDED"] = "new"
-
-    generator = environment.purge_accelerate_environment(generate)()
-    assert next(generator) == 1 and os.environ["ACCELERATE_CHANGED"] == "new"
-    with pytest.raises(StopIteration) as end:
-        next(generator)
-    assert end.value.value == 2
-    asyncio.run(environment.purge_accelerate_environment(later)())
-    assert os.environ["ACCELERATE_CHANGED"] == "old" and "ACCELERATE_ADDED" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -124,13 +82,6 @@ def test_gpu_information(nvidia_smi, monkeypatch):
 def test_peer_to_peer(nvidia_smi, names, driver, expected):
     nvidia_smi.update({"name": "\n".join(names), "driver_version": "\n".join([driver] * len(names))})
     assert environment.check_cuda_p2p_ib_support() is expected
-
-
-@pytest.mark.parametrize(("capability", "expected"), [((8, 6), False), ((8, 9), True), ((9, 0), True), (None, False)])
-def test_fp8_capability(monkeypatch, capability, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert environment.check_cuda_fp8_capability.__wrapped__() is expected
 
 
 def test_current_device_type(monkeypatch):

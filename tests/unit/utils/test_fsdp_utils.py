@@ -1,14 +1,12 @@
 import functools
 import os
 import shutil
-import types
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard, wrap
 
 import sharded_io
@@ -79,22 +77,6 @@ def test_ties_survive_materialisation():
     assert utils.ensure_weights_retied(init, nn.Linear(1, 1), CPU) is init
 
 
-@pytest.mark.parametrize("bind", [True, False])
-def test_policies_by_class_and_by_size(bind):
-    model = nn.Sequential(Layer(), nn.Sequential(Layer()), nn.Linear(20, 20))
-    settings = plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Layer")
-    if bind:
-        settings.set_auto_wrap_policy(model)
-    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(settings, model), model) == ["0", "1.0"]
-    settings = plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block")
-    with pytest.raises(ValueError, match="Block"):
-        utils.fsdp2_prepare_auto_wrap_policy(settings, model)
-    settings = plugin(auto_wrap_policy="size_based_wrap", min_num_params=100)
-    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(settings, model), model) == ["", "2"]
-    for settings in (plugin(auto_wrap_policy="size_based_wrap"), plugin()):
-        assert utils.fsdp2_prepare_auto_wrap_policy(settings, model) is None
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -110,24 +92,6 @@ def test_own_policies(policy):
     assert chosen(utils.fsdp2_prepare_auto_wrap_policy(plugin(auto_wrap_policy=policy), model), model) == ["0"]
 
 
-def test_activation_checkpointing():
-    model = nn.Sequential(Layer(), nn.Sequential(Layer()))
-    settings = plugin(
-        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Layer", activation_checkpointing=True
-    )
-    names = list(dict(model.named_parameters()))
-    x = torch.ones(1, 2)
-    before = model(x)
-    accelerator = types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=settings))
-    assert utils.fsdp2_apply_ac(accelerator, model) is model
-    assert [type(model[0]).__name__, type(model[1][0]).__name__] == ["CheckpointWrapper"] * 2
-    after = model(x)
-    assert torch.equal(before, after)
-    after.sum().backward()
-    assert list(utils.fsdp2_canonicalize_names(dict(model.named_parameters()))) == names
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("key", [lambda parameter: parameter, lambda parameter: parameter.data_ptr()])
 def test_switched_parameters(key):
     old, new = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -139,16 +103,6 @@ def test_switched_parameters(key):
     utils.fsdp2_switch_optimizer_parameters(optimizer, mapping)
     assert [group["params"] for group in optimizer.param_groups] == [[new.weight], [new.bias]]
     assert utils.get_fsdp2_grad_scaler(device="cpu", init_scale=4.0).get_scale() == 4.0
-
-
-@pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)])
-@pytest.mark.parametrize("adapter_only", [False, True])
-def test_state_dict_round_trip(options, adapter_only):
-    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    state = utils._get_model_state_dict(source, adapter_only=adapter_only, sd_options=options)
-    assert set(state) == {"weight", "bias"}
-    utils._set_model_state_dict(target, state, adapter_only=adapter_only, sd_options=options)
-    assert torch.equal(target.weight, source.weight)
 
 
 @pytest.fixture

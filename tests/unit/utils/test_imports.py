@@ -90,13 +90,6 @@ def test_a_library_is_found_when_its_distribution_is_installed(machine, name):
     assert check() is True
 
 
-def test_a_library_that_was_found_is_not_looked_up_again(machine):
-    assert not imports.is_wandb_available()
-    machine.install("wandb")  # as a notebook does after an error that asked for it
-    assert all(imports.is_wandb_available() for _ in range(3))
-    assert machine.looked_up == ["wandb", "wandb"]
-
-
 def test_minimum_versions(machine):
     machine.install("bitsandbytes", version="0.40")
     machine.install("numpy", version="2.0")

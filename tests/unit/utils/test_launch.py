@@ -40,20 +40,6 @@ def test_several_processes_in_terms_of_torchrun(monkeypatch):
         assert args.master_port == str(args.main_process_port) and not hasattr(args, "standalone")
 
 
-@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "nossh"])
-def test_deepspeed_on_several_machines(launcher):
-    line = f"--use_deepspeed --num_processes 8 --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 1234 --machine_rank 0 --deepspeed_hostfile hosts --deepspeed_multinode_launcher {launcher}"
-    command, environment = launch.prepare_deepspeed_cmd_env(parse(line))
-    how = ["--no_local_rank", "--launcher", launcher]
-    if launcher == "nossh":
-        how = ["--node_rank", "0", "--no_ssh", "--no_local_rank"]
-    if launcher != "openmpi":
-        how += ["--num_gpus", "4"]
-    meeting = ["--master_addr", "10.0.0.1", "--master_port", "1234"]
-    assert command == ["deepspeed", "--hostfile", "hosts", *how, *meeting, "train.py", "--lr", "1"]
-    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
-
-
 def test_deepspeed_standard_is_torchrun():
     several = "--num_processes 8 --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 1234"
     line = f"--use_deepspeed {several} --deepspeed_multinode_launcher"
@@ -62,20 +48,6 @@ def test_deepspeed_standard_is_torchrun():
     assert (args.nproc_per_node, args.nnodes) == ("4", "2")
     with pytest.raises(LaunchError, match="choose one of pdsh"):
         launch.prepare_deepspeed_cmd_env(parse(f"{line} pdhs"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("NO", (None, None)), ("MULTI_GPU", ("1", "3")), ("multi_cpu", ("1", "3"))]
-)
-def test_prepare_for_launch(monkeypatch, kind, ranks):
-    for name, value in {"NODE_RANK": "1", "NPROC": "2", "RANK": None, "LOCAL_RANK": None}.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    seen = []
-    launch.PrepareForLaunch(lambda *args: seen.append((args, *map(os.environ.get, ("LOCAL_RANK", "RANK")))), kind)(
-        1, "a"
-    )
-    assert seen == [(("a",), *ranks)]
-    assert os.environ.pop("FORK_LAUNCHED") == "1"
 
 
 def test_prepare_for_launch_meets_through_a_file(monkeypatch, tmp_path):

@@ -37,31 +37,6 @@ def test_sizes_shrink_by_a_tenth_down_to_zero():
     assert tried[:6] == [128, 115, 103, 92, 82, 73] and tried[-3:] == [3, 2, 1]
 
 
-def test_arguments_pass_and_the_size_found_is_kept():
-    tried, sizes = [], iter([7, 3])
-
-    @memory.find_executable_batch_size(starting_batch_size=16)
-    def train(batch_size, rate, *, epochs=1):
-        """Train."""
-        tried.append(batch_size)
-        if batch_size > 9:
-            out_of_memory()
-        return batch_size, rate, epochs
-
-    assert train(0.1, epochs=3) == (9, 0.1, 3)
-    assert train(0.2) == (9, 0.2, 1)
-    assert tried == [16, 14, 12, 10, 9, 9]
-    assert train.__name__ == "train" and train.__doc__ == "Train."
-
-    @memory.find_executable_batch_size(starting_batch_size=10, reduce_batch_size_fn=lambda: next(sizes))
-    def shrink(*args, **kwargs):
-        if args[0] > 3:
-            out_of_memory()
-        return args, kwargs
-
-    assert shrink(1, a=2) == ((3, 1), {"a": 2})
-
-
 def test_passing_the_batch_size_is_refused_before_anything_runs_and_other_errors_pass():
     @memory.find_executable_batch_size
     def train(batch_size, rate):
@@ -112,17 +87,6 @@ def test_a_retry_is_logged_and_what_the_failed_try_built_is_freed_before(caplog,
 )
 def test_exhausted_memory_is_recognised(error, expected):
     assert memory.should_reduce_batch_size(error) is expected
-
-
-def test_memory_is_released(monkeypatch):
-    calls = []
-    device = type("Device", (), {"empty_cache": lambda self: calls.append("cache")})()
-    monkeypatch.setattr(memory.probe, "detect", lambda: device)
-    monkeypatch.setattr(memory.gc, "collect", lambda: calls.append("gc"))
-    memory.clear_device_cache()
-    memory.clear_device_cache(garbage_collection=True)
-    assert memory.release_memory(torch.ones(2), 3) == [None, None] and memory.release_memory() == []
-    assert calls == ["cache", *["gc", "cache"] * 3]
 
 
 def test_the_old_home_warns():

@@ -7,13 +7,6 @@ import accelerate.utils.modeling as modeling
 from accelerate.config.handlers import AutocastKwargs
 
 
-def test_every_name_exists_and_the_logger_takes_filters():
-    assert all(hasattr(modeling, name) for name in dir(modeling))
-    modeling.logger.addFilter(lambda record: True)
-    assert modeling.logger.name == "accelerate.utils.modeling"
-    modeling.logger.filters.clear()
-
-
 @pytest.mark.parametrize("precision", ["bf16", "no"])
 def test_autocast_follows_the_state(precision, monkeypatch):
     class State:

@@ -1,5 +1,4 @@
 import pickle
-import warnings
 from collections import namedtuple
 
 import pytest
@@ -78,17 +77,6 @@ def test_what_cannot_be_combined():
 # Two processes
 
 
-def test_gather(two):
-    result = ops.gather({"a": torch.tensor([1]), "b": Pair(torch.tensor(2), [torch.tensor([[3]])])})
-    assert result["a"].tolist() == [1, 2] and isinstance(result["b"], Pair)
-    assert result["b"].x.tolist() == [2, 3] and result["b"].y[0].tolist() == [[3], [4]]
-    assert len(two.calls) == 1
-    with pytest.raises(TypeError, match="gather_object"):
-        ops.gather([torch.ones(1), None])
-    assert ops.gather_object(["a", 1]) == ["a", 1, "a", 1]
-    assert ops.gather_object({"k": 1}) == ["k", "k"]
-
-
 def test_broadcast_fills_what_it_is_given(two):
     weight, columns = nn.Parameter(torch.zeros(2)), torch.zeros(2, 3)
     with torch.inference_mode():
@@ -115,33 +103,6 @@ def test_gradients_of_reductions_reach_the_own_part(two, reduction, share):
     assert type(reduced) is torch.Tensor and reduced.requires_grad and weight.tolist() == [2, 3]
     with torch.no_grad():
         assert not ops.reduce(weight, reduction).requires_grad
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim", "first", "padded"),
-    [
-        *[((2,), 0, False, (3,)), ((2, 2), 1, True, (2, 3)), ((2, 2), -1, False, (2, 3))],
-        *[((2,), 5, False, (2,)), ((2, 2), -3, False, (2, 2))],
-    ],
-)
-def test_pad_across_processes(two, shape, dim, first, padded):
-    # the other rank's tensors are one longer
-    result = ops.pad_across_processes({"a": torch.ones(shape)}, dim=dim, pad_index=7, pad_first=first)["a"]
-    assert result.shape == padded
-    assert (result == 7).sum() == result.numel() - torch.Size(shape).numel()
-    if first:
-        assert (result[:, 0] == 7).all()
-    two.calls.clear()
-    ops.pad_across_processes([torch.ones(2), torch.tensor(3.0), torch.ones(4, 2)])
-    assert [call[0] for call in two.calls] == ["pad_across_processes"], "one exchange for all tensors"
-
-
-def test_nested_tensors_are_not_padded(two):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.warns(ops.CannotPadNestedTensorWarning):
-        assert ops.pad_across_processes(rows) is rows
 
 
 def test_debug_mode_compares_first(two, monkeypatch):

@@ -16,12 +16,6 @@ def test_only_the_main_process_shows_it(monkeypatch, rank, main_only, hidden):
     assert list(bar) == [0, 1]
 
 
-def test_disable_wins_and_the_iterable_comes_first():
-    assert tqdm(range(2), disable=True).disable
-    with pytest.raises(ValueError, match="main_process_only=True"):
-        tqdm(True, range(2))
-
-
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match="pip install tqdm"):

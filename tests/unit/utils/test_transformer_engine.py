@@ -87,19 +87,6 @@ def test_there_and_back(engine):
     assert [type(module) for module in (*norm[:2], *linear[:2])] == [nn.Linear, FakeNorm, FakeLinear, nn.LayerNorm]
 
 
-@pytest.mark.parametrize(
-    ("training", "during_eval", "enabled"), [(True, False, True), (False, False, False), (False, True, True)]
-)
-def test_forward_in_8_bits(engine, training, during_eval, enabled):
-    model = nn.Linear(2, 2).train(training)
-    x = torch.ones(1, 2)
-    expected = model(x)
-    forward = te.contextual_fp8_autocast(model.forward, "recipe", during_eval)
-    assert torch.equal(forward(x), expected)
-    assert forward.__wrapped__ == model.forward
-    assert engine == [(enabled, "recipe")]
-
-
 def handler(**options):
     return types.SimpleNamespace(to_kwargs=lambda: options, to_dict=lambda: options, **options)
 
