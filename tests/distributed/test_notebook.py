@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from accelerate.utils.other import get_free_port
 from distributed.conftest import LIMIT_S, SCRIPTS, begun, done, gone
 
 SCRIPT = SCRIPTS / "notebook_functions.py"
@@ -123,6 +124,19 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(begin):
     processes = processes_of(process)
     process.kill()
     gone(processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_restart_together(begin, notes, backend):
+    """Two machines with two processes each, which are one."""
+    shared = {"num_nodes": 2, "use_port": str(get_free_port()), "rdzv_backend": backend, "max_restarts": 2}
+    machines = [begin("fail_at_first", {"node_rank": rank, **shared}) for rank in (1, 0)]
+    for machine in machines:
+        out, err = machine.communicate(timeout=LIMIT_S)
+        assert machine.returncode == 0, out + err
+    assert [(note["attempt"], note["size"], note["total"]) for note in notes()] == [(1, 4, 10)] * 4
+    assert sorted(note["local"] for note in notes()) == [0, 0, 1, 1]
 
 
 class Kernel:

@@ -135,13 +135,17 @@ def shard(
 
 def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:
     """Give modules on the meta device memory and values by the plugin's `param_init_fn`."""
-    for module in model.modules():
-        if initialise is not None and any(p.is_meta for p in module.parameters(recurse=False)):
+
+    def on_meta(module: nn.Module, recurse: bool) -> list[str]:
+        tensors = *module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)
+        return [name for name, tensor in tensors if tensor.is_meta]
+
+    for module in model.modules() if initialise is not None else ():
+        if on_meta(module, recurse=False):
             initialise(module)
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if left:
+    if left := on_meta(model, recurse=True):
         raise ValueError(
-            f"{len(left)} parameters are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "
+            f"{len(left)} tensors are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "
             "weights on rank 0 and set cpu_ram_efficient_loading=True, or give the plugin a param_init_fn that makes them."
         )
 

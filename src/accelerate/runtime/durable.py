@@ -124,18 +124,16 @@ def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> l
 
 def _digest(descriptor: int, start: int, end: int, path: str) -> bytes:
     """Return the digest of a piece of a file."""
-    import numpy as np
     import xxhash
 
     if hasattr(os, "posix_fadvise"):
         # Threads that read one file by turns look to the system as if they jumped about, and it would not read ahead.
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
     try:
-        mapped = mmap.mmap(descriptor, end - start, access=mmap.ACCESS_COPY, offset=start)
+        piece: Any = mmap.mmap(descriptor, end - start, access=mmap.ACCESS_COPY, offset=start)
     except ValueError as error:
         raise OSError(f"{path!r} became shorter while it was read") from error
-    piece: Any = np.frombuffer(mapped, np.uint8)
-    if not advise(piece.ctypes.data, piece.nbytes, POPULATE):
+    if not advise(ctypes.addressof(ctypes.c_char.from_buffer(piece)), end - start, POPULATE):
         # A process dies of a mapped page that cannot be read, and gets an error for a read.
         piece = os.pread(descriptor, end - start, start)
     return xxhash.xxh3_128(piece).digest()

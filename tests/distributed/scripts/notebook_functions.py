@@ -19,7 +19,7 @@ def note(**what: object) -> None:
     Path(f"{os.environ['NOTES']}/{os.environ.get('RANK', 'home')}-{os.getpid()}.json").write_text(json.dumps(what))
 
 
-def total() -> None:
+def total(**also: object) -> None:
     state = PartialState()
     summed = torch.ones(1) * (state.process_index + 1)
     torch.distributed.all_reduce(summed)
@@ -29,6 +29,7 @@ def total() -> None:
         total=int(summed),
         forked=state.fork_launched,
         precision=os.environ["ACCELERATE_MIXED_PRECISION"],
+        **also,
     )
 
 
@@ -78,6 +79,15 @@ def slip_away() -> None:
 
 def return_on_one() -> None:
     meet_on_others()
+
+
+def fail_at_first() -> None:
+    state = PartialState()
+    state.wait_for_everyone()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0:
+        raise ValueError("only the first attempt")
+    total(attempt=attempt)
 
 
 def wait_in_python() -> None:

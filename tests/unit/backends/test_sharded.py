@@ -132,13 +132,13 @@ def test_recomputed_activations_draw_the_same_dropout(process_group, version, of
 def test_a_param_init_fn_gives_memory_and_keeps_ties(process_group, version):
     def initialise(module):
         module.to_empty(device="cpu", recurse=False)
-        for parameter in module.parameters(recurse=False):
-            nn.init.constant_(parameter, 0.5)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 0.5)
 
     with torch.device("meta"):
         model = net()
     model = sharding(version, param_init_fn=initialise).prepare(model)
-    assert all(bool((whole(parameter) == 0.5).all()) for parameter in model.parameters())
+    assert all(bool((whole(tensor) == 0.5).all()) for tensor in (*model.parameters(), *model.buffers()))
     assert {tuple(sorted(names)) for names in tied_names(model)} == {("emb.weight", "head.weight")}
 
 

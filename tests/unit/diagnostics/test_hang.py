@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from accelerate.diagnostics import hang
-from accelerate.diagnostics.hang import Question, Watcher
+from accelerate.diagnostics.hang import Question, Watcher, call_site
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +133,16 @@ def library_function(name, filename):
     scope = {"__name__": "library"}
     types.FunctionType(code, scope)()
     return scope[name]
+
+
+def test_call_site_is_the_users_line_and_names_the_script_behind_a_package():
+    assert call_site().startswith(f"{__file__}:")
+    step = library_function("save_checkpoint", os.path.join("venv", "site-packages", "trainer.py"))
+    first, _, second = step(call_site).partition(", called from ")
+    assert first.endswith("trainer.py:2 in save_checkpoint")
+    assert f"{__file__}:" in second and second.endswith(
+        "in test_call_site_is_the_users_line_and_names_the_script_behind_a_package"
+    )
 
 
 def test_call_site_passes_over_torch_and_this_library(monkeypatch):

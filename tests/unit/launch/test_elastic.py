@@ -1,5 +1,6 @@
 """Torch's elastic launcher with our agent: real processes, small ones that do not import torch."""
 
+import json
 import os
 import signal
 import sys
@@ -101,6 +102,22 @@ def test_each_restart_has_a_store_of_its_own():
     assert first.store.get("key") == b"value" and not second.store.check(["key"])
     ports = [info.bootstrap_store_info.master_port for info in (first, second)]
     assert all(ports) and ports[0] != ports[1] and (first.rank, first.world_size) == (0, 1)
+
+
+def _variables_of_a_function(path):
+    with open(path, "w") as file:
+        json.dump(dict(os.environ), file)
+
+
+def test_variables_are_those_of_the_run_and_come_back(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("BEFORE", "1")
+    assert run("json.dump(dict(os.environ), open(f'program{rank}', 'w'))")[1] is None
+    config = elastic.make_config(1, Rendezvous(), str(tmp_path / "logs"), start_method="fork")
+    elastic.start(config, _variables_of_a_function, (str(tmp_path / "function"),), {"DURING": "2"})
+    program, function = [json.loads((tmp_path / name).read_text()) for name in ("program0", "function")]
+    assert program[failure.LAUNCHER] == str(os.getpid()) and program["BEFORE"] == "1"
+    assert function["DURING"] == "2" and not {failure.LAUNCHER, "BEFORE"}.intersection(function)
+    assert os.environ["BEFORE"] == "1" and not {"DURING", failure.LAUNCHER}.intersection(os.environ)
 
 
 def test_a_failure_that_follows_is_not_the_first(run):

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 
 from accelerate import Accelerator, cpu_offload, disk_offload, load_checkpoint_and_dispatch
 from accelerate.hooks import remove_hook_from_submodules
-from accelerate.utils import align_module_device
+from accelerate.utils import align_module_device, offload_state_dict, offload_weight
 from offload_models import References, batches, ids
 from offload_samples import (
     EMPTY,
@@ -118,6 +118,28 @@ def test_nothing_is_left_running_or_open(prefetch, references):
             break
     assert not left, left
     assert len(set(os.listdir("/proc/self/fd")) - opened) == 0 if opened else True
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("index", ["loader's", "folder's", "none"])
+def test_a_file_replaced_between_forwards_is_used(index, prefetch, references):
+    reference = references("branches")
+    folder = reference.new_folder()
+    plain, batch = reference.make(), reference.batches[0]
+    with prefetching(prefetch):
+        model = disk_offload(reference.make(), folder, execution_device="cpu")
+        for number in (3, 0):
+            for _ in range(2):
+                model(**batch)
+            with torch.no_grad():
+                plain.layers[number].weight.add_(1)
+            weight, name = plain.layers[number].weight, f"layers.{number}.weight"
+            if index == "folder's":
+                offload_state_dict(folder, {name: weight})
+            else:
+                known = model.layers[number]._hf_hook.weights_map.dataset.index
+                offload_weight(weight, name, folder, index=known if index == "loader's" else None)
+            assert same(model(**batch), plain(**batch)), number
 
 
 @pytest.mark.parametrize("name", ["branches", pytest.param("stack", marks=pytest.mark.slow)])

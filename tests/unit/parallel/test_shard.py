@@ -131,7 +131,7 @@ def on_meta(**options):
 
 @cases(
     "efficient, said",
-    (False, r"9 parameters are on the meta device, 'emb.weight' for one.*param_init_fn"),
+    (False, r"10 tensors are on the meta device, 'emb.weight' for one.*param_init_fn"),
     (True, r"10 of them are on the meta device there, 'emb.weight' for one"),
 )
 def test_weights_that_no_rank_has_are_refused(process_group, efficient, said):

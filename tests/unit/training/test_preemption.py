@@ -245,6 +245,15 @@ def test_trackers_are_finished(tmp_path):
     assert finished == [1]
 
 
+@pytest.mark.parametrize("automatic", [False, True])
+def test_numbers_go_on_after_those_that_are_there(tmp_path, automatic):
+    for count in range(3):
+        run = Run(tmp_path, automatic_checkpoint_naming=automatic)  # begins anew each time, and must save all the same
+        assert run.train(told_at=1).location.endswith(f"checkpoint_{count}")
+    run = Run(tmp_path, automatic_checkpoint_naming=automatic)
+    assert str(run.accelerator.load_state(latest=True)).endswith("checkpoint_2")
+
+
 def test_a_failing_save_is_an_error(tmp_path, monkeypatch):
     run = Run(tmp_path)
 
