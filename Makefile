@@ -68,7 +68,7 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	@echo "setting up .venv-deepspeed (once)"
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
-		-e '.[testing,transformers]' setuptools wheel
+		-e '.[testing,transformers]' trl peft datasets setuptools wheel
 	# Its build script looks for torch.
 	.venv-deepspeed/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation \
 		-c constraints.txt -e '.[deepspeed]'

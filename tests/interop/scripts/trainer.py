@@ -1,5 +1,6 @@
-"""transformers' Trainer: train with accumulation, evaluate, predict, checkpoint, resume; with a ZeRO stage by DeepSpeed."""
+"""transformers' Trainer: train with accumulation, evaluate, predict, checkpoint, resume; with ZeRO stages by DeepSpeed (`2 3+bf16`)."""
 
+import os
 import sys
 
 import numpy as np
@@ -26,17 +27,46 @@ AUTO = dict.fromkeys(
 ZERO = dict.fromkeys(
     ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
 )
-folder, *stage = sys.argv[1:]
-options = {"deepspeed": {**AUTO, "zero_optimization": {"stage": int(stage[0]), **ZERO}}} if stage else {}
-trainer = build(folder, **options)
-trainer.train()
-evaluation = trainer.evaluate()
-prediction = trainer.predict(TokenRows(13, seed=1))
-resumed = build(folder, **options)
-resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
-assert prediction.predictions.shape[0] == 13, prediction.predictions.shape
-assert len(trainer.accelerator._models) == 1, trainer.accelerator._models
-report(
-    losses=losses(trainer), resumed=losses(resumed), eval_loss=evaluation["eval_loss"],
-    prediction=float(np.abs(prediction.predictions).mean()),
-)  # fmt: skip
+# torch_adam: DeepSpeed compiles its own otherwise.
+OPTIMIZER = {**dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"), "torch_adam": True}
+SCHEDULER = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+SECTIONS = {
+    "gather": {}, "bf16": {"bf16": {"enabled": "auto"}}, "optimizer": {"optimizer": {"type": "AdamW", "params": OPTIMIZER}},
+    "scheduler": {
+        "optimizer": {"type": "AdamW", "params": OPTIMIZER},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**SCHEDULER, "warmup_type": "linear"}},
+    },
+}  # fmt: skip
+
+
+def engine(stage, *sections):
+    """Return the Trainer's options for a ZeRO stage, with sections of the configuration."""
+    config = {**AUTO, "zero_optimization": {"stage": int(stage), **ZERO}}
+    for name in sections:
+        config |= SECTIONS[name]
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = "gather" in sections
+    return {"deepspeed": config, "bf16": "bf16" in sections, "warmup_steps": 2 if "scheduler" in sections else 0}
+
+
+def run(folder, stage=None, *sections):
+    options = engine(stage, *sections) if stage else {}
+    # DeepSpeed evaluates without training at stage 3 alone.
+    alone = None if stage == "2" else build(folder, **options).evaluate()["eval_loss"]
+    trainer = build(folder, **options)
+    trainer.train()
+    evaluation = trainer.evaluate()
+    prediction = trainer.predict(TokenRows(13, seed=1))
+    trainer.save_model(f"{folder}/final")
+    resumed = build(folder, **options)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    assert prediction.predictions.shape[0] == 13, prediction.predictions.shape
+    assert len(trainer.accelerator._models) == 1, trainer.accelerator._models
+    saved = {"saved": os.listdir(f"{folder}/final")} if stage and trainer.is_world_process_zero() else {}
+    return {
+        "losses": losses(trainer), "resumed": losses(resumed), "eval_loss": evaluation["eval_loss"], "alone": alone,
+        "prediction": float(np.abs(prediction.predictions).mean()), **saved,
+    }  # fmt: skip
+
+
+folder, *cases = sys.argv[1:]
+report(**({case: run(f"{folder}/{case}", *case.split("+")) for case in cases} if cases else run(folder)))
