@@ -19,7 +19,7 @@ from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPl
 from accelerate.config.options import BY_NAME
 from accelerate.process import PartialState, ProcessView, SharedDict, _check_unchanged, _settings, group_is_gone
 from accelerate.process import do_nothing as do_nothing
-from accelerate.runtime import storage, traits
+from accelerate.runtime import rendezvous, storage, traits
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.imports import is_fp8_available
 
@@ -161,6 +161,9 @@ class AcceleratorState(ProcessView):
                 "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
             )
         self.__dict__.update(process.__dict__)
+        if engine == "deepspeed_plugins" and process.backend and not traits.of(process.distributed_type).deepspeed:
+            # The program built the process state before, where nothing told of DeepSpeed.
+            rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
         self._mixed_precision = precision
         self.deepspeed_plugins = plugins["deepspeed_plugins"]
         if engine is not None:
