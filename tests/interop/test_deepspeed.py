@@ -14,3 +14,12 @@ def test_the_trainer_trains_saves_and_resumes(run_ours):
         found = run_ours("trainer.py", 2, stage)
         for name in ("losses", "resumed", "eval_loss", "prediction"):
             assert found[name] == pytest.approx(plain[name], abs=1e-4), (stage, name)
+
+
+def test_the_trainer_shares_sequences(run_ours):
+    need("transformers", "deepspeed")
+    whole = run_ours("trainer_ulysses.py", 2)
+    for stage in ("1", "3"):
+        found = run_ours("trainer_ulysses.py", 2, stage)
+        for name in ("losses", "resumed", "eval_loss"):
+            assert found[name] == pytest.approx(whole[name], abs=1e-4), (stage, name)

@@ -56,14 +56,19 @@ def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
     if before is not None:
         ALL_ATTENTION_FUNCTIONS[name] = before
     parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-    groups = UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model,
-        core_attn_implementation=name,
-        sequence_parallel_size=size,
-        micro_batch_size=micro_batch,
-        seq_length=length,
-        seq_length_is_variable=length is None,
-    )
+    try:
+        groups = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation=name,
+            sequence_parallel_size=size,
+            micro_batch_size=micro_batch,
+            seq_length=length,
+            seq_length_is_variable=length is None,
+        )
+    except AttributeError as error:
+        raise ValueError(
+            f"DeepSpeed cannot share the attention of {type(model).__name__} (sp_size={size}): {error}. Take a decoder such as Llama."
+        ) from error
     ulysses = ALL_ATTENTION_FUNCTIONS[name]
     core = inspect.getclosurevars(ulysses).nonlocals["uattn"]
     shared = _any_batch(ulysses, core, accelerator.gradient_state)
