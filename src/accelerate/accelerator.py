@@ -707,11 +707,21 @@ class Accelerator:
         return fp8.prepare_msamp(self, args, device_placement)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Adapt a loader to DeepSpeed's sequence parallelism; not part of this version."""
-        raise NotImplementedError(
-            "DeepSpeed's sequence parallelism is not part of this version of the fork. Set sp_backend='torch' and shard batches with "
-            "`maybe_context_parallel`."
-        )
+        """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model. All ranks.
+
+        Args:
+            dl: A prepared loader; another one is prepared first. Its batches are dicts with "input_ids" and "position_ids".
+            model: The prepared model that trains on it.
+
+        Returns:
+            An iterable of parts of batches, as long as the loader times ``sp_size``.
+
+        Raises:
+            ValueError: DeepSpeed shares no sequences in this run, or no model was prepared yet.
+        """
+        from accelerate.training import engines
+
+        return engines.share_loader(self, dl)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

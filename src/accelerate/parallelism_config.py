@@ -203,6 +203,11 @@ class ParallelismConfig:
         """Whether sequences are split outside attention."""
         return self.sp_size > 1
 
+    @property
+    def _sp_by_deepspeed(self) -> bool:
+        """Whether DeepSpeed splits sequences, in groups of its own: no mesh is laid, and each rank reads batches of its own."""
+        return self.sp_enabled and self.sp_backend == "deepspeed"
+
     # -- mesh ----------------------------------------------------------------------------------------------------
 
     def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
@@ -224,7 +229,7 @@ class ParallelismConfig:
         from torch.distributed.device_mesh import init_device_mesh
 
         layout = self._get_mesh()
-        if not layout or (self.sp_enabled and self.sp_backend == "deepspeed"):
+        if not layout or self._sp_by_deepspeed:
             return None
         names, shape = layout
         mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
@@ -286,8 +291,7 @@ class ParallelismConfig:
             sharded = getattr(accelerator, "distributed_type", None) == "FSDP"
             self._set_size("dp_shard" if sharded else "dp_replicate", processes)
         # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
-        by_deepspeed = self.sp_enabled and self.sp_backend == "deepspeed"
-        fits = processes % self.total_size == 0 if by_deepspeed else processes == self.total_size
+        fits = processes % self.total_size == 0 if self._sp_by_deepspeed else processes == self.total_size
         if self.total_size > 1 and not fits:
             arithmetic = " x ".join(f"{axis}_size={size}" for axis, size in self._sizes.items())
             raise ValueError(

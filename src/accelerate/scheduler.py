@@ -46,7 +46,9 @@ class AcceleratedScheduler:
         if self.split_batches or self.accelerator_state is None:
             return 1
         layout = getattr(self.accelerator_state, "parallelism_config", None)
-        return layout.data_parallel_size if layout is not None else self.accelerator_state.num_processes
+        if layout is not None and not layout._sp_by_deepspeed:
+            return layout.data_parallel_size
+        return self.accelerator_state.num_processes // (layout.sp_size if layout is not None else 1)
 
     def check_length(self, updates_per_epoch: int) -> None:
         """Warn when ``total_steps`` cannot fit the optimizer steps that one pass over the prepared loader makes."""

@@ -163,6 +163,9 @@ class AcceleratorState(ProcessView):
         if engine == "deepspeed_plugins" and not traits.of(process.distributed_type).deepspeed:  # it was built before
             rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
         self.__dict__.update(process.__dict__)
+        if engine == "deepspeed_plugins" and process.backend and not traits.of(process.distributed_type).deepspeed:
+            # The program built the process state before, where nothing told of DeepSpeed.
+            rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
         self._mixed_precision = precision
         self.deepspeed_plugins = plugins["deepspeed_plugins"]
         if engine is not None:

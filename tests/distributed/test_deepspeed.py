@@ -13,3 +13,14 @@ def test_engines(launch):
 def test_another_number_of_ranks_loads(launch):
     launch("several.py", "check_deepspeed.py", "saved_by_all")
     launch("several.py", "check_deepspeed.py", "loaded_by_fewer", processes=1)
+
+
+def test_shared_sequences(launch):
+    pytest.importorskip("transformers")
+    done = launch("several.py", "check_ulysses.py", limit_s=600)
+    assert done.stdout.count("\nok check_") == 5
+
+
+def test_shared_sequences_beside_data_parallelism(launch):
+    pytest.importorskip("transformers")
+    launch("several.py", "check_ulysses.py", "check_each_stage", processes=4, limit_s=600)

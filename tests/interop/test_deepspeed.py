@@ -61,3 +61,12 @@ def test_an_adapter_trains_is_saved_and_resumes_without_what_is_frozen(stage, ru
     found = run_ours("lora.py", 2, stage)
     near(found["lora_loop"], run_ours("lora.py", 2)["lora_loop"])
     near(found["resumed"], found["on"], 1e-6)
+
+
+def test_the_trainer_shares_sequences(run_ours):
+    need("transformers", "deepspeed")
+    whole = run_ours("trainer_ulysses.py", 2)
+    for stage in ("1", "3"):
+        found = run_ours("trainer_ulysses.py", 2, stage)
+        for name in ("losses", "resumed", "eval_loss"):
+            near(found[name], whole[name])

@@ -1,12 +1,11 @@
 """The prepared scheduler."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 
 
 def build(accelerator, make=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)):
@@ -34,8 +33,13 @@ def test_it_advances_once_per_data_parallel_replica(split, expected, monkeypatch
     scheduler.step()
     assert scheduler.get_last_lr() == [expected]
     scheduler.split_batches = False
-    monkeypatch.setitem(accelerator.state.__dict__, "parallelism_config", SimpleNamespace(data_parallel_size=2))
+    monkeypatch.setitem(
+        accelerator.state.__dict__, "parallelism_config", ParallelismConfig(dp_shard_size=2, tp_size=2)
+    )
     assert scheduler.steps_per_update == 2, "with a mesh, ranks that share a batch are one replica"
+    shared = ParallelismConfig(sp_size=2)
+    monkeypatch.setitem(accelerator.state.__dict__, "parallelism_config", shared)
+    assert scheduler.steps_per_update == 2, "so are ranks that share sequences by DeepSpeed, which has no mesh"
 
 
 def one_cycle(total):

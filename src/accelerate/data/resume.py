@@ -57,6 +57,9 @@ class Progress:
 
     epoch: int = 0
     batches: int = 0
+    # Micro-batches that each batch is handed out in, and how many of the present one were; 0 when all were.
+    parts: int = 1
+    part: int = 0
     extra_samples: int = 0
     running: bool = False
     pending: Pending | None = None
@@ -158,7 +161,7 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
     if progress.pending is not None:
         return dict(progress.pending.position)
     epoch, yielded, at_end = progress.epoch, progress.batches, progress.at_end
-    in_epoch = yielded > 0 and not at_end
+    in_epoch = (yielded > 0 or progress.part > 0) and not at_end
     batches = yielded if in_epoch else 0
     size = loader._samples_per_step()
     position = {
@@ -168,6 +171,8 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
         "order": _order(loader, in_epoch),
         "shards": loader._batches_per_step(),
         "running": in_epoch and progress.running,
+        "parts": progress.parts,
+        "part": progress.part,
         "data": loader._data(),
         "worker_seed": progress.worker_seed,
         "workers_kept": progress.workers_kept,
@@ -241,7 +246,7 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
     progress.workers_kept = position.get("workers_kept", False)
     progress.finished = position.get("finished", 0)
     progress.at_start = position.get("at_start")
-    in_epoch = position["batches"] > 0
+    in_epoch = position["batches"] > 0 or position.get("part", 0) > 0
     _restore_order(loader, position["order"], in_epoch=in_epoch)
     batches, extra = _behind(loader, position)
     alone = continuing and position.get("running", True)

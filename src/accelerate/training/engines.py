@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from accelerate.data.loader import PreparedLoader
 from accelerate.training.prepare import again, chain, kind_of, own_states, register
 from accelerate.training.prepared import Facade
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper
@@ -18,10 +19,17 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
         ValueError: An optimizer or a scheduler comes without its model, or a setting does not fit the engine.
     """
     layout = accelerator.parallelism_config
-    if layout is not None and layout.non_data_parallel_size * layout.dp_shard_size > 1:
+    shares = layout is not None and layout._sp_by_deepspeed
+    others = (
+        []
+        if layout is None
+        else [name for name in layout.active_mesh_dims if name not in ("dp_replicate", "sp" if shares else "")]
+    )
+    if others:
+        sizes = ", ".join(f"{name}_size={getattr(layout, f'{name}_size')}" for name in others)
         raise NotImplementedError(
-            f"parallelism_config={layout} with DeepSpeed, which this version lets shard over all processes alone. Leave it away and choose "
-            "a ZeRO stage, or use FSDP; sp_backend='torch' shares sequences there."
+            f"{sizes} of parallelism_config with DeepSpeed, whose ZeRO stages shard over all processes. Set it to 1; sequences are shared with "
+            "sp_size and sp_backend='deepspeed'. With FSDP each size is possible, and sp_backend='torch'."
         )
     made, new = list(objects), {}
     for position, item in enumerate(objects):
@@ -67,4 +75,27 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
     accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
     if own_optimizer is not None:
         accelerator.prepared.engines.append(accelerator.deepspeed_engine_wrapped)
+    if shares:
+        for position, item in enumerate(objects):
+            if kind_of(item) == "loader":
+                made[position] = accelerator.deepspeed_ulysses_dl_adapter(made[position], engine)
     return tuple(made)
+
+
+def share_loader(accelerator: Facade, loader: Any) -> Any:
+    """Return what hands out parts of a loader's batches to the ranks that share a sequence.
+
+    Raises:
+        ValueError: DeepSpeed shares no sequences here, or no engine was made yet.
+    """
+    layout = accelerator.parallelism_config
+    if layout is None or not layout._sp_by_deepspeed or accelerator.deepspeed_engine_wrapped is None:
+        raise ValueError(
+            "deepspeed_ulysses_dl_adapter belongs to an engine that shares sequences. Pass deepspeed_plugin=DeepSpeedPlugin(...) and "
+            "ParallelismConfig(sp_size=..., sp_backend='deepspeed') to the Accelerator, and prepare the model first."
+        )
+    from accelerate.backends.deepspeed import ulysses
+
+    if not isinstance(loader, PreparedLoader):
+        loader = accelerator.prepare_data_loader(loader)
+    return ulysses.adapter(accelerator, loader)

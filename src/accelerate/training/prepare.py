@@ -144,9 +144,9 @@ def _overlay_mesh(accelerator: Facade, objects: Sequence[Any]) -> Sequence[Any]:
 def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
     """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
     layout = accelerator.parallelism_config
-    if layout.sp_enabled and layout.sp_backend == "deepspeed":
-        raise NotImplementedError(
-            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs DeepSpeed, which this version does not drive. Set "
+    if layout._sp_by_deepspeed:
+        raise ValueError(
+            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
             "sp_backend='torch', which does the same with torch alone."
         )
     if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
@@ -178,7 +178,7 @@ def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
 def _follow_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> None:
     """Do to a model of a direct call what ``prepare`` has done to its own: cut its layers, and let it follow shared sequences."""
     layout = accelerator.parallelism_config
-    if layout is None:
+    if layout is None or traits.of(accelerator.distributed_type).deepspeed:
         return
     if model_has_dtensor(model):
         _check_mesh(accelerator, (model,))
@@ -477,6 +477,9 @@ def _check_schedules(accelerator: Facade, objects: Sequence[Any]) -> None:
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
     try:
         batches = len(accelerator.prepared.dataloaders[0]) if schedulers else 0
+        layout = accelerator.parallelism_config
+        if layout is not None and layout._sp_by_deepspeed:
+            batches *= layout.sp_size
     except (IndexError, TypeError):  # there is no loader, or it has no length
         return
     updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))

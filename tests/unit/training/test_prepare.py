@@ -126,7 +126,7 @@ def test_regions_are_compiled_under_mixed_precision():
 @pytest.mark.parametrize(
     ("sizes", "error", "text"),
     [
-        ({"sp_size": 2}, NotImplementedError, "sp_size=2"),
+        ({"sp_size": 2}, ValueError, "sp_size=2.*deepspeed_plugin"),
         ({"dp_shard_size": 2}, ValueError, "dp_shard_size=2.*FSDP"),
         ({"tp_size": 2, "cp_size": 4}, ValueError, "cp_size=4.* without FSDP.*average gradients"),
         ({"tp_size": 2, "sp_size": 2, "sp_backend": "torch"}, ValueError, "sp_size=2.* without FSDP"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.backends.base import Backend
-from accelerate.backends.deepspeed import checkpoint, settings
+from accelerate.backends.deepspeed import checkpoint, settings, ulysses
 from accelerate.comm.nested import recursively_apply
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
@@ -76,7 +76,13 @@ class DeepSpeed(Backend):
             options["optimizer"] = _on_its_device(optimizer, plugin, config)
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             options["lr_scheduler"] = scheduler.lr_scheduler_callable
+        layout = accelerator.parallelism_config
+        shares = layout is not None and layout._sp_by_deepspeed
+        if shares:
+            options["mpu"] = ulysses.share(accelerator, model, config["train_micro_batch_size_per_gpu"])
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
+        if shares:
+            ulysses.average(engine)
         if engine.bfloat16_enabled():
             # fp16 engines do it themselves.
             engine.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
@@ -169,6 +175,7 @@ class DeepSpeed(Backend):
     def release(self, accelerator: Run) -> None:
         """Let the engines go of their hooks and buffers."""
         for engine in filter(is_engine, accelerator.prepared.models):
+            ulysses.release(engine.module)
             engine.destroy()
 
 

@@ -107,6 +107,8 @@ def resolve(
         config.setdefault("zero_allow_untested_optimizer", True)
         # The optimizer that was given is the one that trains; DeepSpeed would refuse it beside an offload otherwise.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if layout is not None and layout._sp_by_deepspeed:
+        config[_TRAIN] = known[_TRAIN]  # the Trainer has counted ranks that share sequences apart
     plugin.deepspeed_config_process(must_match=False, **known)
     return {"steps_per_print": math.inf, **copy.deepcopy(config)}
 
