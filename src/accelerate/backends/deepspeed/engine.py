@@ -10,9 +10,11 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, settings
+from accelerate.checkpoint.state import together
 from accelerate.comm.nested import recursively_apply
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
+from accelerate.precision import master
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
     DeepSpeedOptimizerWrapper,
@@ -66,7 +68,7 @@ class DeepSpeed(Backend):
         import deepspeed
 
         plugin = accelerator.state.deepspeed_plugin
-        settings.check(plugin, optimizer, scheduler)
+        together(lambda: settings.check(plugin, model, optimizer, scheduler))
         plugin.set_moe_leaf_modules(model)
         config = settings.resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
         options: dict[str, Any] = {"model": model, "config_params": config}
@@ -76,7 +78,9 @@ class DeepSpeed(Backend):
             options["optimizer"] = _on_its_device(optimizer, plugin, config)
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             options["lr_scheduler"] = scheduler.lr_scheduler_callable
+        master.remember(model)
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
+        _keep_adagrad(engine)
         if engine.bfloat16_enabled():
             # fp16 engines do it themselves.
             engine.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
@@ -203,6 +207,16 @@ def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
+def _keep_adagrad(engine: Any) -> None:
+    """Put an Adagrad back in its place: ZeRO builds another one, of a single group, which no schedule reaches."""
+    zero, given = engine.optimizer, engine.basic_optimizer
+    made = getattr(zero, "optimizer", None)
+    if isinstance(made, torch.optim.Adagrad) and made is not given:
+        given.state.clear()
+        given.state.update(made.state)
+        zero.optimizer = given
+
+
 def _compile(engine: Any, plugin: Any) -> None:
     """Compile the engine's module in place, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
     if plugin.backend.value == "NO":
@@ -219,7 +233,13 @@ def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[s
     offload = plugin.get_value("zero_optimization.offload_optimizer.device", "none")
     if offload in (None, "none") or not config.get("zero_force_ds_cpu_optimizer"):
         return optimizer
-    mapped = map_pytorch_optim_to_deepspeed(optimizer)
+    try:
+        mapped = together(lambda: map_pytorch_optim_to_deepspeed(optimizer))
+    except Exception as error:
+        raise RuntimeError(
+            f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed could not build its {type(optimizer).__name__} "
+            f"for states in host memory: {error} It needs ninja and a C++ compiler. Set it to false to train with the optimizer that you pass."
+        ) from error
     if mapped is optimizer:
         raise ValueError(
             f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed has no {type(optimizer).__name__} for states "
