@@ -1,6 +1,12 @@
 """DeepSpeed, where it is installed: `make test-deepspeed` has an environment of its own, because importing it changes torch."""
 
+import os
+import sys
+
 import pytest
+
+from accelerate.utils.other import get_free_port
+from distributed.conftest import LAUNCH_ON_CPU, SCRIPTS, done
 
 pytest.importorskip("deepspeed")
 
@@ -8,6 +14,31 @@ pytest.importorskip("deepspeed")
 def test_engines(launch):
     done = launch("several.py", "check_deepspeed.py", limit_s=600)
     assert done.stdout.count("\nok check_") == 8
+
+
+def test_offload_experts_compilation_and_reports(launch):
+    done = launch("several.py", "check_deepspeed_more.py", limit_s=600)
+    assert done.stdout.count("\nok check_") == 6
+
+
+@pytest.mark.parametrize(
+    ("stage", "command"),
+    [
+        (3, [*LAUNCH_ON_CPU, "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2"]),
+        (1, [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "PORT"]),
+        # On the CPU a slot is a core; these are two processes even where there are more.
+        (2, ["deepspeed", "--num_gpus", "2", "--no_local_rank", "--master_port", "PORT"]),
+        (2, [sys.executable]),  # notebook_launcher
+    ],
+)
+def test_launchers(tmp_path, stage, command):
+    own = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage), "DS_ACCELERATOR": "cpu"}
+    own = own if "PORT" in command else {}
+    command = [str(get_free_port()) if word == "PORT" else word for word in command]
+    words = [str(stage), *(["notebook"] if len(command) == 1 else [])]
+    variables = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", **own}
+    ended = done([*command, str(SCRIPTS / "deepspeed_run.py"), *words], env=variables, cwd=tmp_path)
+    assert ended.returncode == 0 and ended.stdout.count("trained by an engine") == 1, ended.stdout + ended.stderr
 
 
 def test_another_number_of_ranks_loads(launch):

@@ -27,8 +27,9 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def fake_deepspeed(monkeypatch):
     """A module in DeepSpeed's place, which a state lets join the process group; the calls that it got."""
-    joined, fake = [], ModuleType("deepspeed")
-    fake.accelerator = SimpleNamespace(get_accelerator=lambda: SimpleNamespace(create_op_builder=lambda name: None))
+    joined, fake, builder = [], ModuleType("deepspeed"), lambda name: SimpleNamespace(NAME="shm")
+    fake.accelerator = SimpleNamespace(get_accelerator=lambda: SimpleNamespace(create_op_builder=builder))
+    fake.ops = SimpleNamespace(__compatible_ops__={"shm": True})
     fake.comm = SimpleNamespace(init_distributed=lambda **options: joined.append(options))
     monkeypatch.setitem(sys.modules, "deepspeed", fake)
     for name in ("LOCAL_RANK", "DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED"):

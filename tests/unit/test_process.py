@@ -69,6 +69,7 @@ def test_deepspeed_gets_a_group_even_alone(monkeypatch, process_group, fake_deep
     state = PartialState(cpu=True)
     assert state.distributed_type == "DEEPSPEED" and state.backend == "gloo" and state.num_processes == 1
     assert fake_deepspeed == [{"dist_backend": "gloo", "auto_mpi_discovery": False, "verbose": False}]
+    assert sys.modules["deepspeed"].ops.__compatible_ops__ == {"shm": False}, "a start would build it, for minutes"
 
 
 def test_deepspeed_that_is_not_installed_is_named(monkeypatch, process_group):

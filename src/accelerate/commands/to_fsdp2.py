@@ -93,6 +93,11 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(old, Mapping):
         raise LaunchError(f"fsdp_config is {old!r}; it must hold keys and values.")
     if not old:
+        kind = config.get("distributed_type")
+        if kind not in (None, "FSDP"):
+            logger.warning(
+                "The file is for %s and stays as it is: files with an fsdp_config alone are converted.", kind
+            )
         return config
     old = _by_full_name(old)
     version = str(old.pop("fsdp_version", None) or 1)

@@ -1,6 +1,7 @@
 """The memory report: parameters, gradients, optimizer state and the peak of activations of each rank."""
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +14,10 @@ from torch import nn
 
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
+from accelerate.precision.footprint import engine_updates, zero_stage
 from accelerate.precision.master import local_part, size
 
+_ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")
 
 
@@ -52,8 +55,11 @@ def memory_report(
     """Return what each rank holds, the same report on every rank; most after a first backward. All ranks."""
     counted: dict[Any, None] = {}
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    engines = [model for model in models if zero_stage(model) is not None]
+    notes = [_ENGINE] if engines else []
+    states += [part for engine in engines for part in engine_updates(engine)]
     held = [
-        _count((tensor for model in models for tensor in model.parameters()), counted),
+        _count((tensor for model in models for tensor in _parameters(model)), counted),
         _count((tensor for model in models for tensor in model.buffers()), counted),
         _count((gradient for model in models for gradient in _gradients(model)), counted),
         _count((value for value in states if isinstance(value, torch.Tensor)), counted),
@@ -76,7 +82,7 @@ def memory_report(
         MemoryRow(rank, *line[:4], activations=line[4] if line[4] >= 0 else None, peak=line[5])
         for rank, line in enumerate(gather(numbers).tolist())
     ]
-    return Report(f"Memory on {device.type}", _COLUMNS, tuple(rows), (f"activations: {kind}.", note))
+    return Report(f"Memory on {device.type}", _COLUMNS, tuple(rows), (f"activations: {kind}.", note, *notes))
 
 
 def _count(tensors: Iterable[torch.Tensor], counted: dict[Any, None]) -> int:
@@ -91,8 +97,20 @@ def _count(tensors: Iterable[torch.Tensor], counted: dict[Any, None]) -> int:
     return total
 
 
+def _parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        yield parameter
+        if (part := getattr(parameter, "ds_tensor", None)) is not None:  # ZeRO 3 lets the parameter itself be empty
+            yield part
+
+
 def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     found = [parameter.grad for parameter in model.parameters()]
+    if zero_stage(model) is not None:
+        zero = model.optimizer
+        found += [part.grad for part in engine_updates(model)]
+        found += [getattr(zero, "grad_partitions_flat_buffer", None)]
+        found += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
     # While nothing is exchanged, whole gradients lie beside the parameters.
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", None)
@@ -138,7 +156,9 @@ def measure_activations(models: Sequence[nn.Module]) -> Iterator[Callable[[], in
     def pack(tensor: torch.Tensor) -> _Kept:
         nonlocal now, peak
         kept, key = _Kept(tensor), id_tensor_storage(local_part(tensor))
-        if key not in own:
+        # ZeRO 3 gathers weights into other memory for each layer, and frees it.
+        gathered = hasattr(tensor, "ds_tensor") or hasattr(tensor._base, "ds_tensor")
+        if key not in own and not gathered:
             if key not in users:
                 now += key[2]
                 peak = max(peak, now)

@@ -1,7 +1,7 @@
 """The precision report: in which dtype each copy of a model's numbers is, before and after ``prepare``."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision.amp import autocast_of
 from accelerate.precision.base import precision
-from accelerate.precision.footprint import Piece, pieces, plain_name, short
+from accelerate.precision.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
 from accelerate.precision.fp8 import ENGINES
 from accelerate.precision.master import local_part, size
 
@@ -49,7 +49,7 @@ class PrecisionReport(Report):
     """In which dtype each copy of a model's numbers is; printed, a table.
 
     Attributes:
-        strategy: ``"none"``, ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"tp"``, or two of them joined by ``" x "``.
+        strategy: ``"none"``, ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"tp"``, ``"zero0"`` to ``"zero3"``, or two of them joined by ``" x "``.
         warnings: how many of the notes, from the first, contradict what was asked for.
     """
 
@@ -77,31 +77,29 @@ def precision_report(
     strategy = _strategy(model, parts)
     engine = ENGINES.get(fp8_backend) if precision(mixed_precision).needs_engine else None
     layers = engine.converted(inner) if engine is not None else 0
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    held = [
-        (parameter, optimizer.state.get(parameter, {}))
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in own
-    ]
+    stage = zero_stage(model)
+    held, missed = _held(model, optimizers) if stage is None else (_held_by_engine(model), 0)
     rows = list(_model_rows(model, inner, parts))
     if layers:
         rows.append(PrecisionRow(f"forward of {layers} {engine.title} layers", "-", "float8"))
-    rows += _gradient_rows(model, strategy, parts, comm_hook)
-    rows += _sums("updated by optimizers", (_tensor(parameter) for parameter, _ in held))
+    rows += _gradient_rows(model, strategy, parts, comm_hook) if stage is None else _exchanged_by_engine(model)
+    updated = _sums("updated by optimizers", (_tensor(parameter) for parameter, _ in held))
     states = pytree.tree_leaves([state for _, state in held])
     # A step counter is a scalar, and says nothing about the precision of the state.
-    rows += _sums("optimizer state", (_tensor(v) for v in states if isinstance(v, torch.Tensor) and v.dim()))
-    alarms = _contradictions(mixed_precision, _autocast_dtype(inner), parts)
+    updated += _sums("optimizer state", (_tensor(v) for v in states if isinstance(v, torch.Tensor) and v.dim()))
+    if stage and held:
+        # Each rank has a part, filled up to a size that all ranks can divide.
+        parted = sum(piece.numel for piece in parts if piece.trainable) / sum(part.numel() for part, _ in held)
+        updated = [replace(row, count=round(row.count * parted), nbytes=round(row.nbytes * parted)) for row in updated]
+    rows += updated
+    alarms = _contradictions(mixed_precision, _autocast_dtype(inner), parts) if stage is None else []
     if engine is not None and not layers:
         alarms.append(
             f"mixed_precision='fp8', but {engine.title} computes no layer of this model: it runs in bfloat16."
         )
-    missed = len(own - {id(parameter) for parameter, _ in held})
     if optimizers and missed:
         alarms.append(
-            f"{missed} of {len(own)} trainable parameters are in no prepared optimizer and stay as they are. If the model was "
+            f"{missed} of {missed + len(held)} trainable parameters are in no prepared optimizer and stay as they are. If the model was "
             "changed after the optimizer was made, make it afterwards."
         )
     notes = [f"warning: {alarm}" for alarm in alarms]
@@ -116,7 +114,34 @@ def precision_report(
     return PrecisionReport(title, _COLUMNS, tuple(rows), tuple(notes), 3, kind.__name__, strategy, len(alarms))
 
 
+def _held(model: nn.Module, optimizers: Sequence[Any]) -> tuple[list[tuple[torch.Tensor, Any]], int]:
+    """Return the parameters to train that optimizers have, with their state, and how many none has."""
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    held = [
+        (parameter, optimizer.state.get(parameter, {}))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in own
+    ]
+    return held, len(own - {id(parameter) for parameter, _ in held})
+
+
+def _held_by_engine(engine: Any) -> list[tuple[torch.Tensor, Any]]:
+    state = getattr(engine.optimizer, "state", {})
+    return [(part, state.get(part, {})) for part in engine_updates(engine)]
+
+
+def _exchanged_by_engine(engine: Any) -> Iterator[PrecisionRow]:
+    """Yield DeepSpeed's dtypes of gradients, whose buffers come and go within a step: they are in `memory_report`."""
+    if engine.optimizer is not None and engine_updates(engine):
+        yield PrecisionRow("gradients", "-", short(engine.get_data_types()[1]))
+        yield PrecisionRow("gradients exchanged", "-", short(engine.communication_data_type))
+
+
 def _strategy(model: nn.Module, parts: Sequence[Piece]) -> str:
+    if (stage := zero_stage(model)) is not None:
+        return f"zero{stage}"
     found = sorted({piece.strategy for piece in parts if piece.strategy})
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         found.append("ddp")

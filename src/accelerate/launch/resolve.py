@@ -42,6 +42,11 @@ _OF_ONE_VERSION = {
     "fsdp_sync_module_states": ("1", "--fsdp_cpu_ram_efficient_loading sends the weights of the first process"),
     "fsdp_reshard_after_forward": ("2", "--fsdp_sharding_strategy says what is sharded"),
 }
+# Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
+_OF_A_FILE = (
+    "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path "
+)
+_OF_A_FILE += "gradient_accumulation_steps gradient_clipping zero3_save_16bit_model"
 _SIZES = [f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
 
 Values = dict[str, Resolved]
@@ -328,7 +333,7 @@ def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, m
 
 
 def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
-    """Check the sizes of parallel dimensions; note settings that this version of FSDP ignores."""
+    """Check the sizes of parallel dimensions; note settings that this version of FSDP or a file of DeepSpeed ignores."""
     if "parallelism" in on:
         _check_sizes(values)
     version = values["fsdp_version"].value
@@ -336,6 +341,10 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
         is_set = values[name].source is not Source.DEFAULT and values[name].value not in (None, BY_NAME[name].default)
         if is_set and version != owner:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
+    config = values["deepspeed_config_file"].value
+    for name in _OF_A_FILE.split() if "deepspeed" in on and config not in (None, "none") else ():
+        if values[name].source is Source.COMMAND_LINE:
+            notes.append(f"--{name} counts only where {config} says 'auto': a file's own values hold.")
 
 
 def _check_sizes(values: Values) -> None:

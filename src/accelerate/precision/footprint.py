@@ -26,7 +26,7 @@ class Piece:
         reduce: Dtype in which its gradient is exchanged, before a communication hook.
         unreduced: Dtype of the gradient that this rank keeps while nothing is exchanged.
         gradient: Dtype of the gradient at rest.
-        strategy: ``"fsdp1"``, ``"fsdp2"``, or ``""`` for a parameter that is not sharded over data-parallel ranks.
+        strategy: ``"fsdp1"``, ``"fsdp2"``, ``"zero3"``, or ``""`` for a parameter that is not sharded over data-parallel ranks.
     """
 
     name: str
@@ -58,12 +58,29 @@ def plain_name(model: nn.Module, name: str) -> str:
     """Return the name that a tensor of a prepared model has in the user's model."""
     name = canonical_name(name)
     inner = getattr(model, "_orig_mod", model)
-    return name.removeprefix("module.") if isinstance(inner, nn.parallel.DistributedDataParallel) else name
+    wrapped = isinstance(inner, nn.parallel.DistributedDataParallel) or zero_stage(inner) is not None
+    return name.removeprefix("module.") if wrapped else name
+
+
+def zero_stage(model: nn.Module) -> int | None:
+    """Return the ZeRO stage of a DeepSpeed engine; None for any other model."""
+    stage = getattr(model, "zero_optimization_stage", None)
+    return None if stage is None else int(stage())
+
+
+def engine_updates(engine: Any) -> list[torch.Tensor]:
+    """Return what the optimizer of a DeepSpeed engine updates on this rank: from stage 1 on, a flat part of the weights' copies."""
+    # Stage 3 shows torch its parts while it steps alone.
+    flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
+    groups = getattr(engine.optimizer, "param_groups", ())
+    return [parameter for group in groups for parameter in group["params"]] if flat is None else list(flat)
 
 
 def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
     here, dtype = local_part(parameter).numel(), parameter.dtype
     piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), here, here, dtype, dtype, dtype, dtype)
+    if (part := getattr(parameter, "ds_tensor", None)) is not None:
+        return replace(piece, numel=parameter.ds_numel, here=part.numel(), whole=parameter.ds_numel, strategy="zero3")
     if owner is None:
         return piece
     item, policy = owner

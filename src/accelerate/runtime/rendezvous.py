@@ -2,9 +2,7 @@
 
 import atexit
 import functools
-import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -17,8 +15,6 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
-
-logger = logging.getLogger(__name__)
 
 
 def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
@@ -58,10 +54,9 @@ def join_deepspeed(backend: str | None, device: str, local_rank: int) -> None:
     except ImportError as error:
         raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed") from error
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None and shutil.which("ninja") is None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
-        logger.info(
-            "Ranks of one machine exchange tensors by gloo: DeepSpeed's shared memory needs ninja to be built."
-        )
+    if builder is not None:
+        # On CPUs each start would build it, for minutes, and wait without end for the lock of a build that was killed. It reduces in
+        # tensor-parallel inference alone, where gloo takes its place.
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
     if not dist.is_initialized():
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()

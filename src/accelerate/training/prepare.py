@@ -88,7 +88,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
     else:
         objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
         result = in_order(accelerator, objects, device_placement)
-    prepared.check_optimizers(result)
+        prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
 

@@ -80,9 +80,11 @@ def test_what_means_nothing(section, message):
         convert_config_to_fsdp2({"fsdp_config": section})
 
 
-def test_nothing_to_convert():
+def test_nothing_to_convert(caplog):
     for config in ({}, {"fsdp_config": {}}, {"fsdp_config": None}, {"fsdp_config": {"fsdp_version": 2}}):
         assert convert_config_to_fsdp2(config) is config
+    other = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    assert convert_config_to_fsdp2(other) is other and "is for DEEPSPEED and stays as it is" in caplog.text
 
 
 @pytest.mark.parametrize("changed", [{}, {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"fsdp_sharding_strategy": 5}])

@@ -69,6 +69,8 @@ def test_settings_without_effect_are_said(plan, default_file):
     assert plan("--zero_stage 2").notes == ("--zero_stage has no effect without --use_deepspeed.",)
     assert plan("--machine_rank 1").notes == ("--machine_rank has no effect without --num_machines N.",)
     assert plan("--machine_rank 0 --num_machines 1").notes == ()
+    (note,) = plan("--cpu --use_deepspeed --deepspeed_config_file ds.json --zero_stage 2").notes
+    assert note == "--zero_stage counts only where ds.json says 'auto': a file's own values hold."
     default_file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
     result = plan("")
     assert "deepspeed_config in" in result.notes[0]

@@ -10,9 +10,11 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, settings, ulysses
+from accelerate.checkpoint.state import together
 from accelerate.comm.nested import recursively_apply
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
+from accelerate.precision import master
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
     DeepSpeedOptimizerWrapper,
@@ -66,7 +68,7 @@ class DeepSpeed(Backend):
         import deepspeed
 
         plugin = accelerator.state.deepspeed_plugin
-        settings.check(plugin, optimizer, scheduler)
+        together(lambda: settings.check(plugin, model, optimizer, scheduler))
         plugin.set_moe_leaf_modules(model)
         config = settings.resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
         options: dict[str, Any] = {"model": model, "config_params": config}
@@ -80,7 +82,9 @@ class DeepSpeed(Backend):
         shares = layout is not None and layout._sp_by_deepspeed
         if shares:
             options["mpu"] = ulysses.share(accelerator, model, config["train_micro_batch_size_per_gpu"])
+        master.remember(model)
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
+        _keep_adagrad(engine)
         if shares:
             ulysses.average(engine)
         if engine.bfloat16_enabled():
@@ -210,6 +214,16 @@ def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
+def _keep_adagrad(engine: Any) -> None:
+    """Put an Adagrad back in its place: ZeRO builds another one, of a single group, which no schedule reaches."""
+    zero, given = engine.optimizer, engine.basic_optimizer
+    made = getattr(zero, "optimizer", None)
+    if isinstance(made, torch.optim.Adagrad) and made is not given:
+        given.state.clear()
+        given.state.update(made.state)
+        zero.optimizer = given
+
+
 def _compile(engine: Any, plugin: Any) -> None:
     """Compile the engine's module in place, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
     if plugin.backend.value == "NO":
@@ -226,7 +240,13 @@ def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[s
     offload = plugin.get_value("zero_optimization.offload_optimizer.device", "none")
     if offload in (None, "none") or not config.get("zero_force_ds_cpu_optimizer"):
         return optimizer
-    mapped = map_pytorch_optim_to_deepspeed(optimizer)
+    try:
+        mapped = together(lambda: map_pytorch_optim_to_deepspeed(optimizer))
+    except Exception as error:
+        raise RuntimeError(
+            f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed could not build its {type(optimizer).__name__} "
+            f"for states in host memory: {error} It needs ninja and a C++ compiler. Set it to false to train with the optimizer that you pass."
+        ) from error
     if mapped is optimizer:
         raise ValueError(
             f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed has no {type(optimizer).__name__} for states "

@@ -23,8 +23,8 @@ _BY_WIDTH = {
 }
 
 
-def check(plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> None:
-    """Refuse an optimizer or a scheduler that is in both places, in none, or in the wrong one; and MS-AMP.
+def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    """Refuse what the engine cannot do or would do otherwise: two optimizers, one of another model, a disk that is not there.
 
     Raises:
         ValueError: they contradict the configuration; the message names the key.
@@ -51,11 +51,37 @@ def check(plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> None:
             f"prepare got DummyOptim and a {type(scheduler).__name__}: a torch scheduler needs the torch optimizer that it was made for. "
             "Pass DummyScheduler as well, or a torch optimizer."
         )
+    groups = getattr(optimizer, "param_groups", ())
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if held and held.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"The optimizer ({type(optimizer).__name__}) holds no parameter of {type(model).__name__}: its steps would change nothing. Make "
+            "it from `model.parameters()` of the model as it is now."
+        )
+    _check_disk(plugin)
     if optimizer is None and stage in (1, 2):
         raise ValueError(
             f"prepare got a model without an optimizer, and ZeRO stage {stage} shards the optimizer's state. Pass the optimizer with the "
             "model, or set zero_stage to 3 (or 0) for inference."
         )
+
+
+def _check_disk(plugin: DeepSpeedPlugin) -> None:
+    """Refuse nvme where DeepSpeed would keep the host's memory instead, has no folder, or cannot build what reads and writes."""
+    for key in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        if plugin.get_value(f"{key}.device") != "nvme":
+            continue
+        if plugin.zero_stage != 3:
+            raise ValueError(f"{key}.device is 'nvme' at ZeRO stage {plugin.zero_stage}: take stage 3, or 'cpu'.")
+        if plugin.get_value(f"{key}.nvme_path") in (None, "none"):
+            raise ValueError(f"{key}.device is 'nvme', and {key}.nvme_path names no folder. Set it.")
+        import deepspeed
+
+        if not deepspeed.ops.__compatible_ops__["async_io"]:
+            raise RuntimeError(
+                f"{key}.device is 'nvme', for which DeepSpeed builds async_io, and this machine has no libaio. Install it with its headers "
+                "(libaio-dev, libaio-devel), or set the device to 'cpu'."
+            )
 
 
 def batch_size(loaders: Sequence[Any], smallest: bool) -> int | None:
