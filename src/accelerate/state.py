@@ -160,12 +160,10 @@ class AcceleratorState(ProcessView):
                 f"cpu=True cannot take effect: `PartialState` was built before, with device={str(process.device)!r}. Build it "
                 "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
             )
-        if engine == "deepspeed_plugins" and not traits.of(process.distributed_type).deepspeed:  # it was built before
-            rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
-        self.__dict__.update(process.__dict__)
-        if engine == "deepspeed_plugins" and process.backend and not traits.of(process.distributed_type).deepspeed:
+        if engine == "deepspeed_plugins" and not traits.of(process.distributed_type).deepspeed:
             # The program built the process state before, where nothing told of DeepSpeed.
             rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
+        self.__dict__.update(process.__dict__)
         self._mixed_precision = precision
         self.deepspeed_plugins = plugins["deepspeed_plugins"]
         if engine is not None:

@@ -295,9 +295,8 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     num_batches = math.ceil(num_batches or 0)
     if num_batches < 0:
         raise ValueError(f"num_batches is {num_batches}; pass the number of batches to leave out, 0 or more.")
-    if hasattr(
-        type(dataloader), "_skipping_parts"
-    ):  # what DeepSpeed's sequence parallelism hands out is no torch loader
+    # What DeepSpeed's sequence parallelism hands out is no torch loader.
+    if hasattr(type(dataloader), "_skipping_parts"):
         return dataloader._skipping_parts(num_batches)
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")

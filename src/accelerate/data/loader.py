@@ -217,9 +217,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = _continued(batches, drawn, to_drop, known, reads)
         progress.workers_kept = progress.workers_kept or bool(base.num_workers and base.persistent_workers)
         ahead = None if self._reads_ahead else order
-        again = (
-            ahead is None or self._ends_unevenly() or progress.parts > 1
-        )  # a run that goes on may read a batch again
+        # A run that goes on may read a batch again.
+        again = ahead is None or self._ends_unevenly() or progress.parts > 1
         noting = is_stateful(base) or (again and not base.num_workers)
         if noting and not self._notes_nothing:
             batches = _noting(batches, progress, base, reads, start, known)

@@ -44,9 +44,9 @@ _OF_ONE_VERSION = {
 }
 # Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
 _OF_A_FILE = (
-    "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path "
+    *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),
+    *("offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping", "zero3_save_16bit_model"),
 )
-_OF_A_FILE += "gradient_accumulation_steps gradient_clipping zero3_save_16bit_model"
 _SIZES = [f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
 
 Values = dict[str, Resolved]
@@ -342,7 +342,7 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
         if is_set and version != owner:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
     config = values["deepspeed_config_file"].value
-    for name in _OF_A_FILE.split() if "deepspeed" in on and config not in (None, "none") else ():
+    for name in _OF_A_FILE if "deepspeed" in on and config not in (None, "none") else ():
         if values[name].source is Source.COMMAND_LINE:
             notes.append(f"--{name} counts only where {config} says 'auto': a file's own values hold.")
 

@@ -20,11 +20,8 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
     """
     layout = accelerator.parallelism_config
     shares = layout is not None and layout._sp_by_deepspeed
-    others = (
-        []
-        if layout is None
-        else [name for name in layout.active_mesh_dims if name not in ("dp_replicate", "sp" if shares else "")]
-    )
+    possible = ("dp_replicate", "sp") if shares else ("dp_replicate",)
+    others = [name for name in (layout.active_mesh_dims if layout is not None else ()) if name not in possible]
     if others:
         sizes = ", ".join(f"{name}_size={getattr(layout, f'{name}_size')}" for name in others)
         raise NotImplementedError(

@@ -104,11 +104,12 @@ def resolve(
     if config[_STEPS] == "auto":
         config[_STEPS] = steps
     elif config[_STEPS] != steps:
-        logger.warning(
-            "gradient_accumulation_steps is %s in the DeepSpeed configuration and %s in the Accelerator: the configuration holds.",
-            config[_STEPS],
-            steps,
-        )
+        if steps != 1 and accelerator.process_index == 0:  # 1 is what nobody has set, as under transformers' Trainer
+            logger.warning(
+                "gradient_accumulation_steps is %s in the DeepSpeed configuration and %s in the Accelerator: the configuration holds.",
+                config[_STEPS],
+                steps,
+            )
         accelerator.gradient_accumulation_steps = config[_STEPS]
     micro = config.get(_MICRO, "auto")
     if micro == "auto":
