@@ -122,7 +122,9 @@ class Folder:
             flats = [shard[key][number] for shard in self.shards]
             for name, shape in group.items():
                 values[name] = self._joined(flats, number, name, shape)
-        aliases = {canonical_name(alias): canonical_name(name) for alias, name in self._aliases.items() if name in values}
+        aliases = {
+            canonical_name(alias): canonical_name(name) for alias, name in self._aliases.items() if name in values
+        }
         values = {canonical_name(name): value for name, value in values.items()}
         return self._stored(values | {alias: values[name] for alias, name in aliases.items()}, aliases)
 
@@ -136,7 +138,9 @@ class Folder:
                     "names. Load it at stage 0 with the same precision."
                 )
             return self._stored({"state": {}, "param_groups": []} if raw is None else raw, {})
-        bases = [shard["optimizer_state_dict" if self.splits_weights else "base_optimizer_state"] for shard in self.shards]
+        bases = [
+            shard["optimizer_state_dict" if self.splits_weights else "base_optimizer_state"] for shard in self.shards
+        ]
         if isinstance(bases[0], list):
             raise ValueError(f"{self._folder!r} was saved with elastic_checkpoint, which has no groups of parameters.")
         states: dict[str, Any] = {}
@@ -158,7 +162,9 @@ class Folder:
     def _joined(self, flats: Sequence[torch.Tensor], number: int, name: str, shape: torch.Size) -> torch.Tensor:
         """Return a placeholder for a parameter, or one of its states, of which each rank has a part in a flat tensor."""
         places = self._places[number][name]
-        return self._reader.join([flats[rank].detach().narrow(0, start, count) for rank, start, count in places], shape)
+        return self._reader.join(
+            [flats[rank].detach().narrow(0, start, count) for rank, start, count in places], shape
+        )
 
     @functools.cached_property
     def _places(self) -> list[dict[str, list[tuple[int, int, int]]]]:

@@ -99,7 +99,9 @@ def _matched(engine: Any, stored: "Stored", strict: bool, written: zero.Folder |
         if name in found and found[name].shape != shape
     ]
     if strict:
-        problems += [f"{name} is missing in the checkpoint" for name in own if name not in found and name not in optional]
+        problems += [
+            f"{name} is missing in the checkpoint" for name in own if name not in found and name not in optional
+        ]
         problems += [f"{name} is unexpected in the checkpoint" for name in sorted(values.keys() - pairs.keys())]
     refuse_misfit(stored.origin, type(engine.module).__name__, problems)
     return found
@@ -214,9 +216,14 @@ def _flats(engine: Any) -> Iterator[_Flat]:
     """Yield the float32 weights that this rank has of an engine from stage 1 on."""
     inner, names = engine.optimizer, engine.param_names
     if engine.zero_optimization_stage() < 3:
-        for number, (flat, group) in enumerate(zip(inner.single_partition_of_fp32_groups, inner.bit16_groups, strict=True)):
+        for number, (flat, group) in enumerate(
+            zip(inner.single_partition_of_fp32_groups, inner.bit16_groups, strict=True)
+        ):
             linked = [(canonical_name(names[one]), one._hp_mapping) for one in group if one._hp_mapping is not None]
-            parts = [(n, m.hp_fragment_address.start, m.lp_fragment_address.start, m.lp_fragment_address.numel) for n, m in linked]
+            parts = [
+                (n, m.hp_fragment_address.start, m.lp_fragment_address.start, m.lp_fragment_address.numel)
+                for n, m in linked
+            ]
             yield _Flat(flat, number, parts)
         return
     for number, group in enumerate(inner.fp16_groups):
