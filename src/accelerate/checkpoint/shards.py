@@ -187,6 +187,7 @@ class WholeTensors:
         return value
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
+        """Put the parts of tensors that a plan asks for where its planner wants them."""
         for item in plan.items:
             key = item.storage_index.fqn
             part = self._tensors[key]
