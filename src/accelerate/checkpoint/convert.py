@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accelerate.checkpoint import formats, layouts, manifest, optimizers, state
+from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, zero
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
@@ -353,6 +353,7 @@ def _copied(folder: str, staged: str, files: Collection[str], parts: list[Found]
 def _files_of(found: Found) -> set[str]:
     """Return the files and folders that a model or optimizer has in any layout."""
     listed = set(layouts.usual_names(found.kind, found.index))
+    listed |= {found.name, *zero.BESIDE} if found.layout == "zero" else set()
     for whole, index in layouts.whole_names(found.index) if found.kind == "model" else ():
         listed |= {whole, index}
         if os.path.isfile(os.path.join(found.folder, index)):

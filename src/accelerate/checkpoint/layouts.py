@@ -3,6 +3,7 @@
 - whole: ``model.safetensors`` or ``pytorch_model.bin``, or several files with an index; ``optimizer.bin``, which numbers its parameters.
   FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them.
 - sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.shards`).
+- zero: a folder `pytorch_model` of DeepSpeed's files, a model with its optimizer (`checkpoint.zero`). Only its engines write it.
 - local: a file per rank, ``pytorch_model_fsdp_rank0.bin``, that only the same number of ranks in the same layout can load.
 
 Parameters have the names that the user wrote (see `checkpoint.state`), so each strategy reads what any other wrote, on any number of
@@ -61,6 +62,10 @@ class Found:
         if self.layout == "sharded":
             verified = f"{self.name}/{manifest.METADATA}" in entries
             return Stored.in_folder(os.path.join(self.folder, self.name), verified)
+        if self.layout == "zero":
+            from accelerate.checkpoint import zero
+
+            return zero.stored(os.path.join(self.folder, self.name), self.kind)
         if self.layout == "full":
             files = self.files()
             listed = [entries[file] for file in files if file in entries]
@@ -95,7 +100,7 @@ class Found:
         """Say whether a file belongs to it, beside those that an index lists."""
         if self.layout == "local":
             return re.fullmatch(re.escape(self.name) + r"_rank\d+\.bin", file) is not None
-        return file == self.name or (self.layout == "sharded" and file.startswith(f"{self.name}/"))
+        return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
         """Compare its files with what a manifest says of them, if there is one. Any rank, alone."""
@@ -139,8 +144,18 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
         stems += [FSDP_MODEL_NAME] if index == 0 else []
     lying: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
     lying += [(file, "full") for file in whole if file in files]
+    lying += [(manifest.engine_folder(index), "zero")] if _of_engine(files, kind, index) else []
     lying += [(stem, "local") for stem in stems if manifest.rank_file(stem, 0) in files]
     return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in lying]
+
+
+def _of_engine(files: Collection[str], kind: Kind, index: int) -> bool:
+    """Say whether an engine wrote a model, or an optimizer, in a folder of its own."""
+    inside = [file for file in files if file.startswith(f"{manifest.engine_folder(index)}/")]
+    models = [file for file in inside if file.endswith("_model_states.pt")]
+    if kind == "model" or not any("/zero_pp_rank_" in file for file in models):
+        return bool(models)
+    return any(file.endswith("_optim_states.pt") for file in inside)
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
@@ -151,6 +166,9 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     name = os.path.basename(LocalStorage(os.path.join(folder, shards)).fetch())
     if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
         files.add(f"{shards}/{manifest.METADATA}")
+    engine = manifest.engine_folder(index)
+    if os.path.isdir(inside := os.path.join(folder, engine)):
+        files.update(f"{engine}/{file}" for file in os.listdir(inside))
     found = min(candidates(folder, files, kind, index), key=lambda one: one.layout != prefer, default=None)
     return replace(found, name=name) if found is not None and found.layout == "sharded" else found
 

@@ -155,20 +155,28 @@ def read_optimizer(goal: Target, stored: "Stored", found: Found) -> dict[str, An
 
     Nothing else changes. Any rank, alone. RuntimeError names parameters that differ; DamagedCheckpoint a bad file.
     """
+    raw, known = matched(goal, stored, found)
+    result = {name: _fitted(goal, name, raw["state"][name], stored) for name in known}
+    # What belongs to no parameter is whole.
+    result |= {name: stored.whole(values) for name, values in raw["state"].items() if name not in result}
+    stored.fill()
+    return {**raw, "state": result}
+
+
+def matched(goal: Target, stored: "Stored", found: Found) -> tuple[dict[str, Any], list[str]]:
+    """Return a stored state under an optimizer's own names, in its own groups, not read; and the names of its parameters in it.
+
+    The rest of its states belongs to no parameter. Any rank, alone. RuntimeError names parameters that differ.
+    """
     raw = optimizer_values(stored)
     if not is_named(raw):
         raw = named(raw, _order_of_numbers(goal, found, raw["param_groups"]))
     states = dict(raw["state"])
     groups = _own_groups(goal, raw["param_groups"], [name for name, values in states.items() if values], stored.origin)
     saved = {name for group in raw["param_groups"] for name in group["params"]}
-    result: dict[Any, Any] = {}
-    for name in goal.order:
-        values = states.pop(goal.source(name, saved), None)
-        if values is not None:
-            result[name] = _fitted(goal, name, values, stored)
-    result |= {name: stored.whole(values) for name, values in states.items()}  # what belongs to no parameter
-    stored.fill()
-    return {**raw, "state": result, "param_groups": groups}
+    own = {name: states.pop(goal.source(name, saved), None) for name in goal.order}
+    own = {name: values for name, values in own.items() if values is not None}
+    return {**raw, "state": {**own, **states}, "param_groups": groups}, list(own)
 
 
 def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -305,7 +313,7 @@ def read_whole_optimizer(
         found = find(folder, "optimizer", index)
     model, _ = state.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model)
-    if found is not None and goal is not None and found.layout == "sharded":
+    if found is not None and goal is not None and found.layout in ("sharded", "zero"):
         return state.numbered(read_optimizer(goal, found.open(), found))
     raw = load.read_optimizer(folder, index, **options)
     if not is_state(raw) or (goal is None and not is_named(raw)):

@@ -17,7 +17,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -52,7 +52,7 @@ class Stored:
 
     origin: str
     state: Any
-    reader: "dcp.StorageReader | _WholeTensors | None" = None
+    reader: "dcp.StorageReader | WholeTensors | None" = None
     metadata: Metadata | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     verified: bool = False
@@ -97,7 +97,7 @@ class Stored:
             state.update(held)
         found |= {name: kept for name, kept in (aliases or {}).items() if name not in state and kept in state}
         state |= {alias: state[name] for alias, name in found.items()}
-        reader = _WholeTensors()
+        reader = WholeTensors()
         return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), found)
 
     def into(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -166,25 +166,33 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = load(value, "cpu")
 
 
-class _WholeTensors:
+class WholeTensors:
     """Gives torch's planner parts of tensors that are in memory, or mapped, as its readers do."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor | Sequence[torch.Tensor]] = {}
         self.specs: dict[str, Any] = {}
 
-    def add(self, value: Any) -> Any:
+    def join(self, pieces: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Return a placeholder for the tensor that flat pieces make together when it is read."""
+        return self.add(torch.empty(shape, dtype=pieces[0].dtype, device="meta"), pieces)
+
+    def add(self, value: Any, pieces: Sequence[torch.Tensor] | None = None) -> Any:
         """Give a tensor a key, once; other values stay as they are."""
         if isinstance(value, torch.Tensor) and not hasattr(value, "stored_key"):
             value.stored_key = str(len(self._tensors))
-            self._tensors[value.stored_key] = value
+            self._tensors[value.stored_key] = value if pieces is None else pieces
             chunk = dcp.metadata.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
             self.specs[value.stored_key] = TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [chunk])
         return value
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
+        """Put the parts of tensors that a plan asks for where its planner wants them."""
         for item in plan.items:
-            part = self._tensors[item.storage_index.fqn]
+            key = item.storage_index.fqn
+            part = self._tensors[key]
+            if not isinstance(part, torch.Tensor):
+                part = torch.cat(list(part)).view(self.specs[key].size)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()

@@ -26,7 +26,7 @@ from accelerate.modules.unwrap import canonical_name, extract_model_from_paralle
 from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
 
-Layout = Literal["full", "sharded", "local"]
+Layout = Literal["full", "sharded", "local", "zero"]
 T = TypeVar("T")
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """DeepSpeed on this machine's processors: each ZeRO stage trains as plain torch does, saves, resumes, and says what it cannot do."""
 
 import copy
-import os
 import warnings
 
 import torch
-from expect import logged, raised, warned
-from harness import fresh_accelerator, rank, shared_folder, world
+from expect import logged, raised
+from harness import fresh_accelerator, rank, world
 from models import WIDTH, inputs_of, mean_square, network
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -136,26 +135,6 @@ def check_the_optimizer_that_was_given_trains_offloaded_states():
     accelerator.free_memory()
 
 
-def check_a_run_goes_on_where_it_was_saved():
-    for stage in (0, 2, 3):
-        with shared_folder() as folder:
-            accelerator = engines(stage)
-            objects = prepared(accelerator)
-            train(accelerator, *objects, updates=range(3))
-            with warned(1, "its engine writes"):
-                accelerator.save_state(f"{folder}/saved", blocking=False)
-            wanted = train(accelerator, *objects, updates=range(3, 6))
-            assert os.path.isfile(f"{folder}/saved/accelerate_manifest.json")
-            accelerator.free_memory()
-            accelerator = engines(stage)
-            objects = prepared(accelerator)
-            accelerator.load_state(f"{folder}/saved")
-            assert train(accelerator, *objects, updates=range(3, 6)) == wanted
-            with raised(ValueError, "absent"):
-                accelerator.load_state(f"{folder}/absent")
-            accelerator.free_memory()
-
-
 def check_a_second_prepare_returns_the_engine():
     accelerator = engines(1)
     inner = network()
@@ -260,33 +239,3 @@ def check_what_does_not_fit_is_refused_on_every_rank():
     with raised(ValueError, "stage3_gather_16bit_weights_on_model_save"):
         accelerator.get_state_dict(model)
     accelerator.free_memory()
-
-
-def saved_by_all():
-    """Save with so many ranks, and the whole weights beside it."""
-    for stage in (2, 3):
-        accelerator = engines(stage)
-        objects = prepared(accelerator)
-        train(accelerator, *objects, updates=range(3))
-        accelerator.save_state(f"saved_{stage}")
-        weights = accelerator.get_state_dict(objects[0])
-        if rank() == 0:
-            torch.save(weights, f"weights_{stage}.pt")
-        accelerator.free_memory()
-
-
-def loaded_by_fewer():
-    """Load it with another number of ranks: the same weights, and moments that take the same step."""
-    for stage in (2, 3):
-        accelerator = engines(stage)
-        model, optimizer, scheduler = prepared(accelerator)
-        accelerator.load_state(f"saved_{stage}")
-        kept = torch.load(f"weights_{stage}.pt")
-        state = accelerator.get_state_dict(model)
-        for name in state:
-            near(state[name].tolist(), kept[name].tolist())
-        assert sorted(os.listdir()) == ["saved_2", "saved_3", "weights_2.pt", "weights_3.pt"], (
-            "what was converted is gone"
-        )
-        train(accelerator, model, optimizer, scheduler, updates=range(3, 5))
-        accelerator.free_memory()

@@ -1,89 +1,321 @@
-"""Checkpoints of engines: DeepSpeed writes into the folder that is staged, and reads from one that is verified.
+"""Checkpoints of engines: DeepSpeed writes into the folder that is staged, and loads what as many ranks wrote at the same stage.
+
+What others wrote (other ranks, another stage, another strategy) is put into the engine here, each rank its part by the names of parameters.
+Either way names and shapes are compared before anything changes.
 
 Source: https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 """
 
-import glob
-import logging
+import contextlib
+import importlib
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint.manifest import model_file
+from accelerate.checkpoint import layouts, manifest, optimizers, zero
+from accelerate.checkpoint.load import refuse_misfit
 from accelerate.checkpoint.optimizers import Deferred
-from accelerate.checkpoint.state import on_all, together
-from accelerate.runtime.durable import STAGING_PREFIX
+from accelerate.checkpoint.state import numbered, parameter_names, tied_names, together
+from accelerate.modules.unwrap import canonical_name, match_names
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from accelerate.checkpoint.shards import Stored
 
-_UNIVERSAL = "universal"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
-
-
-def tag(index: int) -> str:
-    """Return the name of the folder of engine number `index` in a checkpoint: `pytorch_model`, `pytorch_model_1`, ..."""
-    return os.path.splitext(model_file(index, safe_serialization=False))[0]
 
 
 def save(engine: Any, folder: str, index: int, **options: Any) -> None:
     """Let the engine write everything it has. All ranks."""
-    engine.save_checkpoint(folder, tag(index), **options)
+    engine.save_checkpoint(folder, manifest.engine_folder(index), **options)
 
 
-def read(engine: Any, folder: str, index: int, strict: bool = True, **options: Any) -> Deferred:
-    """Check what an engine saved, and return what loads it. All ranks.
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def read(
+    engine: Any, folder: str, index: int, optimizer: int, strict: bool = True, weights_only: bool = True
+) -> Deferred:
+    """Compare an engine with what a checkpoint has for it, and return what loads that. All ranks.
+
+    Args:
+        engine: it stays as it is until the returned function is called.
+        folder: a checkpoint of any strategy.
+        index: of the model.
+        optimizer: index of the engine's optimizer.
+        strict: each name is there, and no other.
+        weights_only: run no code of a file.
 
     Raises:
-        FileNotFoundError: it is not there.
-        RuntimeError: it could not be converted for this number of ranks.
+        FileNotFoundError: there is no such model, or no state for the engine's optimizer.
+        RuntimeError: names, shapes or groups differ.
     """
-    place = os.path.join(folder, tag(index))
-    if not os.path.isdir(place):
-        raise FileNotFoundError(
-            f"{folder!r} has no {tag(index)}/, the folder of engine number {index}: it was not saved with DeepSpeed, or with fewer engines."
-        )
-    shards = glob.glob(os.path.join(glob.escape(place), "*zero_pp_rank_*_optim_states.pt"))
-    ranks = engine.seq_dp_world_size
-    load = partial(engine.load_checkpoint, load_module_strict=strict, **options)
-    if not shards or len(shards) == ranks:
-        return Deferred(None, partial(load, folder, tag(index)))
-    logger.info("%s has the optimizer's shards of %d ranks, and is converted for %d.", place, len(shards), ranks)
-    universal = together(lambda: _converted(place) if engine.global_rank == 0 else None)
-    return Deferred(None, partial(_load_universal, engine, on_all(universal)[0], load))
+    return Deferred(None, together(partial(_plan, engine, folder, index, optimizer, strict, weights_only)))
 
 
-def _converted(place: str) -> str:
-    """Write a checkpoint in DeepSpeed's format for any number of ranks into a new folder beside it, and return that."""
-    made = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=os.path.dirname(os.path.dirname(os.path.abspath(place))))
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    command += ["--input_folder", place, "--output_folder", os.path.join(made, _UNIVERSAL)]
-    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
-    if done.returncode:
-        shutil.rmtree(made, ignore_errors=True)
-        raise RuntimeError(f"{place!r} could not be converted for another number of ranks: {done.stderr[-2000:]}")
-    return made
+def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
+    """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
+    found = layouts.required(folder, "model", index, None, verify=False)
+    written = None
+    if found.layout == "zero":
+        load = partial(_native, engine, folder, found.name, weights_only)
+        if engine.has_moe_layers:
+            return partial(load, strict)
+        written = zero.Folder(os.path.join(folder, found.name), weights_only)
+    model = found.open() if written is None else written.model()
+    values = _matched(engine, model, strict, written)
+    own = _same_layout(engine, written, os.path.join(folder, found.name))
+    trains = engine.basic_optimizer is not None
+    if own and trains and (written.shards or not isinstance(engine.optimizer, torch.optim.Optimizer)):
+        return partial(load, strict and len(values) == len(_shapes(engine)))
+    raw = None
+    if trains:
+        _check_flat(engine)
+        found = layouts.required(folder, "optimizer", optimizer if written is None else index, None, verify=False)
+        states = found.open() if written is None else written.optimizer()
+        goal = optimizers.Target(_groups(engine), {}, {}, tied_names(engine.module))
+        raw, _ = optimizers.matched(goal, states, found)
+        raw = _Optimizer(states, raw["state"], raw["param_groups"])
+    return partial(_put, engine, model, values, raw, written)
 
 
-def _load_universal(engine: Any, folder: str, load: Callable[..., Any]) -> None:
-    """Load what `_converted` has written, and remove it. All ranks."""
-    settings = engine._config
-    before, settings.load_universal_checkpoint = settings.load_universal_checkpoint, True
+def _matched(engine: Any, stored: "Stored", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
+    """Return the stored values by the engine's names, not read; refuse other names and shapes."""
+    own, values = _shapes(engine), layouts.model_values(stored)
+    pairs = match_names(own, values)
+    found = {wanted: values[name] for name, wanted in pairs.items()}
+    for group in tied_names(engine.module):
+        known = next((name for name in group if name in found), None)
+        found |= {name: found[known] for name in group if known and name in own and name not in found}
+    # What `exclude_frozen_parameters` left out stays as it is.
+    frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+    optional = frozen if written is not None and written.head["frozen_param_shapes"] is None else set()
+    problems = [
+        f"{name} has {tuple(found[name].shape)} in the checkpoint and {tuple(shape)} in the engine"
+        for name, shape in own.items()
+        if name in found and found[name].shape != shape
+    ]
+    if strict:
+        problems += [
+            f"{name} is missing in the checkpoint" for name in own if name not in found and name not in optional
+        ]
+        problems += [f"{name} is unexpected in the checkpoint" for name in sorted(values.keys() - pairs.keys())]
+    refuse_misfit(stored.origin, type(engine.module).__name__, problems)
+    return found
+
+
+def _shapes(engine: Any) -> dict[str, torch.Size]:
+    """Return the shapes of an engine's weights and buffers by the names of its state dict."""
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    return {
+        name: getattr(parameters.get(name), "ds_shape", value.shape)
+        for name, value in engine.module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
+    """Say whether an engine of this stage, precision and number of ranks wrote a folder, with its parameters in this order."""
+    if written is None or bool(written.shards) is not bool(engine.zero_optimization()):
+        return False
+    if not written.shards or engine.basic_optimizer is None:
+        return not written.shards
+    name = f"{'bf16_' * engine.bfloat16_enabled()}zero_pp_rank_{engine.global_rank}_mp_rank_00_optim_states.pt"
+    return (
+        os.path.exists(os.path.join(place, name))
+        and len(written.shards) == engine.seq_dp_world_size
+        and written.splits_weights is (engine.zero_optimization_stage() == 3)
+        and list(map(list, written.groups)) == [list(group) for group in engine._get_zero_param_shapes()]
+    )
+
+
+def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool) -> None:
+    """Let an engine load what it has written. All ranks."""
+    with _without_code(engine) if weights_only else contextlib.nullcontext():
+        engine.load_checkpoint(folder, tag, load_module_strict=strict)
+
+
+@contextlib.contextmanager
+def _without_code(engine: Any) -> Iterator[None]:
+    """Let an engine read files of plain data and DeepSpeed's records only."""
+    before, engine.checkpoint_engine = engine.checkpoint_engine, _PlainData(engine.checkpoint_engine)
     try:
-        together(lambda: None)
-        load(folder, _UNIVERSAL)
+        yield
     finally:
-        settings.load_universal_checkpoint = before
-        together(lambda: None)
-        if engine.global_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        engine.checkpoint_engine = before
+
+
+class _PlainData:
+    """Reads for an engine in the place of its own reader, which would run what is in a file."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file; UnpicklingError for objects of other classes."""
+        paths = [name.rpartition(".") for name in zero.CLASSES]
+        classes = [getattr(importlib.import_module(module), name) for module, _, name in paths]
+        with torch.serialization.safe_globals(classes):
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+
+# -- putting another layout into an engine -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """A stored optimizer under the engine's names, in its groups, not read."""
+
+    stored: "Stored"
+    states: Mapping[str, Any]
+    groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A flat float32 tensor of this rank: its group, and for each name where a part begins in it and in the parameter, and its length."""
+
+    tensor: torch.Tensor
+    group: int
+    parts: list[tuple[str, int, int, int]]
+
+
+def _check_flat(engine: Any) -> None:
+    """Refuse engines whose optimizer's memory is not to be had."""
+    inner, stage = engine.optimizer, engine.zero_optimization_stage()
+    fits = hasattr(inner, "single_partition_of_fp32_groups" if stage else "step")
+    if stage == 3:
+        fits = not engine.zero_nvme_offload_optimizer()
+    elif stage == 0:
+        fits = isinstance(inner, torch.optim.Optimizer)
+    if not fits:
+        raise RuntimeError(
+            f"This engine (stage {stage}, {type(inner).__name__}) loads only what as many ranks saved with the same configuration; nothing was "
+            "loaded. Load it without offload to nvme, in float32 at stage 0, or at another stage."
+        )
+
+
+def _groups(engine: Any) -> list[list[str]]:
+    """Return the names of the optimizer's parameters in each group."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return parameter_names(engine.optimizer, engine.module)
+    groups: list[list[str]] = [[] for _ in engine.optimizer.optimizer.param_groups]
+    for number, shapes in enumerate(engine._get_zero_param_shapes()):
+        groups[engine.optimizer.sub_group_to_group_id[number] if stage == 3 else number] += map(canonical_name, shapes)
+    return groups
+
+
+def _flats(engine: Any) -> Iterator[_Flat]:
+    """Yield the float32 weights that this rank has of an engine from stage 1 on."""
+    inner, names = engine.optimizer, engine.param_names
+    if engine.zero_optimization_stage() < 3:
+        for number, (flat, group) in enumerate(
+            zip(inner.single_partition_of_fp32_groups, inner.bit16_groups, strict=True)
+        ):
+            linked = [(canonical_name(names[one]), one._hp_mapping) for one in group if one._hp_mapping is not None]
+            parts = [
+                (n, m.hp_fragment_address.start, m.lp_fragment_address.start, m.lp_fragment_address.numel)
+                for n, m in linked
+            ]
+            yield _Flat(flat, number, parts)
+        return
+    for number, group in enumerate(inner.fp16_groups):
+        parts, offset = [], 0
+        for parameter in group:
+            start, count, length = _part(engine, parameter)
+            parts.append((canonical_name(names[parameter]), offset, start, count))
+            offset += length
+        yield _Flat(inner.fp32_partitioned_groups_flat[number], inner.sub_group_to_group_id[number], parts)
+
+
+def _part(engine: Any, parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Return which part of a parameter this rank has at stage 3."""
+    group = parameter.ds_process_group
+    return zero.part_of(parameter.ds_numel, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
+
+
+@torch.no_grad()
+def _put(
+    engine: Any, model: "Stored", values: dict[str, Any], optimizer: _Optimizer | None, written: zero.Folder | None
+) -> None:
+    """Put weights, and the state of an optimizer, into an engine; a tensor at a time is read. All ranks."""
+    inner, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        inner.checkpoint_event_prologue() if optimizer else inner.partition_all_parameters()
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    state = engine.module.state_dict()
+    owned = {name for group in optimizer.groups for name in group["params"]} if optimizer and stage else set()
+    canonical = {canonical_name(name): name for name in values}
+    skipped = {id(parameters[canonical[name]]) for name in owned if name in canonical}
+    for name, value in values.items():
+        parameter = parameters.get(name)
+        if id(parameter) in skipped:
+            continue
+        value = model.read(value)
+        if hasattr(parameter, "ds_tensor"):
+            start, count, _ = _part(engine, parameter)
+            parameter.ds_tensor[:count].copy_(value.flatten()[start : start + count])
+        else:
+            state[name].copy_(value)
+    if optimizer and not stage:
+        stored = {"state": optimizer.states, "param_groups": optimizer.groups}
+        inner.load_state_dict(numbered(optimizer.stored.read(stored)))
+    elif optimizer:
+        for flat in _flats(engine):
+            _fill(flat, lambda name: model.read(values[canonical[name]]), flat.tensor)
+            _put_states(flat, optimizer, inner.optimizer.state[flat.tensor])
+        for own, stored in zip(inner.optimizer.param_groups, optimizer.groups, strict=True):
+            own.update({key: value for key, value in stored.items() if key != "params"})
+        if stage == 3:
+            for half, flat in zip(inner.fp16_partitioned_groups_flat, inner.fp32_partitioned_groups_flat, strict=True):
+                half.copy_(flat)
+        else:
+            inner.update_lp_params()
+    if stage == 3 and optimizer:
+        inner.checkpoint_event_epilogue()
+    if written is not None:
+        _put_counts(engine, written)
+
+
+def _fill(flat: _Flat, read: Any, target: torch.Tensor) -> None:
+    """Copy this rank's parts of what `read` returns for each name."""
+    for name, offset, start, count in flat.parts:
+        target[offset : offset + count].copy_(read(name).flatten()[start : start + count])
+
+
+def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> None:
+    """Put the states of a flat tensor's parameters into the optimizer's one state of it."""
+    names = [name for name, *_ in flat.parts] or optimizer.groups[flat.group]["params"]
+    first = next((optimizer.states[name] for name in names if name in optimizer.states), {})
+    for key, value in first.items():
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            kept[key] = optimizer.stored.read(value).clone() if isinstance(value, torch.Tensor) else value
+            continue
+        if not isinstance(kept.get(key), torch.Tensor):
+            kept[key] = torch.zeros_like(flat.tensor)
+        _fill(flat, lambda name, key=key: optimizer.stored.read(optimizer.states[name][key]), kept[key])
+
+
+def _put_counts(engine: Any, written: zero.Folder) -> None:
+    """Let an engine count its steps from where another stood; its scale of losses and its own schedule, too."""
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, written.head[name])
+    if engine.lr_scheduler is not None and written.head["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(written.head["lr_scheduler"])
+    own = getattr(engine.optimizer, "loss_scaler", None)
+    saved = written.shards[0].get("loss_scaler") if written.shards else None
+    if own is not None and saved is not None and vars(own).keys() == vars(saved).keys():
+        vars(own).update(vars(saved))
+
+
+# -- weights alone -----------------------------------------------------------------------------------------------------
 
 
 def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any]:

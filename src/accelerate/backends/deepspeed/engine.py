@@ -162,7 +162,15 @@ class DeepSpeed(Backend):
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Return what loads the engine's part, its optimizer included. All ranks."""
-        return checkpoint.read(model, folder, index, strict=options.get("strict", True))
+        trained = [known.engine for known in accelerator.prepared.engines]
+        return checkpoint.read(
+            model,
+            folder,
+            index,
+            optimizer=trained.index(model) if model in trained else 0,
+            strict=options.get("strict", True),
+            weights_only=(options.get("load_kwargs") or {}).get("weights_only", True),
+        )
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Nothing: the engine's part has it."""
