@@ -12,13 +12,11 @@ pytest.importorskip("deepspeed")
 
 
 def test_engines(launch):
-    done = launch("several.py", "check_deepspeed.py", limit_s=600)
-    assert done.stdout.count("\nok check_") == 6
+    launch("several.py", "check_deepspeed.py", limit_s=600)
 
 
 def test_offload_experts_compilation_and_reports(launch):
-    done = launch("several.py", "check_deepspeed_more.py", limit_s=600)
-    assert done.stdout.count("\nok check_") == 6
+    launch("several.py", "check_deepspeed_more.py", limit_s=600)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +41,7 @@ def test_launchers(tmp_path, stage, command):
 
 def test_shared_sequences(launch):
     pytest.importorskip("transformers")
-    done = launch("several.py", "check_ulysses.py", limit_s=600)
-    assert done.stdout.count("\nok check_") == 5
+    launch("several.py", "check_ulysses.py", limit_s=600)
 
 
 def test_shared_sequences_beside_data_parallelism(launch):
@@ -53,8 +50,7 @@ def test_shared_sequences_beside_data_parallelism(launch):
 
 
 def test_checkpoints(launch):
-    done = launch("several.py", "check_deepspeed_checkpoints.py", limit_s=600)
-    assert done.stdout.count("\nok check_") == 10
+    launch("several.py", "check_deepspeed_checkpoints.py", limit_s=600)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
