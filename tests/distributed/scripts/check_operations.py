@@ -97,5 +97,5 @@ def check_disagreement() -> None:
             with raised(ops.DistributedOperationException, *fragments):
                 call()
             assert ops.gather(torch.tensor([RANK], device=DEVICE)).tolist() == EVERYONE
-        ops.pad_across_processes(torch.ones(2 + RANK, device=DEVICE))
+        assert len(ops.pad_across_processes(torch.ones(2 + RANK, device=DEVICE))) == SIZE + 1
     PartialState().debug = False
