@@ -45,12 +45,15 @@ def check_reduce_and_broadcast() -> None:
     assert ops.reduce(torch.tensor(RANK, device=DEVICE), "sum").shape == ()
     assert ops.reduce(torch.tensor([RANK], device=DEVICE), "mean").item() == (SIZE - 1) / 2
     weight = torch.nn.Parameter(torch.full((2,), RANK + 1.0, device=DEVICE))
-    for reduction, value, gradient in (("sum", total, 1), ("mean", total / SIZE, 1 / SIZE), ("max", SIZE, 1)):
+    kinds = (("sum", total, 1), ("mean", total / SIZE, 1 / SIZE), ("max", SIZE, 1), ("none", total, 1))
+    for reduction, value, gradient in kinds:
         weight.grad = None
         loss = ops.reduce(weight.sum() * (RANK + 1), reduction)
         loss.backward()
         torch.testing.assert_close(weight.grad.cpu(), torch.full((2,), gradient * (RANK + 1.0)))
         assert ops.reduce(weight, reduction)[0].item() == value
+        with torch.no_grad():
+            assert not ops.reduce(weight, reduction).requires_grad
     columns = torch.full((2, 3), RANK, device=DEVICE)
     data = {"a": weight, "b": [Pair(columns[:, 1], torch.tensor(RANK, device=DEVICE))]}
     result = ops.broadcast(data, SIZE - 1)
@@ -94,5 +97,5 @@ def check_disagreement() -> None:
             with raised(ops.DistributedOperationException, *fragments):
                 call()
             assert ops.gather(torch.tensor([RANK], device=DEVICE)).tolist() == EVERYONE
-        ops.pad_across_processes(torch.ones(2 + RANK, device=DEVICE))
+        assert len(ops.pad_across_processes(torch.ones(2 + RANK, device=DEVICE))) == SIZE + 1
     PartialState().debug = False

@@ -84,25 +84,6 @@ def test_usage_errors_have_no_traceback(accelerate, words, problem):
     assert status == 2 and problem in err and "Traceback" not in err
 
 
-HELP = """
-import sys
-from accelerate.commands.accelerate_cli import COMMANDS, main
-heavy = {"torch", "numpy", "yaml", "huggingface_hub", "psutil", "safetensors", "argcomplete", "difflib"}
-for words in ([], *([name] for name in COMMANDS), ["config", "default"]):
-    sys.argv = ["accelerate", *words, "--help"]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, end.code
-    assert not heavy & set(sys.modules), (words, heavy & set(sys.modules))
-"""
-
-
-def test_help_loads_nothing_heavy():
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
 def test_without_argcomplete_nothing_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "argcomplete", None)
     with pytest.raises(SystemExit):

@@ -71,10 +71,8 @@ def test_ls(accelerate, project, tmp_path):
     assert [one["name"] for one in found] == [*(f"checkpoint_{number}" for number in range(5)), "epoch_1"]
     facts = {"state": "complete", "number": 2, "step": 2, "world_size": 2, "strategy": "ddp"}
     assert facts.items() <= found[2].items() and found[4]["state"] == "incomplete"
-
-
-def test_nothing_and_no_folder(accelerate, tmp_path):
-    assert run(accelerate, "ls", tmp_path) == f"There is no checkpoint in {tmp_path}.\n"
+    (project / "empty").mkdir()
+    assert run(accelerate, "ls", project / "empty") == f"There is no checkpoint in {project / 'empty'}.\n"
     err = run(accelerate, "ls", tmp_path / "nowhere", status=2)
     assert err == f"accelerate checkpoint: error: {str(tmp_path / 'nowhere')!r}: there is no such folder.\n"
 

@@ -7,17 +7,12 @@ import torch
 from accelerate.commands import env as command
 
 
-def test_a_file_that_cannot_be_read_is_a_line_of_the_report(accelerate, place):
+def test_what_cannot_be_read_or_loaded_is_a_line_of_the_report(accelerate, place, monkeypatch):
+    monkeypatch.setattr(command, "_torch", Mock(side_effect=ImportError("libtorch_cpu.so: cannot open")))
     (place / "c.yaml").write_text("num_processes: [1\naws_secret_access_key: hunter2: x\n")
     status, out, err = accelerate("env", "--config_file", "c.yaml")
     assert (status, err) == (0, "") and "- `Accelerate` configs: cannot be read: " in out and "c.yaml" in out
-    assert "hunter" not in out
-
-
-def test_a_torch_that_does_not_load_is_a_line_of_the_report(accelerate, monkeypatch):
-    monkeypatch.setattr(command, "_torch", Mock(side_effect=ImportError("libtorch_cpu.so: cannot open")))
-    status, out, _ = accelerate("env")
-    assert status == 0 and "cannot open" in out
+    assert "hunter" not in out and "cannot open" in out
     assert f"- PyTorch version: {torch.__version__.partition('+')[0]}" in out
 
 

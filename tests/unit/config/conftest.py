@@ -2,14 +2,7 @@
 
 import pytest
 
-from accelerate.config.options import OPTIONS
-
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for name in (
-        "ACCELERATE_CONFIG_DS_FIELDS",
-        "FSDP_IGNORED_MODULES",
-        *(name for option in OPTIONS for name in option.variables),
-    ):
-        monkeypatch.delenv(name, raising=False)
+def no_variables(place):
+    """Every test of a plugin runs in a place of its own."""

@@ -18,16 +18,11 @@ STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 
 def transformers(monkeypatch):
     """A transformers that remembers which DeepSpeed config it was told of."""
     told = []
-
-    class Registered:
-        def __init__(self, config):
-            told.append(config)
-
     module = types.SimpleNamespace(unset_hf_deepspeed_config=told.clear)
     monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", module)
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     integrations = types.ModuleType("transformers.integrations")
-    integrations.HfDeepSpeedConfig = Registered
+    integrations.HfDeepSpeedConfig = told.append
     monkeypatch.setitem(sys.modules, "transformers.integrations", integrations)
     monkeypatch.setattr(home, "is_transformers_available", lambda: True)
     return told

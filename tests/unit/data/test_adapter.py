@@ -37,19 +37,11 @@ def test_the_sampler_can_be_replaced(batch_size, of_the_first_shard):
 def test_everybody_who_wants_hears_the_epoch_once():
     heard = []
 
-    class Sampler(SequentialSampler):
-        def set_epoch(self, epoch):
-            heard.append(("sampler", epoch))
+    def hearing(kind):
+        return type("Hearing", (kind,), {"set_epoch": lambda self, epoch: heard.append((kind, epoch))})
 
-    class Batches(BatchSampler):
-        def set_epoch(self, epoch):
-            heard.append(("batches", epoch))
-
-    class Data(TensorDataset):
-        def set_epoch(self, epoch):
-            heard.append(("data", epoch))
-
-    loader = prepared(DataLoader(Data(torch.arange(8)), batch_sampler=Batches(Sampler(range(8)), 2, False)))
+    batches = hearing(BatchSampler)(hearing(SequentialSampler)(range(8)), 2, False)
+    loader = prepared(DataLoader(hearing(TensorDataset)(torch.arange(8)), batch_sampler=batches))
     skip_first_batches(loader, 1).set_epoch(3)
-    assert heard == [("batches", 3), ("sampler", 3), ("data", 3)]
+    assert heard == [(BatchSampler, 3), (SequentialSampler, 3), (TensorDataset, 3)]
     assert loader.iteration == 3

@@ -74,16 +74,6 @@ def test_processes_that_are_not_in_step_are_told():
 Pair = namedtuple("Pair", "x y")
 
 
-def equal(first, second):
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(equal(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return type(first) is type(second) and all(map(equal, first, second))
-    return first == second
-
-
 def batch_of(start, stop):
     numbers = torch.arange(start, stop)
     return OrderedDict(
@@ -98,9 +88,9 @@ def batch_of(start, stop):
 def test_cut_and_join_are_inverse():
     whole = broadcast.join([batch_of(0, 2), batch_of(2, 3), batch_of(3, 7)])
     assert type(whole) is OrderedDict and type(whole["pair"]) is Pair
-    assert equal(whole, batch_of(0, 7))
+    assert str(whole) == str(batch_of(0, 7))
     assert broadcast.batch_length(whole) == 7
-    assert equal(broadcast.take(whole, 2, 5), batch_of(2, 5))
+    assert str(broadcast.take(whole, 2, 5)) == str(batch_of(2, 5))
 
 
 def test_batches_that_differ_are_refused():

@@ -124,15 +124,12 @@ def test_contradictions_are_refused():
         prepare_data_loader(DataLoader(Numbers(8), batch_sampler=[[0]]), split_batches=True, **TWO)
 
 
-def test_a_slice_function_without_dispatching_is_warned_about():
+def test_a_slice_function_without_dispatching_and_a_loader_prepared_already_are_warned_about():
+    prepared = prepare_data_loader(DataLoader(Numbers(8), 2), **TWO)
+    with pytest.warns(UserWarning, match="prepared already"):
+        assert prepare_data_loader(prepared, **TWO) is prepared
     with pytest.warns(UserWarning, match="slice_fn_for_dispatch has no effect"):
         prepare_data_loader(DataLoader(Numbers(8), 2), slice_fn_for_dispatch=lambda *args: args)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare_data_loader(DataLoader(Numbers(8), 2), put_on_device=True, rng_types=["torch"], **TWO)
-
-
-def test_a_prepared_loader_is_not_sharded_again():
-    prepared = prepare_data_loader(DataLoader(Numbers(8), 2), **TWO)
-    with pytest.warns(UserWarning, match="prepared already"):
-        assert prepare_data_loader(prepared, **TWO) is prepared

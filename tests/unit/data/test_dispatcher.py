@@ -23,25 +23,18 @@ class Rows(IterableDataset):
             yield {"x": torch.tensor([index]), "name": f"row {index}"}
 
 
-def run(make, world, **options):
-    """What each rank yields and knows: the main one first, then the others with what it sent."""
-    sent, results = [], []
-    for rank in range(world):
-        loader = dispatched(make(), sent, world, rank, **options)
-        results.append([(batch, loader.end_of_dataloader, loader.remainder, loader.batch_counts) for batch in loader])
-        assert not GradientState().in_dataloader
-    return results
-
-
 def test_batches_of_varying_size_lose_nothing():
     sizes = [2, 1, 2, 3, 1]
     numbers = iter(range(sum(sizes)))
     batches = [list(islice(numbers, size)) for size in sizes]
     data = [{"x": torch.tensor([n])} for n in range(sum(sizes))]
-    results = run(lambda: DataLoader(data, batch_sampler=batches), 2)
-    parts = [[batch["x"].view(-1).tolist() for batch, *_ in steps] for steps in results]
-    assert parts == [[[0, 1], [3, 4, 5], [8]], [[2], [6, 7], [0]]]
-    assert results[0][-1][1:] == (True, 1, (1, 0))
+    sent = []
+    # The main process first, then the other one with what it sent.
+    for rank, parts in enumerate(([[0, 1], [3, 4, 5], [8]], [[2], [6, 7], [0]])):
+        loader = dispatched(DataLoader(data, batch_sampler=batches), sent, 2, rank)
+        steps = [(batch["x"].view(-1).tolist(), loader.end_of_dataloader, loader.batch_counts) for batch in loader]
+        assert [batch for batch, *_ in steps] == parts and steps[-1][1:] == (True, (1, 0)) and loader.remainder == 1
+        assert not GradientState().in_dataloader
 
 
 def test_an_error_while_reading_stops_all_processes():

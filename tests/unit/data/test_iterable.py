@@ -68,16 +68,13 @@ class StreamWithState(Stream):
         pass
 
 
-def test_a_stream_with_a_state_is_restored_where_it_is_read_here():
-    assert iterable.restores(DataLoader(StreamWithState(6)))
-    assert not iterable.restores(DataLoader(StreamWithState(6), num_workers=1))
+def test_a_stream_with_a_state_is_restored_where_it_is_read_here_with_its_shuffling_buffer():
+    stream = StreamWithState(6)
+    assert iterable.restores(DataLoader(stream)) and not iterable.has_buffer(stream)
+    assert not iterable.restores(DataLoader(stream, num_workers=1))
     assert not iterable.restores(DataLoader(Stream(6)))
-
-
-def test_a_state_without_its_shuffling_buffer_is_not_used():
     buffer = type("BufferShuffledExamples", (), {})()  # named as the stage of the library `datasets` is
     for chain in (buffer, SimpleNamespace(ex_iterables=[SimpleNamespace(), SimpleNamespace(ex_iterable=buffer)])):
-        stream = StreamWithState(6)
         stream._ex_iterable = chain
         assert iterable.has_buffer(stream) and not iterable.restores(DataLoader(stream))
 

@@ -85,15 +85,6 @@ def test_samplers_pickle_by_the_public_path():
     assert list(pickle.loads(pickled)) == list(shard)
 
 
-def test_skipping_adds_up_and_never_gets_negative():
-    batches = BatchSampler(range(10), 3, False)
-    twice = SkipBatchSampler(SkipBatchSampler(batches, 1), 1)
-    assert list(twice) == [[6, 7, 8], [9]] and len(twice) == 2 and twice.total_length == 3
-    assert twice.batch_size == 3 and twice.drop_last is False
-    beyond = SkipBatchSampler(batches, 9)
-    assert list(beyond) == [] and len(beyond) == 0
-
-
 def test_skipping_a_sequential_sampler_builds_nothing():
     def counted(size):
         for index in range(size):

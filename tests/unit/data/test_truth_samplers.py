@@ -42,17 +42,6 @@ def real(length, size, world, drop_last, even, behind=0):
     return {rounds: tuple(sum(place < rest for place in range(r * size, r * size + size)) for r in range(world))}
 
 
-def check(sampler, expected):
-    """It yields what is expected, tells its length, and does both again; from any start it yields the tail."""
-    assert list(sampler) == expected
-    assert len(sampler) == len(expected)
-    assert list(sampler) == expected
-    for start in range(len(expected) + 2):
-        assert list(batches_from(sampler, start)) == expected[start:]
-        skipping = SkipBatchSampler(sampler, start)
-        assert list(skipping) == expected[start:] and len(skipping) == len(expected[start:])
-
-
 @pytest.mark.parametrize("sequential", FLAGS)
 @pytest.mark.parametrize("split", FLAGS)
 def test_samples_may_be_skipped_beyond_whole_batches(split, sequential):
@@ -83,6 +72,7 @@ def test_plain_batch_samplers_are_skipped_by_batches_and_samples():
         expected = dealt(range(length), size, 1, 0, drop_last, even=False, behind=skip * size + extra)
         assert list(skipping) == expected, (length, size, drop_last, skip, extra)
         assert extra or len(skipping) == len(expected), (length, size, drop_last, skip)
+        assert skipping.batch_size == size and skipping.total_length == len(skipping.batch_sampler)
 
 
 def test_where_samples_can_be_skipped_is_told():
@@ -96,7 +86,10 @@ def test_where_samples_can_be_skipped_is_told():
         type("Custom", (BatchSampler,), {})(range(12), 2, False),
     ):
         assert not skips_samples(BatchSamplerShard(inner, 2, 1))
-        check(BatchSamplerShard(inner, 2, 1), list(BatchSamplerShard(list(inner), 2, 1)))
+        shard, expected = BatchSamplerShard(inner, 2, 1), list(BatchSamplerShard(list(inner), 2, 1))
+        for start in range(len(expected) + 2):
+            assert list(batches_from(shard, start)) == list(SkipBatchSampler(shard, start)) == expected[start:]
+            assert len(SkipBatchSampler(shard, start)) == len(expected[start:])
 
 
 @pytest.mark.parametrize("split", FLAGS)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -32,23 +33,6 @@ def both_up():
 LOST = "RuntimeError: Connection closed by peer"
 
 
-class Recorder:
-    """A reporter that remembers its calls; `during` is called with the name of each."""
-
-    def __init__(self, during):
-        self.calls, self.during = [], during
-
-    def __getattr__(self, name):
-        def called(*args):
-            self.calls.append((name, *args))
-            self.during(name)
-
-        return called
-
-    def of(self, name):
-        return [args for called, *args in self.calls if called == name]
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Return a function that runs a program in two processes; it returns the reporter and the exception."""
@@ -57,8 +41,9 @@ def run(tmp_path, monkeypatch):
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     monkeypatch.setattr(elastic, "_hangups_are_ignored", False)
 
-    def run(program, during=lambda name: None, **rest):
-        reporter = Recorder(during)
+    def run(program, started=None, **rest):
+        reporter = Mock()
+        reporter.started.side_effect = started
         config = elastic.make_config(2, Rendezvous(), str(tmp_path / "logs"), monitor_interval=0.02, **rest)
         try:
             elastic.start(config, sys.executable, ("-c", PRELUDE + program), os.environ, reporter=reporter)
@@ -129,7 +114,7 @@ def test_a_failure_that_follows_is_not_the_first(run):
 def test_a_rank_that_has_failed_and_does_not_end_is_shown(run, monkeypatch):
     monkeypatch.setattr(elastic, "_LINGERING_S", 0.1)
     reporter, error = run("leave() if rank else None; both_up(); time.sleep(1)")
-    assert error is None and {args[0] for args in reporter.of("lingers")} == {1}
+    assert error is None and {call.args[0] for call in reporter.lingers.call_args_list} == {1}
 
 
 @pytest.mark.parametrize(("patience", "last"), [(60.0, PREEMPTED), (0.1, -signal.SIGTERM)])
@@ -137,7 +122,7 @@ def test_other_ranks_may_save_the_run_and_it_is_not_restarted(run, monkeypatch, 
     monkeypatch.setattr(elastic, "ENDING_S", patience)
     reporter, error = run(f"both_up(); time.sleep(rank); sys.exit({PREEMPTED})", max_restarts=2)
     assert [error.failures[rank].exitcode for rank in (0, 1)] == [PREEMPTED, last]
-    assert len(reporter.of("started")) == 1
+    assert reporter.started.call_count == 1
 
 
 def test_a_process_that_ends_as_preempted_between_two_looks_is_no_failure(run, monkeypatch):
@@ -184,9 +169,9 @@ def test_a_signal_while_processes_start_ends_the_run_and_the_handlers_come_back(
     """The processes are known to the launcher before it acts."""
     former = {number: signal.getsignal(number) for number in (*elastic.FORWARDED, *elastic.STOPPING)}
     started = time.monotonic()
-    reporter, error = run("time.sleep(60)", lambda name: name == "started" and signal.raise_signal(number))
+    reporter, error = run("time.sleep(60)", lambda *_: signal.raise_signal(number))
     assert error.sigval == number and time.monotonic() - started < 25
-    assert bool(reporter.of("stopping")) is (number in elastic.STOPPING)
+    assert reporter.stopping.called is (number in elastic.STOPPING)
     assert {number: signal.getsignal(number) for number in former} == former
 
 

@@ -104,6 +104,7 @@ def test_one_traceback_and_a_line_for_each_other(report):
 IN_ATTEMPT_1 = (
     "rank 0 on here failed in attempt 1 of 3:\nTraceback of E\nE\nrank 0 (pid 7) failed with exit status 1.\n"
 )
+KILLED = "rank 0 was killed by SIGKILL: the kernel did that because memory ran out, or another program; the launcher did not.\n"
 
 
 @cases(
@@ -113,6 +114,7 @@ IN_ATTEMPT_1 = (
     ({}, {f"r{n}": ended(1, "E", 1.0 + n, shown=True) for n in (0, 1)}, "rank 1 failed with the same error.\n"),
     ({}, {"r0": ended(-11, fault="Segmentation fault\n")}, "rank 0 failed:\nSegmentation fault\n"),
     ({"attempts": 3}, {"r0": ended(1, "E", 1.0)}, IN_ATTEMPT_1),
+    ({}, {"r0": ended(-9, time=1.0)}, KILLED),
     ({}, {"r0": ended(75, time=1.0), "r1": ended(75, time=1.0)}, ""),
 )
 def test_other_endings(report, how, ranks, text):

@@ -97,13 +97,8 @@ def test_machines_must_agree(at, join, option, words):
         assert isinstance(error, LaunchError) and all(w in str(error) for w in (words, "2 on machine", "4 on machine"))
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Records that stand still are taken over soon."""
-    monkeypatch.setattr(machine_rendezvous, "_STALE_S", 0.5)
-
-
-def test_two_machines_with_one_number(at, join, impatient):
+def test_two_machines_with_one_number(at, join, monkeypatch):
+    monkeypatch.setattr(machine_rendezvous, "_STALE_S", 0.5)  # records that stand still are taken over soon
     results = join(*[at(machine, machines=3, join_timeout=2.0) for machine in (0, 1, 1)])
     assert sum(isinstance(error, LaunchError) and "number of its own" in str(error) for error in results) == 1, results
 

@@ -103,17 +103,13 @@ def failed(exitcode):
     return ChildFailedError("train", {0: ProcessFailure(0, 7, exitcode, "nowhere")})
 
 
-@cases(
-    "exitcode, words",
-    (3, "The process 7 failed with exit status 3, and left no traceback"),
-    (0, "The process 7 ended with exit status 0, before its function was done"),
-    (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: the kernel did"),
-)
-def test_processes_without_a_traceback(start, exitcode, words):
-    with pytest.raises(WorkerError, match="^Rank 0 failed in train:\n\nThe process 7 ") as caught:
-        start(failed(exitcode))
-    assert words in str(caught.value)
-    assert (caught.value.exitcode, caught.value.rank, caught.value.traceback) == (exitcode, 0, None)
+def test_a_process_without_a_traceback(start):
+    """Real ones, some of them killed: tests/distributed/test_notebook.py."""
+    with pytest.raises(
+        WorkerError, match="^Rank 0 failed in train:\n\nThe process 7 failed with exit status 3, and left no"
+    ) as caught:
+        start(failed(3))
+    assert (caught.value.exitcode, caught.value.rank, caught.value.traceback) == (3, 0, None)
 
 
 def test_a_failure_and_those_that_follow(start, tmp_path):

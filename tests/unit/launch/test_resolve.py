@@ -11,6 +11,8 @@ from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launch.resolve import resolve
 from cases import cases
 
+TWO = "--num_machines 2 --machine_rank 0 --main_process_ip a"
+
 
 def test_arguments_without_a_record_count_when_they_differ(parse):
     args = parse("--cpu train.py")
@@ -31,6 +33,15 @@ def test_arguments_without_a_record_count_when_they_differ(parse):
     (0, "--use_fsdp --use_deepspeed", "--use_deepspeed and --use_fsdp exclude each other"),
     (0, "--num_processes 2 --rdzv_conf x", "--rdzv_conf holds 'x'"),
     (0, "--num_processes 2 --main_process_port 70000", "65535"),
+    (0, "--num_processes 2 --rdzv_backend etcd", "choose one of static, c10d"),
+    (0, "--cpu --num_machines 2 --main_process_ip a", "--machine_rank, from 0 to 1"),
+    (0, "--cpu --num_machines 2 --machine_rank 0", "Give --main_process_ip"),
+    (0, "--cpu --num_machines 2 --machine_rank 2 --main_process_ip a", "numbered from 0 to 1"),
+    (0, "--cpu --num_machines 0", "at least 1"),
+    (0, f"--cpu {TWO} --main_process_port 0", "numbers from 1 to 65535, the same on each"),
+    (0, f"--cpu {TWO} --num_processes 3", "shared evenly by 2"),
+    (0, f"--cpu {TWO} --rdzv_conf join_timeout=soon", "seconds above 0"),
+    (4, f"{TWO} --num_processes 10", "5 for each of 2 machines, and there are 4 cuda devices.*at most 8"),
 )
 def test_what_does_not_fit(plan, gpus, count, line, message):
     if count:

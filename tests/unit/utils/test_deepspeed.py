@@ -1,5 +1,6 @@
 import sys
 import types
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -10,32 +11,16 @@ from accelerate.utils import deepspeed as home
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, get_active_deepspeed_plugin
 
 
-class Engine:
-    def __init__(self, norm=2.0):
-        self.calls = []
-        self.norm = norm
-
-    def set_gradient_accumulation_boundary(self, is_boundary):
-        self.calls.append(("boundary", is_boundary))
-
-    def backward(self, loss, **kwargs):
-        self.calls.append(("backward", loss, kwargs))
-
-    def step(self):
-        self.calls.append(("step",))
-
-    def get_global_grad_norm(self):
-        return self.norm
-
-
 @pytest.mark.parametrize("norm", [2.0, torch.tensor(2.0)])
 def test_engine_steps_at_the_end_of_a_window(norm):
-    engine = Engine(norm)
+    engine = Mock()
+    engine.get_global_grad_norm.return_value = norm
     wrapper = DeepSpeedEngineWrapper(engine)
     wrapper.backward(1.0, sync_gradients=False, retain_graph=True)
     wrapper.backward(2.0)
-    first = [("boundary", False), ("backward", 1.0, {"retain_graph": True})]
-    assert engine.calls == [*first, ("boundary", True), ("backward", 2.0, {}), ("step",)]
+    boundary = call.set_gradient_accumulation_boundary
+    first = [boundary(is_boundary=False), call.backward(1.0, retain_graph=True)]
+    assert engine.mock_calls == [*first, boundary(is_boundary=True), call.backward(2.0), call.step()]
     assert wrapper.get_global_grad_norm() == 2.0
 
 

@@ -20,21 +20,8 @@ from sharded_samples import net, sharding
 CPU = torch.device("cpu")
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(4, 2)
-        self.head = nn.Linear(2, 4, bias=False)
-        self.head.weight = self.embedding.weight
+class Layer(nn.Linear):
+    """What the policies wrap."""
 
 
 def plugin(**options):
@@ -68,11 +55,11 @@ def test_ties_survive_materialisation():
         module.to_empty(device="cpu", recurse=False)
 
     with torch.device("meta"):
-        model = Tied()
+        model = net()
     retied = utils.ensure_weights_retied(init, model, CPU)
     for module in model.modules():
         retied(module)
-    assert model.head.weight is model.embedding.weight
+    assert model.head.weight is model.emb.weight
     assert model.head.weight.device == CPU
     assert utils.ensure_weights_retied(init, nn.Linear(1, 1), CPU) is init
 
@@ -88,7 +75,7 @@ def test_ties_survive_materialisation():
     ],
 )
 def test_own_policies(policy):
-    model = nn.Sequential(Layer(), nn.Linear(2, 2))
+    model = nn.Sequential(Layer(2, 2), nn.Linear(2, 2))
     assert chosen(utils.fsdp2_prepare_auto_wrap_policy(plugin(auto_wrap_policy=policy), model), model) == ["0"]
 
 
@@ -107,7 +94,7 @@ def test_switched_parameters(key):
 
 @pytest.fixture
 def sharded(tmp_path):
-    model = Tied()
+    model = net()
     folder = tmp_path / "checkpoint" / "pytorch_model_fsdp_0"
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
     return model, folder
@@ -133,7 +120,7 @@ def test_merge_and_clean_up(sharded, tmp_path):
 
 def test_merge_compares_with_the_manifest_and_deletes_nothing_that_is_damaged(tmp_path):
     folder = tmp_path / "checkpoint"
-    sharded_io.save_model(Tied(), folder)
+    sharded_io.save_model(net(), folder)
     Manifest(unlisted(str(folder), (), 0)).write(folder)
     file = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
     data = bytearray(file.read_bytes())

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,19 +149,9 @@ def test_mxfp8_asks_transformer_engine(machine, monkeypatch):
     assert imports.is_transformer_engine_mxfp8_available() is True
 
 
-class Vendor:
+def vendor(available=True, fault=None):
     """A vendor's module on torch."""
-
-    def __init__(self, available=True, broken=False):
-        self.available, self.broken = available, broken
-
-    def is_available(self):
-        return self.available
-
-    def device_count(self):
-        if self.broken:
-            raise RuntimeError("no driver")
-        return 1
+    return Mock(is_available=lambda: available, device_count=Mock(side_effect=fault, return_value=1))
 
 
 @pytest.mark.parametrize(
@@ -176,12 +167,12 @@ def test_a_vendor_with_its_plugin(machine, monkeypatch, name, plugin):
     if plugin is not None:
         machine.install(plugin)
         monkeypatch.setitem(sys.modules, plugin, types.ModuleType(plugin))
-    for vendor, plain, thorough in [
-        (Vendor(), True, True),
-        (Vendor(broken=True), True, False),
-        (Vendor(available=False), False, False),
+    for module, plain, thorough in [
+        (vendor(), True, True),
+        (vendor(fault=RuntimeError("no driver")), True, False),
+        (vendor(available=False), False, False),
     ]:
-        monkeypatch.setattr(torch, name, vendor, raising=False)
+        monkeypatch.setattr(torch, name, module, raising=False)
         check.cache_clear()
         assert (check(), check(check_device=True)) == (plain, thorough)
 
@@ -200,7 +191,7 @@ def test_gaudi(machine, monkeypatch):
         return experimental
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    monkeypatch.setattr(torch, "hpu", Vendor(), raising=False)
+    monkeypatch.setattr(torch, "hpu", vendor(), raising=False)
     assert imports.is_hpu_available() is True
     assert imported == ["habana_frameworks.torch"]
     assert imports.is_hpu_available(init_hccl=True) is True

@@ -1,7 +1,5 @@
 """Commands and environments for programs that start processes themselves."""
 
-import os
-
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -9,13 +7,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.launch.errors import LaunchError
 from accelerate.utils import launch
 
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith(("ACCELERATE_", "FSDP_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def parse(line):

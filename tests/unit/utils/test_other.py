@@ -11,8 +11,7 @@ from accelerate.utils import other
 
 
 class Foo:
-    class Inner:
-        pass
+    pass
 
 
 def test_save_and_load(tmp_path):

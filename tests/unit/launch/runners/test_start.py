@@ -16,13 +16,6 @@ from cases import cases
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and replaced processes are those of POSIX")
 
 
-def start(text, **options):
-    """Start a Python program of this text, which finds the options in upper case among its variables."""
-    variables = {name.upper(): str(value) for name, value in options.items() if name != "stopped_is_failed"}
-    believed = {"stopped_is_failed": options.get("stopped_is_failed", False)}
-    runners.start([sys.executable, "-c", text], {**os.environ, **variables}, **believed)
-
-
 @posix
 @pytest.mark.parametrize("streams", ["", "sys.stdout = sys.stderr = None; "])  # a daemon has none
 def test_the_launcher_becomes_the_program(streams):
@@ -48,12 +41,10 @@ def test_signals_reach_the_child(text, name, stopped_is_failed, fails):
     number = getattr(signal, name)
     before = signal.signal(number, signal.SIG_DFL)  # `nohup` may have started the tests
     try:
-        if fails:
-            with pytest.raises(subprocess.CalledProcessError) as caught:
-                start(text, number=int(number), stopped_is_failed=stopped_is_failed)
-            assert caught.value.returncode == -number
-        else:
-            start(text, number=int(number), stopped_is_failed=stopped_is_failed)
+        with pytest.raises(subprocess.CalledProcessError) if fails else contextlib.nullcontext() as caught:
+            environment = {**os.environ, "NUMBER": str(int(number))}
+            runners.start([sys.executable, "-c", text], environment, stopped_is_failed=stopped_is_failed)
+        assert not fails or caught.value.returncode == -number
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)
@@ -97,19 +88,7 @@ def test_notes_are_printed_unless_quiet(plan, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_collection_is_as_before(enabled):
-    before = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with local.in_one_go():
-            assert not gc.isenabled()
-        assert gc.isenabled() is enabled
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
-def test_an_interrupt_is_not_lost_in_an_import():
+def test_an_interrupt_is_not_lost_in_an_import_and_collection_is_as_before():
     """Torch's import, and NumPy's, catch whatever comes while they try what is optional."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -118,7 +97,13 @@ def test_an_interrupt_is_not_lost_in_an_import():
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.disable()
         with local.in_one_go():
             signal.raise_signal(signal.SIGINT)
+        assert not gc.isenabled()
+        gc.enable()
+        with local.in_one_go():
+            assert not gc.isenabled()
+        assert gc.isenabled()
     finally:
         signal.signal(signal.SIGINT, before)
