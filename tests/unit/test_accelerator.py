@@ -1,5 +1,6 @@
 """The facade: construction, settings, and one-process behaviour of its methods."""
 
+import logging
 import pickle
 
 import pytest
@@ -9,7 +10,14 @@ from torch import nn
 import accelerate.accelerator as home
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, ParallelismConfig, ProfileKwargs
 from accelerate.state import AcceleratorState, PartialState, is_initialized
-from accelerate.utils import GradientAccumulationPlugin, KwargsHandler, MegatronLMPlugin, TorchDynamoPlugin
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    MegatronLMPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
 
 TWO_STEPS = GradientAccumulationPlugin(num_steps=2)
 MESH_RANKS = ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank")
@@ -44,6 +52,7 @@ def test_what_cannot_be_prepared_is_refused(arguments):
         ({"log_with": "abacus"}, ValueError, "abacus"),
         ({"megatron_lm_plugin": MegatronLMPlugin()}, NotImplementedError, "'megatron' is not part of this version"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": TWO_STEPS}, ValueError, "not both"),
+        ({"parallelism_config": "tp"}, TypeError, "parallelism_config='tp' is a str; pass a ParallelismConfig"),
     ],
 )
 def test_bad_settings_name_argument_value_and_way_out(options, error, text):
@@ -153,3 +162,37 @@ def test_ranks_in_a_mesh_need_a_configuration_and_follow_its_sizes():
     accelerator.state.parallelism_config = ParallelismConfig(**sizes)
     accelerator.state.process_index = 16
     assert [getattr(accelerator, name) for name in MESH_RANKS] == [1, 0, 1, 1]
+
+
+def test_a_second_project_folder_is_named():
+    with pytest.warns(UserWarning, match="'b' is not used.*'a'"):
+        Accelerator(cpu=True, project_dir="b", project_config=ProjectConfiguration(project_dir="a"))
+
+
+def test_the_superseded_tensor_parallel_plugin_becomes_a_mesh():
+    with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=2"):
+        accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    assert accelerator.parallelism_config.tp_size == 2
+    AcceleratorState._reset_state()
+    with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=1"):
+        alone = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+    assert alone.parallelism_config == ParallelismConfig() and alone.tensor_parallel_rank == 0
+    plugin, mesh = TorchTensorParallelPlugin(tp_size=2), ParallelismConfig(tp_size=4)
+    with pytest.raises(ValueError, match="tp_size=2 and parallelism_config.tp_size=4 disagree"):
+        Accelerator(cpu=True, torch_tp_plugin=plugin, parallelism_config=mesh)
+
+
+def test_settings_that_come_too_late_are_named(caplog):
+    Accelerator(cpu=True)
+    with caplog.at_level(logging.WARNING):
+        assert Accelerator(cpu=True, deepspeed_plugins={}).state.deepspeed_plugins is None
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        Accelerator(cpu=True, dynamo_backend="eager", parallelism_config=ParallelismConfig())
+    assert [record.args[0] for record in caplog.records] == ["dynamo_plugin", "parallelism_config"]
+
+
+def test_the_cpu_is_not_ignored_when_the_process_has_another_device():
+    PartialState().device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="cpu=True cannot take effect.*cuda:0"):
+        Accelerator(cpu=True)

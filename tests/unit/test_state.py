@@ -144,16 +144,6 @@ class Loader:
         self.end_of_dataloader, self.remainder = end, remainder
 
 
-def test_gradient_state_defaults():
-    state = GradientState()
-    assert state.sync_gradients and state.num_steps == 1 and state.sync_with_dataloader and not state.adjust_scheduler
-    assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
-    assert state.active_dataloader is None and state.dataloader_references == [None]
-    assert "Sync Gradients: True" in repr(state) and state.initialized
-    state.is_xla_gradients_synced = True
-    assert GradientState().is_xla_gradients_synced
-
-
 def test_loaders_nest():
     state, outer, inner = GradientState(), Loader(remainder=3), Loader(end=True, remainder=1)
     state._add_dataloader(outer)
