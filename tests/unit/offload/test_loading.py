@@ -278,10 +278,6 @@ def _change(name, value):
     return change
 
 
-def _lack(folder, kind):
-    _save_parts(folder, {name: t for name, t in _Pair().state_dict().items() if name != "second.bias"}, kind)
-
-
 def _break_index(folder, kind):
     (folder / "model.index.json").write_text('{"weight_map": ["first.weight"]}')
 
@@ -393,7 +389,7 @@ def test_an_offload_index_is_checked_before_dispatch(entry, error, message, tmp_
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"first": "cpu", "second": "disk", "flags": "cpu"}], ids=str)
 def test_a_checkpoint_without_a_weight_that_the_model_lacks_changes_nothing(device_map, kind, parts, tmp_path):
-    _lack(parts, kind)
+    _save_parts(parts, {name: t for name, t in _Pair().state_dict().items() if name != "second.bias"}, kind)
     model = _empty(_Pair)
     before = _snapshot(model)
     with pytest.raises(ValueError, match=r"nobody has their data: second\.bias \(for"):

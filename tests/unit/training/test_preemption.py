@@ -1,5 +1,6 @@
 """Signals after which a run saves itself: who receives them, when it leaves, where it saves, and who handles them then."""
 
+import functools
 import gc
 import os
 import pickle
@@ -78,14 +79,11 @@ def test_what_cannot_be_watched_is_refused(tmp_path, given):
         Run(tmp_path, [given])
 
 
-def test_a_folder_is_needed():
+def test_a_folder_and_the_main_thread_are_needed(tmp_path):
     with pytest.raises(ValueError, match=r"save_on_signal=\['SIGTERM'\].*project_dir"):
         Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_signal=["SIGTERM"]))
     project = ProjectConfiguration(save_on_signal=["SIGTERM"])
     Accelerator(cpu=True, project_dir="somewhere", project_config=project)
-
-
-def test_another_thread_cannot_watch(tmp_path):
     with ThreadPoolExecutor(thread_name_prefix="builder") as pool:
         with pytest.raises(ValueError, match="'builder_0'.*main thread"):
             pool.submit(Run, tmp_path).result()
@@ -283,9 +281,14 @@ def test_a_save_that_failed_before_is_no_reason_not_to_save_now(tmp_path, monkey
     assert "No space left" in caplog.text and not (tmp_path / "earlier").exists()
 
 
+def note(folder: Path, worker: int) -> None:
+    (folder / "worker").write_text(str(os.getpid()))
+
+
 def test_workers_outlive_the_signal_and_obey_their_parent(tmp_path):
     run = Run(tmp_path)
-    loader = run.accelerator.prepare(DataLoader(torch.ones(4, 1), num_workers=1, worker_init_fn=Note(tmp_path)))
+    noted = functools.partial(note, tmp_path)
+    loader = run.accelerator.prepare(DataLoader(torch.ones(4, 1), num_workers=1, worker_init_fn=noted))
     batches = iter(loader)
     next(batches)
     worker = int((tmp_path / "worker").read_text())
@@ -296,16 +299,6 @@ def test_workers_outlive_the_signal_and_obey_their_parent(tmp_path):
         os._exit(0)
     os.waitpid(stranger, 0)
     assert len(list(batches)) == 3
-
-
-class Note:
-    """A `worker_init_fn` that writes which process it runs in."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, worker: int) -> None:
-        (self.folder / "worker").write_text(str(os.getpid()))
 
 
 def test_what_starts_processes_for_others_does_not_keep_signals_blocked(tmp_path):

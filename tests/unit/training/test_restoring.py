@@ -58,11 +58,6 @@ class Versioned(nn.Linear):
             raise ValueError("another version")
 
 
-class Fussy(nn.Linear):
-    def load_state_dict(self, *args, **kwargs):
-        raise RuntimeError("not this one")
-
-
 class Run:
     def __init__(self, seed: int = 1, second: type[nn.Linear] = Particular, **options) -> None:
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
@@ -160,8 +155,9 @@ def test_a_model_that_fails_last_leaves_the_others_alone(tmp_path, second, spoil
 
 def test_what_a_hook_has_loaded_is_given_back(tmp_path):
     accelerator = Accelerator(cpu=True)
-    first, second = accelerator.prepare(nn.Linear(2, 2), Fussy(2, 2))
+    first, second = accelerator.prepare(nn.Linear(2, 2), Particular(2, 2))
     accelerator.save_state(tmp_path / "c")
+    second.refuses = True
     with torch.no_grad():
         first.weight.fill_(5.0)
 
@@ -170,7 +166,7 @@ def test_what_a_hook_has_loaded_is_given_back(tmp_path):
         assert not first.weight.eq(5).any()
 
     accelerator.register_load_state_pre_hook(hook)
-    with pytest.raises(RuntimeError, match="not this one|do not fit"):
+    with pytest.raises(ValueError, match="takes no state"):
         accelerator.load_state(tmp_path / "c")
     assert first.weight.eq(5).all()
 
@@ -205,16 +201,6 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(tmp_path, caplog
     fresh = Run(seed=5)
     assert fresh.accelerator.load_state(checkpoints, latest=True) == loaded
     assert fresh.accelerator.load_state(checkpoints / "checkpoint_0", latest=True).name == "checkpoint_0"
-
-
-def test_the_first_run_and_the_next_are_the_same_script(tmp_path):
-    for expected in (None, "checkpoint_0", "checkpoint_1"):
-        run = Run(project_config=numbered(tmp_path))
-        loaded = run.accelerator.load_state(latest=True, missing_ok=True)
-        assert (None if loaded is None else loaded.name) == expected
-        run.steps(2)
-        run.accelerator.save_state()
-        assert run.counter.count == 2 * (1 if expected is None else int(expected[-1]) + 2)
 
 
 def test_nothing_to_load(tmp_path):
