@@ -18,6 +18,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
+from cases import cases
 
 TWO_STEPS = GradientAccumulationPlugin(num_steps=2)
 MESH_RANKS = ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank")
@@ -38,22 +39,20 @@ def test_what_cannot_be_prepared_is_refused(arguments):
         accelerator.prepare(nn.Linear(1, 1), device_placement=[True, False])
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"mixed_precision": "fp17"}, ValueError, "fp17.*bf16"),
-        ({"gradient_accumulation_steps": 0}, ValueError, "0 is not a positive"),
-        ({"rng_types": ["dice"]}, ValueError, "dice.*generator"),
-        ({"kwargs_handlers": [3]}, TypeError, "got 3 .int.*GradScalerKwargs"),
-        ({"kwargs_handlers": [KwargsHandler()]}, TypeError, "KwargsHandler.*a plugin has an argument"),
-        ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, ValueError, "two GradScalerKwargs"),
-        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
-        ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
-        ({"log_with": "abacus"}, ValueError, "abacus"),
-        ({"megatron_lm_plugin": MegatronLMPlugin()}, NotImplementedError, "'megatron' is not part of this version"),
-        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": TWO_STEPS}, ValueError, "not both"),
-        ({"parallelism_config": "tp"}, TypeError, "parallelism_config='tp' is a str; pass a ParallelismConfig"),
-    ],
+@cases(
+    "options, error, text",
+    ({"mixed_precision": "fp17"}, ValueError, "fp17.*bf16"),
+    ({"gradient_accumulation_steps": 0}, ValueError, "0 is not a positive"),
+    ({"rng_types": ["dice"]}, ValueError, "dice.*generator"),
+    ({"kwargs_handlers": [3]}, TypeError, "got 3 .int.*GradScalerKwargs"),
+    ({"kwargs_handlers": [KwargsHandler()]}, TypeError, "KwargsHandler.*a plugin has an argument"),
+    ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, ValueError, "two GradScalerKwargs"),
+    ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
+    ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
+    ({"log_with": "abacus"}, ValueError, "abacus"),
+    ({"megatron_lm_plugin": MegatronLMPlugin()}, NotImplementedError, "'megatron' is not part of this version"),
+    ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": TWO_STEPS}, ValueError, "not both"),
+    ({"parallelism_config": "tp"}, TypeError, "parallelism_config='tp' is a str; pass a ParallelismConfig"),
 )
 def test_bad_settings_name_argument_value_and_way_out(options, error, text):
     with pytest.raises(error, match=text):

@@ -149,9 +149,11 @@ def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog, heard, mon
     monkeypatch.setattr(preemption, "REPEAT_S", 0.0)
     run = Run(tmp_path)
     pickle.dumps(run.accelerator.gradient_state)  # a copy does not watch
+    finished = []
+    run.accelerator.trackers = [SimpleNamespace(name="mine", finish=lambda: finished.append(1))]
     ending = run.train(told_at=2)
     assert isinstance(ending, SystemExit) and ending.code == 75 and ending.number == signal.SIGTERM
-    assert run.seen == 2 and run.accelerator.should_stop
+    assert run.seen == 2 and run.accelerator.should_stop and finished == [1]
     assert vars(pickle.loads(pickle.dumps(ending))) == vars(ending)
     assert storage_of(ending.location).state().kind == "complete"
     assert Path(ending.location) == tmp_path / "checkpoints" / "checkpoint_0"
@@ -234,13 +236,6 @@ def test_ranks_that_are_at_different_steps_do_not_vote(tmp_path):
         for batch in run.loader:
             run.learn(batch, told_at=1)
     assert run.seen == 6
-
-
-def test_trackers_are_finished(tmp_path):
-    run, finished = Run(tmp_path), []
-    run.accelerator.trackers = [SimpleNamespace(name="mine", finish=lambda: finished.append(1))]
-    run.train(told_at=1)
-    assert finished == [1]
 
 
 @pytest.mark.parametrize("automatic", [False, True])

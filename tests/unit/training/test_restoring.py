@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data import resume
+from cases import cases
 
 CPU = torch.device("cpu")
 
@@ -134,13 +135,11 @@ def refuse_in_hook(module: nn.Module) -> None:
     module.register_load_state_dict_post_hook(hook)
 
 
-@pytest.mark.parametrize(
-    ("second", "spoil", "options", "error"),
-    [
-        (nn.Linear, lambda module: None, {"stict": False}, "does not take .'stict'.*nothing was loaded"),
-        (Versioned, lambda module: setattr(module, "refuses", True), {}, "another version"),
-        (nn.Linear, refuse_in_hook, {}, "the hook refuses"),
-    ],
+@cases(
+    "second, spoil, options, error",
+    (nn.Linear, lambda module: None, {"stict": False}, "does not take .'stict'.*nothing was loaded"),
+    (Versioned, lambda module: setattr(module, "refuses", True), {}, "another version"),
+    (nn.Linear, refuse_in_hook, {}, "the hook refuses"),
 )
 def test_a_model_that_fails_last_leaves_the_others_alone(tmp_path, second, spoil, options, error):
     run = Run(second=second)
