@@ -24,12 +24,6 @@ TWO_STEPS = GradientAccumulationPlugin(num_steps=2)
 MESH_RANKS = ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank")
 
 
-def training_parts():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2)
-
-
 @pytest.mark.parametrize("arguments", [(), ("text",), (b"text",), (3,)])
 def test_what_cannot_be_prepared_is_refused(arguments):
     accelerator = Accelerator(cpu=True)
@@ -102,7 +96,8 @@ def test_profile_writes_a_trace(tmp_path):
 
 def test_it_pickles_and_still_knows_what_it_prepared():
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(*training_parts())
+    model = nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader([1, 2]))
     restored = pickle.loads(pickle.dumps(accelerator))
     assert restored.state.__dict__ == accelerator.state.__dict__
     with pytest.warns(UserWarning, match="already prepared"):

@@ -126,7 +126,6 @@ def test_tied_weights_load_from_one_name_and_stay_tied(tmp_path):
 
 @cases(
     "arguments, text",
-    ({"device_map": {"": "disk"}}, "offload_folder"),
     ({"device_map": {"linear1": "cpu"}}, "no device for"),
     ({"dtype": "bf16"}, "bf16"),
 )

@@ -249,12 +249,8 @@ def test_numbers_go_on_after_those_that_are_there(tmp_path, automatic):
 
 def test_a_failing_save_is_an_error(tmp_path, monkeypatch):
     run = Run(tmp_path)
-
-    def fail(*args, **kwargs):
-        raise OSError("no space")
-
-    monkeypatch.setattr(run.accelerator, "save_state", fail)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr(run.accelerator, "save_state", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         for batch in run.loader:
             run.learn(batch, told_at=1)
 

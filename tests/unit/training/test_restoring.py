@@ -46,24 +46,11 @@ class Particular(nn.Linear):
             raise ValueError("this module takes no state")
 
 
-class Versioned(nn.Linear):
-    """A module with a state beside its tensors, which it may refuse."""
-
-    refuses = False
-
-    def get_extra_state(self):
-        return {"version": 1}
-
-    def set_extra_state(self, state) -> None:
-        if self.refuses:
-            raise ValueError("another version")
-
-
 class Run:
-    def __init__(self, seed: int = 1, second: type[nn.Linear] = Particular, **options) -> None:
+    def __init__(self, seed: int = 1, **options) -> None:
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         self.accelerator = Accelerator(cpu=True, **options)
-        self.plain, self.particular = nn.Linear(3, 2), second(2, 1)
+        self.plain, self.particular = nn.Linear(3, 2), Particular(2, 1)
         optimizer = torch.optim.AdamW([*self.plain.parameters(), *self.particular.parameters()], lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         data = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=2, shuffle=True)
@@ -128,26 +115,23 @@ def test_one_that_refuses_its_state_leaves_all_as_they_were(saved, who, monkeypa
         assert torch.equal(other.plain.weight, first.plain.weight) and other.counter.count == 3
 
 
-def refuse_in_hook(module: nn.Module) -> None:
-    def hook(module, keys):
-        raise RuntimeError("the hook refuses")
-
-    module.register_load_state_dict_post_hook(hook)
+def refuse_in_hook(module, keys):
+    raise RuntimeError("the hook refuses")
 
 
 @cases(
-    "second, spoil, options, error",
-    (nn.Linear, lambda module: None, {"stict": False}, "does not take .'stict'.*nothing was loaded"),
-    (Versioned, lambda module: setattr(module, "refuses", True), {}, "another version"),
-    (nn.Linear, refuse_in_hook, {}, "the hook refuses"),
+    "hook, options, error",
+    (None, {"stict": False}, "does not take .'stict'.*nothing was loaded"),
+    (refuse_in_hook, {}, "the hook refuses"),
 )
-def test_a_model_that_fails_last_leaves_the_others_alone(tmp_path, second, spoil, options, error):
-    run = Run(second=second)
+def test_a_model_that_fails_last_leaves_the_others_alone(tmp_path, hook, options, error):
+    run = Run()
     run.accelerator.save_state(tmp_path / "c", safe_serialization=False)
     run.steps(2)
     before = run.everything()
-    spoil(run.particular)
-    with pytest.raises((TypeError, ValueError, RuntimeError), match=error):
+    if hook is not None:
+        run.particular.register_load_state_dict_post_hook(hook)
+    with pytest.raises((TypeError, RuntimeError), match=error):
         run.accelerator.load_state(tmp_path / "c", **options)
     assert run.everything() == before
 

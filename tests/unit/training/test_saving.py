@@ -104,12 +104,8 @@ def test_the_path_of_a_checkpoint_is_returned_as_it_was_given(tmp_path, monkeypa
 def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path):
     run = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
     run.save_state()
-
-    def full(*args, **kwargs):
-        raise OSError("disk full")
-
-    handle = run.register_save_state_pre_hook(full)
-    with pytest.raises(OSError, match="disk full"):
+    handle = run.register_save_state_pre_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         run.save_state()
     assert listed(tmp_path) == ["checkpoint_0"]
     assert run.save_iteration == 1
