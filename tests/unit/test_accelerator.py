@@ -1,5 +1,6 @@
 """The facade: construction, settings, and one-process behaviour of its methods."""
 
+import logging
 import pickle
 
 import pytest
@@ -9,16 +10,18 @@ from torch import nn
 import accelerate.accelerator as home
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, ParallelismConfig, ProfileKwargs
 from accelerate.state import AcceleratorState, PartialState, is_initialized
-from accelerate.utils import GradientAccumulationPlugin, KwargsHandler, MegatronLMPlugin, TorchDynamoPlugin
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    MegatronLMPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+from cases import cases
 
 TWO_STEPS = GradientAccumulationPlugin(num_steps=2)
 MESH_RANKS = ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank")
-
-
-def training_parts():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2)
 
 
 @pytest.mark.parametrize("arguments", [(), ("text",), (b"text",), (3,)])
@@ -30,21 +33,20 @@ def test_what_cannot_be_prepared_is_refused(arguments):
         accelerator.prepare(nn.Linear(1, 1), device_placement=[True, False])
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"mixed_precision": "fp17"}, ValueError, "fp17.*bf16"),
-        ({"gradient_accumulation_steps": 0}, ValueError, "0 is not a positive"),
-        ({"rng_types": ["dice"]}, ValueError, "dice.*generator"),
-        ({"kwargs_handlers": [3]}, TypeError, "got 3 .int.*GradScalerKwargs"),
-        ({"kwargs_handlers": [KwargsHandler()]}, TypeError, "KwargsHandler.*a plugin has an argument"),
-        ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, ValueError, "two GradScalerKwargs"),
-        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
-        ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
-        ({"log_with": "abacus"}, ValueError, "abacus"),
-        ({"megatron_lm_plugin": MegatronLMPlugin()}, NotImplementedError, "'megatron' is not part of this version"),
-        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": TWO_STEPS}, ValueError, "not both"),
-    ],
+@cases(
+    "options, error, text",
+    ({"mixed_precision": "fp17"}, ValueError, "fp17.*bf16"),
+    ({"gradient_accumulation_steps": 0}, ValueError, "0 is not a positive"),
+    ({"rng_types": ["dice"]}, ValueError, "dice.*generator"),
+    ({"kwargs_handlers": [3]}, TypeError, "got 3 .int.*GradScalerKwargs"),
+    ({"kwargs_handlers": [KwargsHandler()]}, TypeError, "KwargsHandler.*a plugin has an argument"),
+    ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, ValueError, "two GradScalerKwargs"),
+    ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
+    ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
+    ({"log_with": "abacus"}, ValueError, "abacus"),
+    ({"megatron_lm_plugin": MegatronLMPlugin()}, NotImplementedError, "'megatron' is not part of this version"),
+    ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": TWO_STEPS}, ValueError, "not both"),
+    ({"parallelism_config": "tp"}, TypeError, "parallelism_config='tp' is a str; pass a ParallelismConfig"),
 )
 def test_bad_settings_name_argument_value_and_way_out(options, error, text):
     with pytest.raises(error, match=text):
@@ -94,7 +96,8 @@ def test_profile_writes_a_trace(tmp_path):
 
 def test_it_pickles_and_still_knows_what_it_prepared():
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(*training_parts())
+    model = nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader([1, 2]))
     restored = pickle.loads(pickle.dumps(accelerator))
     assert restored.state.__dict__ == accelerator.state.__dict__
     with pytest.warns(UserWarning, match="already prepared"):
@@ -153,3 +156,37 @@ def test_ranks_in_a_mesh_need_a_configuration_and_follow_its_sizes():
     accelerator.state.parallelism_config = ParallelismConfig(**sizes)
     accelerator.state.process_index = 16
     assert [getattr(accelerator, name) for name in MESH_RANKS] == [1, 0, 1, 1]
+
+
+def test_a_second_project_folder_is_named():
+    with pytest.warns(UserWarning, match="'b' is not used.*'a'"):
+        Accelerator(cpu=True, project_dir="b", project_config=ProjectConfiguration(project_dir="a"))
+
+
+def test_the_superseded_tensor_parallel_plugin_becomes_a_mesh():
+    with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=2"):
+        accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    assert accelerator.parallelism_config.tp_size == 2
+    AcceleratorState._reset_state()
+    with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=1"):
+        alone = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+    assert alone.parallelism_config == ParallelismConfig() and alone.tensor_parallel_rank == 0
+    plugin, mesh = TorchTensorParallelPlugin(tp_size=2), ParallelismConfig(tp_size=4)
+    with pytest.raises(ValueError, match="tp_size=2 and parallelism_config.tp_size=4 disagree"):
+        Accelerator(cpu=True, torch_tp_plugin=plugin, parallelism_config=mesh)
+
+
+def test_settings_that_come_too_late_are_named(caplog):
+    Accelerator(cpu=True)
+    with caplog.at_level(logging.WARNING):
+        assert Accelerator(cpu=True, deepspeed_plugins={}).state.deepspeed_plugins is None
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        Accelerator(cpu=True, dynamo_backend="eager", parallelism_config=ParallelismConfig())
+    assert [record.args[0] for record in caplog.records] == ["dynamo_plugin", "parallelism_config"]
+
+
+def test_the_cpu_is_not_ignored_when_the_process_has_another_device():
+    PartialState().device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="cpu=True cannot take effect.*cuda:0"):
+        Accelerator(cpu=True)

@@ -17,6 +17,7 @@ from accelerate.big_modeling import (
     load_checkpoint_and_dispatch,
 )
 from accelerate.hooks import remove_hook_from_submodules
+from cases import cases
 from offload_models import Net
 
 
@@ -138,14 +139,12 @@ def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
         load_checkpoint_and_dispatch(empty, tmp_path, device_map="foo")
 
 
-@pytest.mark.parametrize(
+@cases(
     "skip",
-    [
-        {"skip_modules_pattern": "sub"},
-        {"skip_modules_pattern": ("^sub", "x")},
-        {"skip_modules_classes": nn.Sequential},
-        {"skip_modules_classes": (nn.Linear,)},
-    ],
+    {"skip_modules_pattern": "sub"},
+    {"skip_modules_pattern": ("^sub", "x")},
+    {"skip_modules_classes": nn.Sequential},
+    {"skip_modules_classes": (nn.Linear,)},
 )
 def test_layerwise_casting_skips_what_is_named(skip):
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1), "sub": nn.Sequential(nn.Linear(2, 2))})

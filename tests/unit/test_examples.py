@@ -1,8 +1,7 @@
-"""The examples in the docstrings do what they show."""
+"""The examples in the docstrings do what they show, and those of the guide to checkpoints run, one after the other."""
 
 import doctest
 import importlib
-import os
 import pathlib
 import pkgutil
 import re
@@ -47,19 +46,20 @@ def modules_with_examples() -> list[ModuleType]:
     return [module for module in modules if any(test.examples for test in doctest.DocTestFinder().find(module))]
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Somewhere to write files, without settings or a configuration file of this machine, and without its GPUs."""
-    for name in list(os.environ):
-        if name.startswith("ACCELERATE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("module", modules_with_examples(), ids=lambda module: module.__name__)
-def test_examples_show_what_happens(module, place, capsys):
+def test_examples_show_what_happens(module, place, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     if failed:
         pytest.fail(capsys.readouterr().out, pytrace=False)
+
+
+def test_the_examples_of_the_guide_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    guide = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "checkpointing.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text("utf-8"), re.M | re.S)
+    assert len(blocks) >= 4
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(guide), "exec"), names)
+    assert (tmp_path / "runs" / "first" / "checkpoints" / "checkpoint_2" / "accelerate_manifest.json").exists()

@@ -7,13 +7,6 @@ from accelerate.process import PartialState
 from accelerate.runtime import storage
 
 
-@pytest.fixture(autouse=True)
-def levels():
-    before = logging.root.level
-    yield
-    logging.root.setLevel(before)
-
-
 def test_names_rank_and_caller_once_there_is_a_state(caplog):
     with pytest.raises(RuntimeError, match="PartialState"):
         get_logger("a").info("hello")

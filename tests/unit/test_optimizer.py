@@ -44,12 +44,6 @@ def test_set_to_none_is_passed_on_or_refused(accelerator):
         accelerator.prepare(Old([parameter()], lr=0.1)).zero_grad(set_to_none=True)
 
 
-def scaled(accelerator_options=None):
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", **(accelerator_options or {}))
-    weight = torch.nn.Parameter(torch.ones(1))
-    return accelerator, weight, accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
-
-
 def test_a_scaler_assigned_later_works():
     accelerator = Accelerator(cpu=True)
     weight = torch.nn.Parameter(torch.ones(1))
@@ -61,7 +55,8 @@ def test_a_scaler_assigned_later_works():
 
 
 def test_it_pickles_with_and_without_a_scaler():
-    _, _, optimizer = scaled()
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5))
     restored = pickle.loads(pickle.dumps(optimizer))
     assert restored.param_groups[0]["lr"] == 0.5
     restored.param_groups[0]["params"][0].grad = torch.ones(1)
@@ -71,17 +66,9 @@ def test_it_pickles_with_and_without_a_scaler():
 
 
 def test_closures_and_modes_reach_the_inner_optimizer(accelerator):
-    weight = parameter()
-    calls = []
-
-    class Modal(torch.optim.SGD):
-        def train(self):
-            calls.append("train")
-
-        def eval(self):
-            calls.append("eval")
-
-    optimizer = accelerator.prepare(Modal([weight], lr=0.1))
+    calls, modal = [], torch.optim.SGD([parameter()], lr=0.1)
+    modal.train, modal.eval = lambda: calls.append("train"), lambda: calls.append("eval")
+    optimizer = accelerator.prepare(modal)
     optimizer.train(), optimizer.eval()
     optimizer.step(lambda: calls.append("closure"))
     assert calls == ["train", "eval", "closure"]

@@ -1,6 +1,5 @@
 import copy
 import math
-import os
 import pickle
 import types
 
@@ -10,13 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.parallelism_config import ParallelismConfig
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("PARALLELISM_CONFIG_"):
-            monkeypatch.delenv(name)
+from cases import cases
 
 
 @pytest.fixture
@@ -36,18 +29,16 @@ def accelerator(processes, fsdp2=False, several=True):
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"tp_size": size}, "tp_size is") for size in (0, -1, "x", 1.5)),
-        ({"cp_size": 2, "sp_size": 2}, "both split the sequence"),
-        ({"dp_replicate_size": 2, "tp_size": 2}, "dp_replicate_size=2"),
-        ({"dp_replicate_size": 2, "cp_size": 2}, "cp_size=2"),
-        ({"cp_backend": "x"}, "cp_backend is 'x'"),
-        ({"sp_backend": "x"}, "sp_backend is 'x'"),
-        ({"tp_size": 2, "tp_handler": 5}, "tp_handler is a int"),
-        ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, "must be a TorchContextParallelConfig"),
-    ],
+@cases(
+    "options, message",
+    *(({"tp_size": size}, "tp_size is") for size in (0, -1, "x", 1.5)),
+    ({"cp_size": 2, "sp_size": 2}, "both split the sequence"),
+    ({"dp_replicate_size": 2, "tp_size": 2}, "dp_replicate_size=2"),
+    ({"dp_replicate_size": 2, "cp_size": 2}, "cp_size=2"),
+    ({"cp_backend": "x"}, "cp_backend is 'x'"),
+    ({"sp_backend": "x"}, "sp_backend is 'x'"),
+    ({"tp_size": 2, "tp_handler": 5}, "tp_handler is a int"),
+    ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, "must be a TorchContextParallelConfig"),
 )
 def test_refused_settings(options, message):
     with pytest.raises(ValueError, match=message):
@@ -83,15 +74,13 @@ def test_mesh_is_built_once(world):
     assert copy.deepcopy(config) == config
 
 
-@pytest.mark.parametrize(
-    ("sizes", "run", "after"),
-    [
-        ({"dp_shard_size": 2, "tp_size": 2}, accelerator(4), 4),
-        ({"dp_shard_size": 2, "tp_size": 2}, accelerator(4, fsdp2=True), 4),
-        ({}, accelerator(1, several=False), 1),
-        ({}, accelerator(4), 4),  # processes that nothing claims are replicas
-        ({"sp_size": 2}, accelerator(4), 2),  # DeepSpeed takes the others
-    ],
+@cases(
+    "sizes, run, after",
+    ({"dp_shard_size": 2, "tp_size": 2}, accelerator(4), 4),
+    ({"dp_shard_size": 2, "tp_size": 2}, accelerator(4, fsdp2=True), 4),
+    ({}, accelerator(1, several=False), 1),
+    ({}, accelerator(4), 4),  # processes that nothing claims are replicas
+    ({"sp_size": 2}, accelerator(4), 2),  # DeepSpeed takes the others
 )
 def test_sizes_that_fit(sizes, run, after):
     config = ParallelismConfig(**sizes)
@@ -100,21 +89,19 @@ def test_sizes_that_fit(sizes, run, after):
     assert config.dp_replicate_size == (4 if sizes == {} and after == 4 else 1)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "run", "text"),
-    [
-        (
-            {"dp_shard_size": 2, "tp_size": 2},
-            accelerator(8),
-            "dp_replicate_size=1 x dp_shard_size=2 x tp_size=2 x cp_size=1 x sp_size=1 = 4, but 8",
-        ),
-        ({"sp_size": 2}, accelerator(3), "sp_size=2 = 2, but 3"),
-        ({"dp_shard_size": 1, "tp_size": 2}, accelerator(2, several=None), "accelerate launch"),
-        *(
-            (sizes, accelerator(4, fsdp2=True), "nothing to shard over")
-            for sizes in ({}, {"tp_size": 4}, {"dp_replicate_size": 4})
-        ),
-    ],
+@cases(
+    "sizes, run, text",
+    (
+        {"dp_shard_size": 2, "tp_size": 2},
+        accelerator(8),
+        "dp_replicate_size=1 x dp_shard_size=2 x tp_size=2 x cp_size=1 x sp_size=1 = 4, but 8",
+    ),
+    ({"sp_size": 2}, accelerator(3), "sp_size=2 = 2, but 3"),
+    ({"dp_shard_size": 1, "tp_size": 2}, accelerator(2, several=None), "accelerate launch"),
+    *(
+        (sizes, accelerator(4, fsdp2=True), "nothing to shard over")
+        for sizes in ({}, {"tp_size": 4}, {"dp_replicate_size": 4})
+    ),
 )
 def test_sizes_that_do_not_fit(sizes, run, text):
     with pytest.raises(ValueError, match=text):

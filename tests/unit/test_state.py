@@ -9,6 +9,7 @@ import torch
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, asked_for, is_initialized
 from accelerate.utils.environment import parse_flag_from_env
+from cases import cases
 
 
 def build(**kwargs):
@@ -111,14 +112,12 @@ def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypa
     assert asked_for("fsdp_plugin")  # the launcher said so
 
 
-@pytest.mark.parametrize(
-    ("config", "precision"),
-    [
-        ({}, "no"),
-        ({"fp16": {"enabled": True}}, "fp16"),
-        ({"bf16": {"enabled": True}}, "bf16"),
-        ({"fp16": {"enabled": "auto"}}, "no"),
-    ],
+@cases(
+    "config, precision",
+    ({}, "no"),
+    ({"fp16": {"enabled": True}}, "fp16"),
+    ({"bf16": {"enabled": True}}, "bf16"),
+    ({"fp16": {"enabled": "auto"}}, "no"),
 )
 def test_deepspeed_says_its_precision(config, precision, process_group, fake_deepspeed):
     state = build(deepspeed_plugin=Plugin(config=config))
@@ -142,16 +141,6 @@ def test_several_deepspeed_plugins(process_group, fake_deepspeed):
 class Loader:
     def __init__(self, end=False, remainder=-1):
         self.end_of_dataloader, self.remainder = end, remainder
-
-
-def test_gradient_state_defaults():
-    state = GradientState()
-    assert state.sync_gradients and state.num_steps == 1 and state.sync_with_dataloader and not state.adjust_scheduler
-    assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
-    assert state.active_dataloader is None and state.dataloader_references == [None]
-    assert "Sync Gradients: True" in repr(state) and state.initialized
-    state.is_xla_gradients_synced = True
-    assert GradientState().is_xla_gradients_synced
 
 
 def test_loaders_nest():

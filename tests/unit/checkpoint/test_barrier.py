@@ -11,6 +11,7 @@ from accelerate.checkpoint import barrier
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group, SaveBarrier
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Watcher
+from cases import cases
 
 LIMIT_S = 30
 
@@ -149,18 +150,12 @@ def test_machines_of_their_own_have_paths_and_leaders_of_their_own(ranks, monkey
     assert ranks.raised == {} and ranks.results == {0: 0, 1: 1, 2: 0, 3: 1, 4: 4}
 
 
-@pytest.mark.parametrize(
+@cases(
     "kinds, places, text",
-    [
-        ("save", "010", "save_state was called with different paths:\n  rank 0, 2 called save_state('/run/0') at "),
-        ("load", "01111111101", "rank 1-8, 10 called load_state('/run/1') at "),
-        (
-            ["save", "load"],
-            "00",
-            "Some ranks called load_state while others called save_state:\n  rank 0 called save_",
-        ),
-        ("save", range(20), "\nCall save_state on every rank, with the same path."),
-    ],
+    ("save", "010", "save_state was called with different paths:\n  rank 0, 2 called save_state('/run/0') at "),
+    ("load", "01111111101", "rank 1-8, 10 called load_state('/run/1') at "),
+    (["save", "load"], "00", "Some ranks called load_state while others called save_state:\n  rank 0 called save_"),
+    ("save", range(20), "\nCall save_state on every rank, with the same path."),
 )
 def test_different_calls_are_an_error_on_all_ranks(ranks, kinds, places, text):
     ranks.size = len(places)

@@ -16,6 +16,7 @@ from accelerate.checkpoint.convert import export
 from accelerate.checkpoint.formats import write_weights
 from accelerate.checkpoint.inspect import weight_map
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file
+from cases import cases
 from sharded_io import same
 
 
@@ -176,13 +177,11 @@ def test_a_header_that_lies(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "message"),
-    [
-        ({"a": torch.ones(1), "extra": b"state"}, ValueError, "'extra'"),
-        ([torch.ones(1)], DamagedCheckpoint, "not a state dict"),
-        ({"a": torch.ones(3).to_sparse()}, ValueError, "'a'"),
-    ],
+@cases(
+    "content, error, message",
+    ({"a": torch.ones(1), "extra": b"state"}, ValueError, "'extra'"),
+    ([torch.ones(1)], DamagedCheckpoint, "not a state dict"),
+    ({"a": torch.ones(3).to_sparse()}, ValueError, "'a'"),
 )
 def test_what_safetensors_cannot_hold(tmp_path, content, error, message):
     (tmp_path / "c").mkdir()

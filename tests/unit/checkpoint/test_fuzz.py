@@ -42,7 +42,7 @@ class Bench:
     """A run with three whole checkpoints of several steps, which then tries to load what was damaged."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.marker, self.refused = folder, folder / "executed", 0
+        self.folder, self.marker = folder, folder / "executed"
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -99,7 +99,6 @@ class Bench:
             named = site.names if outcome == damage.REFUSED and site.names else [*site.names, str(folder)]
             assert any(name in str(error) for name in named), f"{about}: not named\n{error!r}"
             assert self.everything() == before, f"{about}: something was changed"
-            self.refused += 1
         else:
             assert outcome != damage.REFUSED, f"{about}: accepted"
             after = {**self.everything(), "loaded": self.expected[base]["loaded"]}
@@ -127,4 +126,3 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path, caplog, at
     bench = Bench(tmp_path)
     for number in range(attempts):
         bench.attempt(number)
-    print(f"seed {SEED}: {attempts} damaged checkpoints, {bench.refused} were refused; no code executed")

@@ -238,3 +238,37 @@ def test_a_stateful_loader_begins_anew_too_where_that_was_asked_for(tmp_path):
         restored(tmp_path, anew)
     anew.continue_after_load = False
     assert numbers(restored(tmp_path, anew)) == list(range(7))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_given_objects_are_saved_and_loaded(tmp_path, safe):
+    model, optimizer = run(value=5.0, width=2)
+    parts = [[optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)], [DataLoader([1, 2], shuffle=True)]]
+    saved = checkpointing.save_accelerator_state(
+        str(tmp_path / "new"),
+        *([model.state_dict()], *parts, 0, 5),
+        scaler=torch.amp.GradScaler("cpu", init_scale=4.0),
+        safe_serialization=safe,
+    )
+    weights = "model.safetensors" if safe else "pytorch_model.bin"
+    files = {weights, "optimizer.bin", "scheduler.bin", "scaler.pt", "random_states_0.pkl"}
+    assert saved == tmp_path / "new" and set(os.listdir(saved)) == files
+    other, its_optimizer = run(width=2)
+    schedulers, scaler = [torch.optim.lr_scheduler.StepLR(its_optimizer, 1)], torch.amp.GradScaler("cpu")
+    given = [other], [its_optimizer], schedulers, [DataLoader([1, 2])], 0, scaler, "on_device"
+    assert checkpointing.load_accelerator_state(saved, *given) == {"step": 5}
+    assert all(map(torch.equal, tensors(other, its_optimizer), tensors(model, optimizer)))
+    assert scaler.get_scale() == 4.0
+
+
+def test_a_scaler_or_a_rank_that_was_not_there_is_told(tmp_path, caplog):
+    checkpointing.save_accelerator_state(tmp_path, [], [], [], [], 0, 5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 3, scaler) == {"step": 5}
+    assert scaler.get_scale() == 8.0 and "scaler.pt" in caplog.text
+    drawn = torch.rand(2)
+    assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 3) == {"step": 5}
+    assert torch.equal(torch.rand(2), drawn), "its numbers are derived from what the checkpoint has"
+    checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 4)
+    assert not torch.equal(torch.rand(2), drawn)
+    assert "random_states_3.pkl" in caplog.text and "fewer processes" in caplog.text

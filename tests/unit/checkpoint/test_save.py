@@ -69,28 +69,19 @@ def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
         plan.write()
 
 
-class Exchange:
-    def __init__(self, size):
-        self.barrier, self.said = threading.Barrier(size), {}
-
-    def of(self, rank):
-        exchange = self
-
-        class Communicator:
-            def gather_object(self, obj):
-                exchange.said[rank] = obj
-                exchange.barrier.wait()
-                found = [exchange.said[number] for number in sorted(exchange.said)]
-                exchange.barrier.wait()
-                return found
-
-        return Communicator()
-
-
 @pytest.mark.parametrize("differ", [False, True])
 def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ):
-    exchange, local, ended = Exchange(2), threading.local(), {}
-    monkeypatch.setattr("accelerate.checkpoint.barrier.comm.current", lambda: exchange.of(local.rank))
+    meeting, said, local, ended = threading.Barrier(2), {}, threading.local(), {}
+
+    def gather_object(obj):
+        said[local.rank] = obj
+        meeting.wait()
+        found = [said[0], said[1]]
+        meeting.wait()
+        return found
+
+    communicator = SimpleNamespace(gather_object=gather_object)
+    monkeypatch.setattr("accelerate.checkpoint.barrier.comm.current", lambda: communicator)
     monkeypatch.setattr(barrier, "default_store", lambda: None)
 
     def play(rank):

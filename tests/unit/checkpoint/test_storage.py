@@ -14,6 +14,7 @@ from accelerate.checkpoint import manifest, storage
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.storage import Busy, LocalStorage, prune
+from cases import cases
 
 FILES = ("model.safetensors", "sub/more.bin")
 KILLED = 9
@@ -261,14 +262,12 @@ def numbered(folder: Path, number: int, kind: str = "complete") -> str:
     return str(made)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "limit", "keep", "left"),
-    [
-        (["complete"] * 3, None, [2], [0, 1, 2]),
-        (["complete"] * 3, 2, [2], [1, 2]),
-        (["complete"] * 4, 1, [0, 2], [0, 2]),  # the one just written, and the one that was loaded
-        (["complete", "truncated", "marked", "complete"], 1, [3], [1, 2, 3]),  # only whole ones count and go
-    ],
+@cases(
+    "kinds, limit, keep, left",
+    (["complete"] * 3, None, [2], [0, 1, 2]),
+    (["complete"] * 3, 2, [2], [1, 2]),
+    (["complete"] * 4, 1, [0, 2], [0, 2]),  # the one just written, and the one that was loaded
+    (["complete", "truncated", "marked", "complete"], 1, [3], [1, 2, 3]),  # only whole ones count and go
 )
 def test_the_oldest_go(tmp_path, kinds, limit, keep, left):
     paths = [numbered(tmp_path, number, kind) for number, kind in enumerate(kinds)]

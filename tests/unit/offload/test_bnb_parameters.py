@@ -12,6 +12,7 @@ from accelerate.offload.loading import quantize_and_offload_8bit
 from accelerate.offload.placement import align_module_device, quantizes, set_module_tensor_to_device
 from accelerate.offload.store import load_offloaded_weight
 from accelerate.utils.modeling import get_state_dict_offloaded_model
+from cases import cases
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -107,14 +108,12 @@ def test_eight_bit_numbers_are_not_cast_and_get_the_scales_given():
     assert made.weight.dtype is torch.int8 and torch.equal(made(INPUT), donor(INPUT))
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "text"),
-    [
-        ("int8", torch.ones(128, 128, dtype=torch.int8), "fp16_statistics"),
-        ("int8", torch.ones(3, 4), r"\(3, 4\).*\(128, 128\)"),
-        ("nf4-double", torch.ones(8192, 1, dtype=torch.uint8), "without its scales"),
-        ("nf4-double", torch.ones(128, 64), r"\(128, 64\).*\(128, 128\)"),
-    ],
+@cases(
+    "kind, value, text",
+    ("int8", torch.ones(128, 128, dtype=torch.int8), "fp16_statistics"),
+    ("int8", torch.ones(3, 4), r"\(3, 4\).*\(128, 128\)"),
+    ("nf4-double", torch.ones(8192, 1, dtype=torch.uint8), "without its scales"),
+    ("nf4-double", torch.ones(128, 64), r"\(128, 64\).*\(128, 128\)"),
 )
 def test_values_that_mean_nothing_are_refused(kind, value, text):
     made = emptied(kind)

@@ -1,9 +1,10 @@
-"""Memory budgets, and device maps: computed, cleaned, checked."""
+"""The bytes that tensors and layers take, memory budgets, and device maps: computed, cleaned, checked."""
 
 import pytest
 import torch
 from torch import nn
 
+from accelerate.config.enums import CustomDtype
 from accelerate.offload.device_map import (
     check_device_map,
     clean_device_map,
@@ -12,7 +13,14 @@ from accelerate.offload.device_map import (
     get_max_memory,
     infer_auto_device_map,
 )
-from accelerate.offload.tensors import compute_module_sizes
+from accelerate.offload.tensors import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    get_module_size_with_ties,
+)
+from cases import cases
 from offload_models import Net
 
 
@@ -62,17 +70,15 @@ def test_an_explanation_names_what_is_split_and_what_is_tied(capsys):
     assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, and it cannot be split" in refused
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"max_memory": {0: -5}}, r"max_memory\[0\]=-5"),
-        ({"max_memory": {"cpu": "5"}}, r"max_memory\['cpu'\]='5'.*5GB"),
-        ({"max_memory": {"gpu": 5}}, "max_memory names the device 'gpu'"),
-        ({"max_memory": [1]}, r"max_memory=\[1\]"),
-        ({"no_split_module_classes": [5]}, "no_split_module_classes.*5"),
-        ({"dtype": "bf16"}, "dtype='bf16'.*float16"),
-        ({"special_dtypes": {"norm.weight": "half_float"}}, "'half_float'.*float16"),
-    ],
+@cases(
+    "wrong, told",
+    ({"max_memory": {0: -5}}, r"max_memory\[0\]=-5"),
+    ({"max_memory": {"cpu": "5"}}, r"max_memory\['cpu'\]='5'.*5GB"),
+    ({"max_memory": {"gpu": 5}}, "max_memory names the device 'gpu'"),
+    ({"max_memory": [1]}, r"max_memory=\[1\]"),
+    ({"no_split_module_classes": [5]}, "no_split_module_classes.*5"),
+    ({"dtype": "bf16"}, "dtype='bf16'.*float16"),
+    ({"special_dtypes": {"norm.weight": "half_float"}}, "'half_float'.*float16"),
 )
 def test_mistakes_are_named(wrong, told):
     for function in (infer_auto_device_map, get_balanced_memory):
@@ -117,7 +123,41 @@ def test_clean_device_map_merges_by_name_not_by_text():
     assert clean_device_map({"a.b.x": 0, "c": 1}) == {"a.b.x": 0, "c": 1}
 
 
-# --- budgets ---
+# --- sizes and budgets ---
+
+
+def test_size_with_ties_takes_the_first_holder_and_each_once():
+    sizes, module = {"a": 10, "b": 14, "b.v": 3, "b.w": 6}, nn.Identity()
+    waiting = [("c", module), ("b", module), ("b.w", module)]
+    assert get_module_size_with_ties(["b.w", "b.v"], 10, sizes, waiting) == (18, ["b"], [module])
+    assert get_module_size_with_ties(["x.*", "b"], 10, sizes, []) == (10, [], [])
+
+
+def test_sizes_are_read_with_their_units_and_others_refused_by_name():
+    sizes = {"1GiB": 2**30, "1.5GB": 1_500_000_000, "3KiB": 3072, "2 MB": 2 * 10**6, 7: 7}
+    sizes.update(dict.fromkeys(["1GB", "8Gb", "1e3MB", "1_000MB"], 10**9))
+    assert {size: convert_file_size_to_int(size) for size in sizes} == sizes
+    for size in ("abc", "-1GB", -1, "5", "GB", None, 1.5):
+        with pytest.raises(ValueError, match="size="):
+            convert_file_size_to_int(size)
+
+
+def test_bytes_of_dtypes_and_names_that_are_none():
+    dtypes = [torch.bool, torch.float8_e4m3fn, "torch.float16", torch.int64, CustomDtype.INT4]
+    assert [dtype_byte_size(dtype) for dtype in dtypes] == [1 / 8, 1, 2, 8, 0.5]
+    for wrong in ("bf16", 2):
+        with pytest.raises(ValueError, match=f"dtype={wrong!r}"):
+            dtype_byte_size(wrong)
+        for options in ({"dtype": wrong}, {"special_dtypes": {"layer.weight": wrong}}):
+            with pytest.raises(ValueError, match=f"dtype={wrong!r}"):
+                compute_module_sizes(nn.Identity(), **options)
+
+
+def test_the_largest_layer_respects_blocks_that_stay_whole():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(5, 5), nn.Linear(6, 6)))
+    assert calculate_maximum_sizes(model) == (456, (168, ["0", "1.1"]))
+    model._no_split_modules = "Sequential"
+    assert calculate_maximum_sizes(model)[1] == (288, ["1"])
 
 
 def _six(count=6):
@@ -139,27 +179,25 @@ def test_devices_that_are_not_there_are_warned_about_once(caplog):
     assert not caplog.messages
 
 
-@pytest.mark.parametrize(
-    ("model", "budget", "options", "balanced"),
-    [
-        # An even share plus the margin, and the rest on the last device.
-        (_six(), {0: 1000, 1: 1000, 2: 1000, "cpu": 7}, {}, {0: 128 + 80, 1: 128 + 80, 2: 1000, "cpu": 7}),
-        # As much as possible of the first device is free, as far as the others hold the model.
-        (_six(), {0: 1000, 1: 1000, 2: 1000}, {"low_zero": True}, {0: 0, 1: 192 + 80, 2: 1000}),
-        (_six(), {0: 1000, 1: 300}, {"low_zero": True}, {0: 384 - 300, 1: 300}),
-        # Indices need not begin at zero or follow each other; 1.15.0 takes positions for indices here.
-        (_six(), {1: 1000, 3: 1000}, {}, {1: 192 + 80, 3: 1000}),
-        (_six(), {1: 1000, 3: 1000}, {"low_zero": True}, {1: 0, 3: 1000}),
-        # A model without modules has no margin, and whole blocks widen it.
-        (nn.ParameterList([torch.ones(16) for _ in range(4)]), {0: 1000, 1: 1000}, {}, {0: 128, 1: 1000}),
-        (nn.Sequential(_six(2), _six(1)[0]), {0: 999, 1: 999}, {}, {0: 96 + 80, 1: 999}),
-        (
-            nn.Sequential(_six(2), _six(1)[0]),
-            {0: 999, 1: 999},
-            {"no_split_module_classes": "Sequential"},
-            {0: 96 + 160, 1: 999},
-        ),
-    ],
+@cases(
+    "model, budget, options, balanced",
+    # An even share plus the margin, and the rest on the last device.
+    (_six(), {0: 1000, 1: 1000, 2: 1000, "cpu": 7}, {}, {0: 128 + 80, 1: 128 + 80, 2: 1000, "cpu": 7}),
+    # As much as possible of the first device is free, as far as the others hold the model.
+    (_six(), {0: 1000, 1: 1000, 2: 1000}, {"low_zero": True}, {0: 0, 1: 192 + 80, 2: 1000}),
+    (_six(), {0: 1000, 1: 300}, {"low_zero": True}, {0: 384 - 300, 1: 300}),
+    # Indices need not begin at zero or follow each other; 1.15.0 takes positions for indices here.
+    (_six(), {1: 1000, 3: 1000}, {}, {1: 192 + 80, 3: 1000}),
+    (_six(), {1: 1000, 3: 1000}, {"low_zero": True}, {1: 0, 3: 1000}),
+    # A model without modules has no margin, and whole blocks widen it.
+    (nn.ParameterList([torch.ones(16) for _ in range(4)]), {0: 1000, 1: 1000}, {}, {0: 128, 1: 1000}),
+    (nn.Sequential(_six(2), _six(1)[0]), {0: 999, 1: 999}, {}, {0: 96 + 80, 1: 999}),
+    (
+        nn.Sequential(_six(2), _six(1)[0]),
+        {0: 999, 1: 999},
+        {"no_split_module_classes": "Sequential"},
+        {0: 96 + 160, 1: 999},
+    ),
 )
 def test_balanced_budgets(model, budget, options, balanced):
     before = dict(budget)

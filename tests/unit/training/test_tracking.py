@@ -130,12 +130,9 @@ def test_a_failing_tracker_does_not_stop_the_run_or_the_others(make, caplog, pro
 
 
 def test_a_tracker_that_cannot_start_is_an_error(make, monkeypatch):
-    def refuse(self):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(Recording, "start", refuse)
+    monkeypatch.setattr(Recording, "start", lambda self: 1 / 0)
     accelerator = make("recording")
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ZeroDivisionError):
         accelerator.init_trackers("project")
     assert accelerator.trackers == []
 
