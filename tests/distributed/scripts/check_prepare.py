@@ -1,6 +1,5 @@
 """Preparing twice, under several processes: one wrapper, one registry entry, one state_dict call per rank."""
 
-import copy
 import gc
 from contextlib import contextmanager
 
@@ -60,14 +59,6 @@ def check_evaluation_is_upgraded():
         assert len(accelerator._models) == 1 and accelerator._models[0] is trained
 
 
-def check_lookalikes_are_distinct():
-    with alone() as (accelerator, first), warned(0):
-        prepared = accelerator.prepare(first, copy.deepcopy(first), copy.deepcopy(first))
-        assert len({id(item) for item in prepared}) == 3 and len(accelerator._models) == 3
-        fourth = accelerator.prepare(copy.deepcopy(prepared[0]))
-        assert fourth is not prepared[0] and len(accelerator._models) == 4
-
-
 def check_parts_are_named():
     with alone() as (accelerator, _):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -85,23 +76,6 @@ def check_another_accelerator_adopts():
         with warned(0):
             assert other.prepare(model) is wrapped and other._models == [wrapped]
         other.free_memory()
-
-
-def check_freed_is_fresh():
-    with alone() as (accelerator, model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for release in (accelerator.free_memory, accelerator.clear):
-            wrapped, opt = accelerator.prepare(model, optimizer)
-            wrapped, opt = release(wrapped, opt)
-            gc.collect()
-            assert accelerator._models == [] and accelerator._optimizers == []
-            with warned(0):
-                wrapped, opt = accelerator.prepare(model, optimizer)
-            assert opt.optimizer is optimizer
-            assert (wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped) is model
-            accelerator.free_memory()
-        with warned(0):  # a wrapper that was let go of is used as it is, never nested
-            assert accelerator.prepare(wrapped) is wrapped
 
 
 def check_compiled_inside():

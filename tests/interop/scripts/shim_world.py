@@ -21,7 +21,9 @@ FITS = 4
 
 def arguments_alone(cls, folder, **changes):
     accelerator = start()
-    return shared(accelerator, build(cls, folder, **changes))
+    kept = shared(accelerator, build(cls, folder, **changes))
+    works(accelerator)  # reset or not, it keeps its state
+    return kept
 
 
 def sharing(classes, folder):
