@@ -9,8 +9,6 @@ from harness import fresh_accelerator, learn, shared_folder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate import Accelerator
-
 
 class Counted(nn.Linear):
     """A small model that counts how often its state is asked for."""
@@ -67,15 +65,6 @@ def check_parts_are_named():
             accelerator.prepare(model[1])
         with warned(1, "'body'"):
             accelerator.prepare(nn.ModuleDict({"body": model}))
-
-
-def check_another_accelerator_adopts():
-    with alone() as (accelerator, model):
-        wrapped = accelerator.prepare(model)
-        other = Accelerator(cpu=accelerator.device.type == "cpu")
-        with warned(0):
-            assert other.prepare(model) is wrapped and other._models == [wrapped]
-        other.free_memory()
 
 
 def check_compiled_inside():
