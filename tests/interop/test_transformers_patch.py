@@ -59,7 +59,7 @@ def start(package, processes, request):
 @pytest.fixture(scope="module")
 def world(package, processes, start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("out")
-    return figures("shim_world.py", folder, processes, package == "ours", **start[1])
+    return figures("shim_world.py", folder, processes, package == "ours", package, **start[1])
 
 
 def test_every_class_of_arguments_shares_the_state_it_finds(world):

@@ -22,7 +22,8 @@ FITS = 4
 def arguments_alone(cls, folder, **changes):
     accelerator = start()
     kept = shared(accelerator, build(cls, folder, **changes))
-    works(accelerator)  # reset or not, it keeps its state
+    if package == "ours":  # reset or not, it keeps its state
+        works(accelerator)
     return kept
 
 
@@ -167,7 +168,7 @@ def accelerator_afterwards(folder):
     return [*precisions, *(shared(accelerator, made, trainer) for made in (arguments, again))]
 
 
-folder = sys.argv[1]
+folder, package = sys.argv[1:]
 # The Trainer collects garbage several times per training, over everything that was imported.
 gc.freeze()
 figures = {"unpatched": [arguments_alone(cls, folder) for cls in PLAIN.values()], **sharing(OWN, folder)}
