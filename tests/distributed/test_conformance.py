@@ -60,8 +60,3 @@ def test_strategies(launch, tmp_path, third_party, processes, slow, needs):
     done = launch(str(FOLDER / "run.py"), *arguments, **how, environment={"PYTHONPATH": os.pathsep.join(paths)})
     held = {line.partition(" (")[0] for line in done.stdout.splitlines()}
     assert expected <= held, f"{sorted(expected - held)} did not run:\n{done.stdout}"
-
-
-def test_what_does_not_apply_has_a_reason():
-    for strategy in STRATEGIES.values():
-        assert set(strategy.without) <= set(CHECKS) and all(strategy.without.values()), strategy.name

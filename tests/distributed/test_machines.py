@@ -122,19 +122,6 @@ def test_machines_that_disagree(job):
         assert status == 2 and "do not agree on processes of each machine" in err and "rank" not in out, err
 
 
-@pytest.mark.slow  # waits until machine 0 has waited long enough; tests/unit/launch/test_machine_rendezvous.py tries it in threads
-def test_two_machines_with_one_number(job):
-    port = free_port()
-    for launcher, machine in enumerate((0, 1, 1)):
-        words = at(port, machine, processes=3, join_timeout=25)
-        words[words.index("--num_machines") + 1] = "3"
-        job.start(launcher, *words, "script.py")
-    ends = [job.end(launcher) for launcher in range(3)]
-    assert ends[0][0] == 1 and "machine 2 of 3" in ends[0][2], ends
-    refused = [err for status, _, err in ends[1:] if status == 2]
-    assert len(refused) == 1 and "--machine_rank is 1 on this machine" in refused[0], ends
-
-
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_failure_on_one_machine_ends_the_other(job, rank):
     port = free_port()

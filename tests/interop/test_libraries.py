@@ -31,12 +31,6 @@ def test_library_trains(script, processes, run_ours):
         assert result["resumed"] == pytest.approx(result["losses"], abs=1e-6)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_training_arguments_leave_a_live_accelerator_whole(processes, run_ours):
-    need("transformers")
-    assert run_ours("state_reset.py", processes)["worlds"] == [processes, processes]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("script", NEEDS)

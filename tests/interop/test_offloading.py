@@ -33,6 +33,6 @@ def test_every_use_and_its_facts_equal_the_peers(tmp_path):
     ours, theirs = (outcomes_of(tmp_path / str(ours), "all", ours=ours) for ours in (True, False))
     assert not errors(ours), "\n".join(errors(ours).values())
     assert errors(theirs).keys() == PEER_FAILS.keys(), errors(theirs)
-    assert ours.keys() == theirs.keys() and len(ours) == 17
+    assert ours.keys() == theirs.keys() and len(ours) == 16
     for name in ours.keys() - PEER_FAILS.keys():
         assert ours[name]["facts"] == theirs[name]["facts"], name

@@ -75,20 +75,6 @@ def train(accelerator, figures):
             figures.append(accelerator.gather(loss.detach()[None]).tolist())
     figures.append([len(loader), scheduler.get_last_lr()[0], type(model).__name__])
 
-def compete(accelerator, figures):
-    set_seed(2)
-    maker, judge = nn.Linear(2, 3), nn.Linear(3, 1)
-    steps = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (maker, judge)]
-    maker, judge, *steps = accelerator.prepare(maker, judge, *steps)
-    for _ in range(4):
-        fake = maker(torch.randn(5, 2))
-        for step, sign, made in ((steps[1], -1, fake.detach()), (steps[0], 1, fake)):
-            loss = sign * judge(made).mean()
-            step.zero_grad()
-            accelerator.backward(loss)
-            step.step()
-        figures.append(accelerator.gather(loss.detach()[None]).tolist())
-
 def one_by_one(accelerator, figures):
     set_seed(3)
     model = nn.Linear(2, 1)
@@ -104,7 +90,7 @@ def one_by_one(accelerator, figures):
 figures = []
 warnings.filterwarnings("error", message=".*prepared.*")
 accelerator = Accelerator(cpu=True, mixed_precision=sys.argv[2], gradient_accumulation_steps=2)
-for program in (train, compete, one_by_one):
+for program in (train, one_by_one):
     program(accelerator, figures)
     accelerator.free_memory()
 if accelerator.is_main_process:

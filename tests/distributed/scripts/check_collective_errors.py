@@ -28,22 +28,6 @@ def check_uneven_batches_do_not_gather():
         assert objects == list(range(4 * world - 1))
 
 
-def check_training_goes_on_after_a_failed_gather():
-    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
-    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-    model = accelerator.prepare(network())
-    for micro_batch in range(2):
-        with accelerator.accumulate(model):
-            loss = mean_square(model, own_inputs(accelerator, micro_batch))
-            with raised(DistributedOperationException):
-                accelerator.gather(torch.ones(1 + rank, device=device))
-            with raised(DistributedOperationException):
-                accelerator.reduce({"loss": loss} if rank else [loss])
-            accelerator.backward(loss)
-    pieces = [inputs_of(r, seed=micro_batch) for r in range(world) for micro_batch in range(2)]
-    assert_all_close(gradients(model), whole_batch_gradients(accelerator, pieces))
-
-
 def check_windows_without_items_raise_everywhere():
     accelerator = fresh_accelerator(gradient_accumulation_steps=2)
     model, x = accelerator.prepare(network()), own_inputs(accelerator)

@@ -1,7 +1,6 @@
 """DeepSpeed on this machine's processors: each ZeRO stage trains as plain torch does, saves, resumes, and says what it cannot do."""
 
 import copy
-import warnings
 
 import torch
 from expect import logged, raised
@@ -96,58 +95,22 @@ def near(found, wanted, within=1e-5):
     assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=within, rtol=within), (found, wanted)
 
 
-def check_each_stage_trains_as_plain_torch_does():
-    losses, norm, weights = plain()
+def check_bf16_is_near_and_states_are_whole():
+    """In float32 every stage is compared with one process by `conformance`."""
+    losses, _, weights = plain()
     for stage in (0, 1, 2, 3):
-        accelerator = engines(stage)
+        accelerator = engines(stage, "bf16")
+        assert accelerator.mixed_precision == "bf16" and accelerator.scaler is None
         model, optimizer, scheduler = prepared(accelerator)
         kinds = [type(item).__name__ for item in (model, optimizer, scheduler)]
         assert kinds == ["DeepSpeedEngine", "DeepSpeedOptimizerWrapper", "AcceleratedScheduler"]
-        found = train(accelerator, model, optimizer, scheduler)
-        near(found[0], losses)
-        near(found[1], norm, 1e-4)
+        near(train(accelerator, model, optimizer, scheduler)[0], losses, 0.02)
         state = accelerator.get_state_dict(model)
         assert set(state) == (set(weights) if stage < 3 or rank() == 0 else set())
-        for name in state:
-            near(state[name].tolist(), weights[name].tolist())
-            assert state[name].untyped_storage().nbytes() == state[name].nbytes, (
-                "a view would save all of ZeRO's buffer"
-            )
+        whole = [value.untyped_storage().nbytes() == value.nbytes for value in state.values()]
+        assert all(whole), "a view would save all of ZeRO's buffer"
         accelerator.free_memory()
         assert accelerator.deepspeed_engine_wrapped is None
-
-
-def check_bf16_is_near():
-    losses = plain()[0]
-    for stage in (0, 1, 3):
-        accelerator = engines(stage, "bf16")
-        assert accelerator.mixed_precision == "bf16" and accelerator.scaler is None
-        near(train(accelerator, *prepared(accelerator))[0], losses, 0.02)
-        accelerator.free_memory()
-
-
-def check_the_optimizer_that_was_given_trains_offloaded_states():
-    losses = plain(torch.optim.SGD)[0]
-    accelerator = engines(2, offload_optimizer_device="cpu")
-    model, optimizer, scheduler = prepared(accelerator, torch.optim.SGD)
-    assert type(model.basic_optimizer) is torch.optim.SGD
-    near(train(accelerator, model, optimizer, scheduler)[0], losses)
-    accelerator.free_memory()
-
-
-def check_a_second_prepare_returns_the_engine():
-    accelerator = engines(1)
-    inner = network()
-    optimizer, scheduler = made(inner)
-    model, wrapped, _, _ = accelerator.prepare(inner, optimizer, scheduler, loader())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for again in (inner, model, accelerator.unwrap_model(model)):
-            assert accelerator.prepare(again) is model
-        assert accelerator.prepare(optimizer) is wrapped
-    assert sum("already prepared" in str(item.message) for item in caught) == 4
-    assert len(accelerator._models) == len(accelerator._optimizers) == 1
-    accelerator.free_memory()
 
 
 def check_each_of_two_engines_learns_from_its_own_loss():

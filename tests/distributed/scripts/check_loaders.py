@@ -162,29 +162,6 @@ def check_a_slice_function_cuts_the_parts():
     assert sorted(sum(sum(everywhere(values(loader)), []), [])) == list(range(4 * world()))
 
 
-def check_the_order_is_that_of_the_data_seed():
-    """Whatever the seeds of the ranks are, and whether the order is drawn on each rank or on one."""
-    expected = {}
-    for data_seed in (None, 3):
-        for dispatch in (False, True):
-            torch.manual_seed(7)
-            accelerator = fresh_accelerator(
-                dataloader_config=DataLoaderConfiguration(
-                    use_seedable_sampler=True, data_seed=data_seed, dispatch_batches=dispatch
-                )
-            )
-            if rank() > 0:
-                torch.manual_seed(100 + rank())
-            loader = accelerator.prepare(DataLoader(torch.arange(13), batch_size=2, shuffle=True))
-            for epoch in range(2):
-                torch.rand(rank())
-                found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).tolist()
-                seed = 7 if data_seed is None else data_seed
-                want = torch.randperm(13, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-                assert found == want, (data_seed, dispatch, epoch, found, want)
-                assert expected.setdefault((data_seed, epoch), found) == found
-
-
 def check_workers_forked_straight_after_a_collective_live():
     """A worker that hangs in `os.fork` beside the threads of the process group shows as a loader that times out."""
     accelerator = fresh_accelerator()

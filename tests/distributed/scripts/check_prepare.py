@@ -1,6 +1,5 @@
 """Preparing twice, under several processes: one wrapper, one registry entry, one state_dict call per rank."""
 
-import copy
 import gc
 from contextlib import contextmanager
 
@@ -9,8 +8,6 @@ from expect import assert_same_everywhere, warned
 from harness import fresh_accelerator, learn, shared_folder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from accelerate import Accelerator
 
 
 class Counted(nn.Linear):
@@ -60,14 +57,6 @@ def check_evaluation_is_upgraded():
         assert len(accelerator._models) == 1 and accelerator._models[0] is trained
 
 
-def check_lookalikes_are_distinct():
-    with alone() as (accelerator, first), warned(0):
-        prepared = accelerator.prepare(first, copy.deepcopy(first), copy.deepcopy(first))
-        assert len({id(item) for item in prepared}) == 3 and len(accelerator._models) == 3
-        fourth = accelerator.prepare(copy.deepcopy(prepared[0]))
-        assert fourth is not prepared[0] and len(accelerator._models) == 4
-
-
 def check_parts_are_named():
     with alone() as (accelerator, _):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -76,32 +65,6 @@ def check_parts_are_named():
             accelerator.prepare(model[1])
         with warned(1, "'body'"):
             accelerator.prepare(nn.ModuleDict({"body": model}))
-
-
-def check_another_accelerator_adopts():
-    with alone() as (accelerator, model):
-        wrapped = accelerator.prepare(model)
-        other = Accelerator(cpu=accelerator.device.type == "cpu")
-        with warned(0):
-            assert other.prepare(model) is wrapped and other._models == [wrapped]
-        other.free_memory()
-
-
-def check_freed_is_fresh():
-    with alone() as (accelerator, model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for release in (accelerator.free_memory, accelerator.clear):
-            wrapped, opt = accelerator.prepare(model, optimizer)
-            wrapped, opt = release(wrapped, opt)
-            gc.collect()
-            assert accelerator._models == [] and accelerator._optimizers == []
-            with warned(0):
-                wrapped, opt = accelerator.prepare(model, optimizer)
-            assert opt.optimizer is optimizer
-            assert (wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped) is model
-            accelerator.free_memory()
-        with warned(0):  # a wrapper that was let go of is used as it is, never nested
-            assert accelerator.prepare(wrapped) is wrapped
 
 
 def check_compiled_inside():

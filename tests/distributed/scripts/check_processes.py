@@ -1,9 +1,7 @@
 """What processes have in common and what each has to itself: seeds, order, groups, copies; triggers are in the self check."""
 
-import copy
 import logging
 import os
-import pickle
 import random
 import time
 from datetime import timedelta
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from expect import assert_same_everywhere, differs_between_ranks, raised
 from harness import CPU, everywhere, fresh_accelerator, learn, shared_folder
 from torch import nn
-from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, comm
 from accelerate.logging import get_logger
@@ -75,23 +72,6 @@ def check_order():
     logger.logger.addHandler(handler)
     logger.warning("in order", in_order=True)
     assert sum(everywhere(heard), []) == [f"[RANK {each}] in order" for each in range(accelerator.num_processes)]
-
-
-def check_copies_work_on():
-    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
-    world = accelerator.num_processes
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    rows = torch.arange(2.0 * 4 * world).view(-1, 2)
-    accelerator.prepare(model, optimizer, scheduler, DataLoader(rows, batch_size=2))
-    assert copy.deepcopy(accelerator) is accelerator
-    again = pickle.loads(pickle.dumps(accelerator))
-    assert again.device == accelerator.device and ranks_of(again) == list(range(world))
-    kinds = (again._models, again._optimizers, again._schedulers, again._dataloaders)
-    assert [len(kind) for kind in kinds] == [1] * 4 and again._models[0] is not accelerator._models[0]
-    seen = [again.gather_for_metrics(batch) for batch in again._dataloaders[0]]
-    assert torch.equal(torch.cat(seen).cpu(), rows)
 
 
 def check_a_live_accelerator_survives_a_reset():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate import DataLoaderConfiguration, comm
-from accelerate.data import iterable, plan
+from accelerate.data import plan
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils.imports import is_datasets_available, is_torchdata_stateful_dataloader_available
 
@@ -169,13 +169,6 @@ def stored_positions_do_not_count_what_was_read_ahead():
         _, again, _ = prepare(stored(world() + 1), config, batch_size=1)
         again.load_state_dict(state)
         assert rows(again) == seen[2:], (stateful, seen)
-
-
-def check_without_a_vote_each_ends():
-    _, loader, _ = prepare(own([2 + 2 * number for number in range(world())]), DIVIDED)
-    with iterable.uneven_ends():
-        assert len(list(loader)) == rank() + 1
-    assert len(rows(loader)) == 1
 
 
 def check_join_uneven_inputs_is_left_to_itself():

@@ -4,8 +4,8 @@ import contextlib
 from unittest import mock
 
 import torch
-from expect import assert_all_close, assert_same_everywhere, differs_between_ranks, raised
-from harness import everywhere, fresh_accelerator, learn
+from expect import assert_all_close, assert_same_everywhere, differs_between_ranks
+from harness import fresh_accelerator, learn
 from models import WIDTH, gradients, inputs_of, mean_square, network, own_inputs, prepared, whole_batch_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -59,18 +59,6 @@ def hook_trains(hook, wrapper):
             assert torch.linalg.matrix_rank(gradient) == 1
     elif hook == "no":
         assert torch.linalg.matrix_rank(found[0]) > 1
-
-
-def check_hooks_that_torch_refuses_raise_on_every_rank():
-    for options in ({"comm_hook": "bf16"}, {"comm_hook": "power_sgd", "comm_wrapper": "bf16"}):
-        accelerator = fresh_accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
-        if accelerator.num_processes == 1 or BFLOAT16_HOOKS:
-            accelerator.prepare(network())
-            continue
-        with raised(TypeError, "BF16"):
-            accelerator.prepare(network())
-        assert accelerator._models == []
-        assert everywhere(accelerator.process_index) == list(range(accelerator.num_processes))
 
 
 class Forked(nn.Module):

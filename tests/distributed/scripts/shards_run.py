@@ -3,24 +3,13 @@
 import sys
 
 import torch
+from harness import Kept
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 LEAST = int(sys.argv[2])  # the step that was in its place when the former run was killed
-
-
-class Counter:
-    step = 0
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state):
-        self.step = state["step"]
-
-
 accelerator = Accelerator(
     cpu=True,
     fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
@@ -31,7 +20,7 @@ model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters
 accelerator.backward(model(torch.ones(1, 512)).sum())
 optimizer.step()
 optimizer.zero_grad()
-counter = Counter()
+counter = Kept(step=0)
 accelerator.register_for_checkpointing(counter)
 
 
@@ -42,17 +31,17 @@ def values():
 
 
 if accelerator.load_state(missing_ok=True) is not None:
-    assert all(bool((value == counter.step).all()) for value in values()), counter.step
-assert counter.step >= LEAST, (counter.step, LEAST)
+    assert all(bool((value == counter.state["step"]).all()) for value in values()), counter.state["step"]
+assert counter.state["step"] >= LEAST, (counter.state["step"], LEAST)
 accelerator.wait_for_everyone()
-accelerator.print(f"loaded {counter.step}", flush=True)
+accelerator.print(f"loaded {counter.state['step']}", flush=True)
 while True:
     accelerator.wait_for_checkpoint()
     accelerator.wait_for_everyone()
-    accelerator.print(f"saved {counter.step}", flush=True)
-    counter.step += 1
+    accelerator.print(f"saved {counter.state['step']}", flush=True)
+    counter.state["step"] += 1
     for value in values():
-        value.fill_(counter.step)
+        value.fill_(counter.state["step"])
     accelerator.save_state(blocking=False)
     for value in values():  # the training goes on
         value.fill_(-1)

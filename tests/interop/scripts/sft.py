@@ -12,11 +12,11 @@ COMMON = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-
 COMMON |= {"save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
 
 
-def build(folder, model, adapter=None, **options):
+def build(folder, model, adapter=None):
     """Return a trainer of a tiny model on 32 sentences, offline and on the CPU."""
     return SFTTrainer(
         model=model,
-        args=SFTConfig(output_dir=folder, gradient_checkpointing=False, max_length=16, **COMMON, **options),
+        args=SFTConfig(output_dir=folder, gradient_checkpointing=False, max_length=16, **COMMON),
         train_dataset=Dataset.from_dict({"text": sentences(32)}), processing_class=tokenizer(), peft_config=adapter,
     )  # fmt: skip
 
@@ -36,14 +36,9 @@ def train(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def main():
-    folder, *more = sys.argv[1:]
-    found = {"sft": train(build(folder + "/full", causal_model()))}
-    found["lora"] = train(build(folder + "/lora", causal_model(), ADAPTER))
-    if more:
-        found["dpo"] = train(preferences(folder + "/dpo"))
-    report(**found)
-
-
-if __name__ == "__main__":
-    main()
+folder, *more = sys.argv[1:]
+found = {"sft": train(build(folder + "/full", causal_model()))}
+found["lora"] = train(build(folder + "/lora", causal_model(), ADAPTER))
+if more:
+    found["dpo"] = train(preferences(folder + "/dpo"))
+report(**found)

@@ -119,31 +119,6 @@ def trains_in_tensors(folder, expected, expected_loss):
         saved(trainer, f"{folder}/final", loss)
 
 
-def tunes(folder):
-    """TRL's SFTTrainer with an adapter, sharded: the same losses as data-parallel, and an adapter that loads."""
-    from peft import PeftModel
-    from sft import ADAPTER
-    from sft import build as sft_trainer
-    from tiny import causal_model
-
-    found = []
-    for name, options in (("plain", {}), ("sharded", fsdp(2, transformer_layer_cls_to_wrap=["GPT2Block"]))):
-        with apart():
-            settings = {"gradient_accumulation_steps": 2, "adam_epsilon": 1e-4, **options}
-            trainer = sft_trainer(f"{folder}/sft_{name}", causal_model().eval(), ADAPTER, **settings)
-            for module in trainer.model.modules():
-                if isinstance(module, torch.nn.Dropout):
-                    module.p = 0.0
-            trainer.train()
-            found.append(logged(trainer))
-            trainer.save_model(f"{folder}/sft_{name}/final")
-            trainer.accelerator.wait_for_everyone()
-            state = PeftModel.from_pretrained(causal_model(), f"{folder}/sft_{name}/final").state_dict()
-            moved = [value for key, value in state.items() if "lora_B" in key]
-            assert moved and all(value.abs().sum() > 0 for value in moved), name
-    close(found[1], found[0], "sft")
-
-
 def main():
     folder, *chosen = sys.argv[1:]
     with apart():
@@ -155,8 +130,6 @@ def main():
     for name in chosen:
         if name == "tensors":
             trains_in_tensors(folder, expected, loss)
-        elif name == "sft":
-            tunes(folder)
         else:
             trains(folder, name, expected, loss)
     report(passed=len(chosen), losses=expected)

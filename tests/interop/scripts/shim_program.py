@@ -11,11 +11,11 @@ from accelerate.utils import InitProcessGroupKwargs
 
 
 def main():
-    folder, code, *rest = sys.argv[1:]
+    folder, code, *_ = sys.argv[1:]
     # The timeout is chosen where the group is made, and again in the arguments: no disagreement.
     accelerator = start(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
     with messages() as texts:
-        arguments = build(TrainingArguments, folder, bf16="--disagree" in rest, ddp_timeout=77)
+        arguments = build(TrainingArguments, folder, ddp_timeout=77)
     if one := shared(accelerator, arguments):
         works(accelerator)
     finish(

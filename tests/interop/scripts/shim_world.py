@@ -21,7 +21,10 @@ FITS = 4
 
 def arguments_alone(cls, folder, **changes):
     accelerator = start()
-    return shared(accelerator, build(cls, folder, **changes))
+    kept = shared(accelerator, build(cls, folder, **changes))
+    if package == "ours":  # reset or not, it keeps its state
+        works(accelerator)
+    return kept
 
 
 def sharing(classes, folder):
@@ -165,7 +168,7 @@ def accelerator_afterwards(folder):
     return [*precisions, *(shared(accelerator, made, trainer) for made in (arguments, again))]
 
 
-folder = sys.argv[1]
+folder, package = sys.argv[1:]
 # The Trainer collects garbage several times per training, over everything that was imported.
 gc.freeze()
 figures = {"unpatched": [arguments_alone(cls, folder) for cls in PLAIN.values()], **sharing(OWN, folder)}
