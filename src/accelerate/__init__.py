@@ -31,9 +31,8 @@ _HOMES = {
 }
 
 _SUBMODULES = (
-    "accelerator backends big_modeling checkpointing commands data_loader hooks inference launchers "
-    "local_sgd logging memory_utils optimizer parallelism_config process scheduler state test_utils "
-    "tracking utils"
+    "accelerator backends big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging "
+    "memory_utils optimizer parallelism_config process scheduler state test_utils tracking utils"
 )
 
 __getattr__, __dir__, __all__ = _front(__name__, _HOMES, _SUBMODULES.split(), eager=["__version__"])

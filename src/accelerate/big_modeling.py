@@ -104,21 +104,17 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
     def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None:
-            module._parameters[name] = _parameter_on(param, torch.device(device))
+            if param.device != torch.device(device):
+                # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
+                made = torch.empty_like(param, device=device) if param.is_meta else param.detach().to(device)
+                param = as_parameter(param, made.detach())
+            module._parameters[name] = param  # in any case: the block may lie in another one, which has moved it
 
     nn.Module.register_parameter = register_on_device
     try:
         yield
     finally:
         nn.Module.register_parameter = register
-
-
-def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if parameter.device == device:
-        return parameter
-    # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
-    made = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-    return as_parameter(parameter, made.detach())
 
 
 def cpu_offload(

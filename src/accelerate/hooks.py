@@ -125,15 +125,18 @@ class AlignDevicesHook(ModelHook):
                 )
             self.weights_map = {name: tensors[name].to("cpu") for name in offloaded}
         for name in offloaded:
-            self._note_tie(name)
+            value, _ = self._saved(name) if self.tied_params_map else (None, None)
+            if value is not None and value.data_ptr() in self.tied_params_map:
+                # Kept, because a value from a file has a new address each time, maybe that of a freed one.
+                self.tied_params_names.add(name)
+                self._tied_pointers[name] = value.data_ptr()
             set_module_tensor_to_device(module, name, "meta")
         if self.execution_device is not None:
             # What is not offloaded lives where forward needs it.
             for name in tensors:
                 if name not in offloaded:
-                    ties = self.tied_params_map
                     set_module_tensor_to_device(
-                        module, name, self.execution_device, tied_params_map=ties, clear_cache=False
+                        module, name, self.execution_device, tied_params_map=self.tied_params_map, clear_cache=False
                     )
         return module
 
@@ -222,13 +225,6 @@ class AlignDevicesHook(ModelHook):
         if filled.data_ptr() == value.data_ptr() and as_stored(self.weights_map, name) is value:
             self._kept[name] = (value, filled)
 
-    def _note_tie(self, name: str) -> None:
-        """Note a shared weight's address in memory; one from a file has a new one each time, maybe a freed one's."""
-        value, _ = self._saved(name) if self.tied_params_map else (None, None)
-        if value is not None and value.data_ptr() in self.tied_params_map:
-            self.tied_params_names.add(name)
-            self._tied_pointers[name] = value.data_ptr()
-
     def _onload(self, module: nn.Module, name: str, value: torch.Tensor | None = None) -> None:
         found, statistics = self._saved(name) if value is None or value.dtype is torch.int8 else (value, None)
         set_module_tensor_to_device(
@@ -310,10 +306,9 @@ def attach_execution_device_hook(
     if "_hf_hook" not in module.__dict__ and _has_state(module):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
-    if type(module).__name__ in (preload_module_classes or ()):
-        return
-    for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+    if type(module).__name__ not in (preload_module_classes or ()):
+        for child in module.children():
+            attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -194,10 +194,9 @@ def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
 
 def _announce(request: Request, count: int, device_type: str) -> None:
     print(f"Launching training on {_counted(count * request.num_nodes, device_type)}.")
-    if request.num_nodes == 1:
-        return
-    who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
-    print(f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others.")
+    if request.num_nodes > 1:
+        who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
+        print(f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others.")
 
 
 # The states that functions leave behind which run right here. Processes that are started later do without them.

@@ -268,9 +268,7 @@ class ParallelismConfig:
         # A dimension that a subclass adds has no place of its own; it goes innermost.
         names = [axis for axis in _MESH_ORDER if axis in active]
         names += [axis for axis in self._sizes if axis in active and axis not in names]
-        if not names:
-            return ()
-        return tuple(names), tuple(self._sizes[axis] for axis in names)
+        return (tuple(names), tuple(self._sizes[axis] for axis in names)) if names else ()
 
     def _set_size(self, parallelism: str, size: int) -> None:
         """Change the size of one dimension, such as "dp_replicate"."""

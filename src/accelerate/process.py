@@ -337,9 +337,8 @@ def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def group_is_gone(values: dict[str, Any]) -> bool:
     """Say whether a state's dictionary speaks of a process group that was destroyed since."""
-    if values.get("num_processes", 1) < 2 or not traits.of(values["distributed_type"]).torch_distributed:
-        return False
-    return not dist.is_initialized()
+    had_one = values.get("num_processes", 1) > 1 and traits.of(values["distributed_type"]).torch_distributed
+    return had_one and not dist.is_initialized()
 
 
 def _cannot_change(name: str, given: Any, live: Any) -> ValueError:
@@ -362,8 +361,7 @@ def _check_unchanged(state: ProcessView, settings: dict[str, Any]) -> None:
 
 def _live_backends() -> dict[str, str]:
     """Return the backend of the live process group for each kind of device."""
-    pairs = str(dist.get_backend_config()).split(",")
-    return dict(pair.split(":", 1) for pair in pairs if ":" in pair)
+    return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(",") if ":" in pair)
 
 
 def device_for(cpu: bool, backend: str | None) -> Device:

@@ -84,9 +84,8 @@ class AcceleratedScheduler:
                 # Torch warns when a schedule falls behind its own count of steps.
                 scheduler._step_count += 1
             return
-        for optimizer in self.optimizers:
-            if optimizer.step_was_skipped:
-                return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
         total = getattr(scheduler, "total_steps", None)
         for _ in range(self.steps_per_update):
             # The last update may ask for more steps than the schedule has left.

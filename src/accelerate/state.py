@@ -143,7 +143,11 @@ class AcceleratorState(ProcessView):
             self.torch_tp_plugin = torch_tp_plugin
             self.parallelism_config = parallelism_config
             self.device_mesh = None
-            self._set_compiler(dynamo_plugin)
+            self.dynamo_plugin = TorchDynamoPlugin() if dynamo_plugin is None else dynamo_plugin
+            compiles = self.dynamo_plugin.backend is not DynamoBackend.NO
+            if compiles and self._mixed_precision == PrecisionType.NO.value and self.device.type == "cuda":
+                # Compiled fp32 models multiply matrices in TF32, as the interface documents.
+                torch.backends.cuda.matmul.allow_tf32 = True
         except BaseException:
             self.__dict__.clear()  # a half-built state would pass for a built one
             raise
@@ -198,13 +202,6 @@ class AcceleratorState(ProcessView):
             plugin.set_mixed_precision(self._mixed_precision)
         setattr(self, name, plugin)
 
-    def _set_compiler(self, plugin: Any) -> None:
-        self.dynamo_plugin = TorchDynamoPlugin() if plugin is None else plugin
-        compiles = self.dynamo_plugin.backend is not DynamoBackend.NO
-        if compiles and self._mixed_precision == PrecisionType.NO.value and self.device.type == "cuda":
-            # Compiled fp32 models multiply matrices in TF32, as the interface documents.
-            torch.backends.cuda.matmul.allow_tf32 = True
-
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Raise where an argument contradicts the state that exists."""
         if mixed_precision is not None and mixed_precision != self._mixed_precision:
@@ -249,9 +246,8 @@ class AcceleratorState(ProcessView):
         plugin = self.deepspeed_plugin
         if plugin is None:
             return self._mixed_precision
-        config = plugin.deepspeed_config
         for name in (PrecisionType.FP16.value, PrecisionType.BF16.value):
-            if config.get(name, {}).get("enabled", False) is True:
+            if plugin.deepspeed_config.get(name, {}).get("enabled", False) is True:
                 return name
         return PrecisionType.NO.value
 
@@ -469,8 +465,7 @@ class GradientState:
         """Say whether the coming backward pass ends an accumulation window."""
         self.sync_gradients = sync_gradients
         if sync_gradients and not self._is_xla_gradients_synced and "distributed_type" in storage.process.current:
-            process = storage.process.current
-            if traits.of(process["distributed_type"]).xla:
+            if traits.of(storage.process.current["distributed_type"]).xla:
                 # Runs what was recorded so far, or the graph would grow over the whole window.
                 from accelerate.devices.table import DEVICES
 

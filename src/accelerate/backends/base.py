@@ -114,8 +114,7 @@ class Backend:
         Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
         ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
-        lies_whole = load.weights_file(folder, index) is not None
-        read = load.read_model if lies_whole else layouts.read_whole_model
+        read = layouts.read_whole_model if load.weights_file(folder, index) is None else load.read_model
         return read(model, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -174,12 +173,7 @@ def _ignored(chosen: Any, model: nn.Module, device: torch.device) -> list[nn.Mod
     """Return the modules that are left alone, on the device, because the wrapper leaves them where they are."""
     if chosen is None:
         return None
-    if isinstance(chosen, str):
-        pattern = re.compile(chosen)
-        chosen = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    elif isinstance(chosen, nn.Module) and not isinstance(chosen, (nn.ModuleList, nn.Sequential)):
-        chosen = [chosen]
-    return [module.to(device) for module in chosen]
+    return [module.to(device) for module in fsdp_utils.chosen_modules(chosen, model)]
 
 
 def _mesh(accelerator: Run, strategy: Any) -> "DeviceMesh | None":
@@ -244,11 +238,10 @@ def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None
 
 def _upcast(model: nn.Module, plugin: Any) -> None:
     """Keep trained weights in float32. Frozen ones follow where a flat parameter may hold both, which has one dtype."""
-    if not master.upcast(model) or not plugin.use_orig_params:
-        return
-    for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.to(torch.float32)
+    if master.upcast(model) and plugin.use_orig_params:
+        for parameter in model.parameters():
+            if not parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.to(torch.float32)
 
 
 def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:

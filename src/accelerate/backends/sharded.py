@@ -132,8 +132,7 @@ class Sharded(Backend):
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
-        model = model_of(optimizer, accelerator.prepared.models)
-        state = states.optimizer_state(optimizer, model)
+        state = states.optimizer_state(optimizer, model_of(optimizer, accelerator.prepared.models))
         layouts.write(state, folder, "optimizer", index, self.layout(accelerator, "optimizer"))
 
     def load_optimizer(

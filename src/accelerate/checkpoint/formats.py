@@ -140,8 +140,7 @@ def write_weights(
         else:
             entries[file] = write_torch(path, part)
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": where}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        text = json.dumps({"metadata": split.metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
         entries[one + INDEX_SUFFIX] = write_bytes(os.path.join(folder, one + INDEX_SUFFIX), text.encode())
     return entries
 

@@ -225,8 +225,7 @@ class ObjectStore(CheckpointStorage):
                 f"The checkpoint was not published at {self.location}: {'; '.join(found[:10])}. Each node must call upload() "
                 "first, and only one run at a time may save there."
             )
-        text = listing.to_json(generation=self.generation)
-        self._objects.write(NAME, text.encode())
+        self._objects.write(NAME, listing.to_json(generation=self.generation).encode())
         self.abandon()  # what was staged counts from now on, and stays
 
     def abandon(self) -> None:

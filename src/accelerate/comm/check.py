@@ -221,13 +221,8 @@ class Post:
             self._gather_into(output, message)
             return None
         wait = self._gather_into(output, message, True)
-        results = []
-        for position, (dtype, shape) in enumerate(ahead):
-            if tensors is not None:
-                source = tensors[position].contiguous()
-            else:
-                source = torch.zeros(shape, dtype=dtype, device=message.device)
-            results.append(self.gather_large(source))
+        blank = (torch.zeros(shape, dtype=dtype, device=message.device) for dtype, shape in ahead)
+        results = [self.gather_large(tensor.contiguous()) for tensor in (blank if tensors is None else tensors)]
         wait()
         return results if tensors is not None else None
 

@@ -355,8 +355,8 @@ def _piece(value: Any, length: int, rank: int, world_size: int, padded: bool) ->
     if isinstance(value, torch.Tensor):
         piece = value[start:end]
         return torch.cat([piece, *[value[-1:]] * missing]) if missing else piece
-    datasets = sys.modules.get("datasets")  # the caller who holds a Dataset has imported the library
-    if isinstance(value, getattr(datasets, "Dataset", ())):
+    # The caller who holds a Dataset has imported the library.
+    if isinstance(value, getattr(sys.modules.get("datasets"), "Dataset", ())):
         return value.select([*range(start, end), *[length - 1] * missing])
     return value
 

@@ -31,8 +31,7 @@ class XlaCommunicator(Communicator):
         self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
     ) -> list[torch.Tensor]:
         """Return every rank's tensors, concatenated; the graph is cut afterwards, as the results are about to be read."""
-        whole = super().gather_many(tensors)
-        gathered = [self._model.all_gather(tensor.contiguous()) for tensor in whole]
+        gathered = [self._model.all_gather(tensor.contiguous()) for tensor in super().gather_many(tensors)]
         self._model.mark_step()
         return gathered
 

@@ -84,8 +84,7 @@ def _columns(batch_data: Batch, key: str = "input_ids") -> int | None:
 
 def _length(plugin: "MegatronLMPlugin", batch_data: Batch, limit: int, *given: int | None) -> int:
     """Resolve `plugin.seq_length`: what is given, else the length in a batch, else the limit of the model."""
-    lengths = (*given, _columns(batch_data), limit)
-    plugin.seq_length = next(length for length in lengths if length is not None)
+    plugin.seq_length = next(length for length in (*given, _columns(batch_data), limit) if length is not None)
     return plugin.seq_length
 
 
@@ -422,8 +421,7 @@ class MegatronLMPlugin:
         elif self.lr_warmup_iters is None:
             self.lr_warmup_iters = self._per_replica(scheduler.warmup_num_steps, "warmup_num_steps")
             self.lr_warmup_samples = 0
-        for name in _OF_SCHEDULE:
-            self.megatron_lm_default_args[name] = getattr(self, name)
+        self.megatron_lm_default_args.update({name: getattr(self, name) for name in _OF_SCHEDULE})
 
     def _per_replica(self, steps: int | None, name: str) -> int:
         if steps is None:

@@ -148,9 +148,8 @@ def iterates_plainly(loader: DataLoader) -> bool:
 def knows_end(loader: DataLoader) -> bool:
     """Return whether the indices tell the end: a map-style dataset, read in this process, iterated plainly."""
     kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
-        return False
-    return not (loader.num_workers or is_stateful(loader) or is_stream(loader))
+    plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    return plain and not (loader.num_workers or is_stateful(loader) or is_stream(loader))
 
 
 def holds_dataset_state(state: Any) -> bool:

@@ -116,8 +116,7 @@ class DataLoaderDispatcher(PreparedLoader):
         # gloo can move device tensors only by way of the host; so the bytes had better start there.
         communicator = comm.current()
         on_host = self.state.backend == "gloo" or communicator.group is None
-        device = torch.device("cpu") if on_host else self.state.device
-        return BatchBroadcast(communicator, device)
+        return BatchBroadcast(communicator, torch.device("cpu") if on_host else self.state.device)
 
     def _rounds(self, pending: Pending | None, start: int) -> Iterator[Message]:
         """The rounds from `start` on: read, and sent before they are yielded, on the main process; received on the others."""

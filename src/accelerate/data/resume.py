@@ -106,8 +106,7 @@ def plain_states(saved: Any) -> Any:
 
 def mixed(*parts: Any) -> int:
     """Mix numbers, strings or lists of them into a seed of 63 bits, the same on every machine."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_all(seed: int) -> None:

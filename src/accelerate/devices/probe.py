@@ -11,9 +11,8 @@ from accelerate.utils.environment import parse_flag_from_env
 def _search() -> Device:
     for device in DEVICES.values():
         # torch_xla may be installed for its compiler alone; ACCELERATE_USE_XPU=false and the like keep an XPU out.
-        if device.type == "xpu" and not parse_flag_from_env("ACCELERATE_USE_XPU", True):
-            continue
-        if device.available():
+        left_out = device.type == "xpu" and not parse_flag_from_env("ACCELERATE_USE_XPU", True)
+        if not left_out and device.available():
             return device
     return DEVICES["cpu"]
 
@@ -23,9 +22,7 @@ def detect(cpu: bool = False) -> Device:
     if cpu or parse_flag_from_env("ACCELERATE_USE_CPU", False):
         return DEVICES["cpu"]
     wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
-    if wanted:
-        return row(wanted)
-    return _search()
+    return row(wanted) if wanted else _search()
 
 
 def forget() -> None:

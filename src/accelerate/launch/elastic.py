@@ -285,8 +285,7 @@ class Agent(OpenAgent):
 
     def _is_ending(self, statuses: Mapping[int, int | None]) -> bool:
         """Whether some processes have ended as preempted, and the others have time left to do so."""
-        ended = set(statuses.values())
-        ending = {PREEMPTED, None} <= ended <= {PREEMPTED, 0, None}
+        ending = {PREEMPTED, None} <= set(statuses.values()) <= {PREEMPTED, 0, None}
         return ending and self._lasts("ending", ENDING_S)
 
     def _waits_for_cause(self, statuses: Mapping[int, int | None]) -> bool:

@@ -51,17 +51,13 @@ def detect(environ: Mapping[str, str]) -> Hardware:
     """
     if "torch" in sys.modules or sys.platform == "darwin" or any(map(importlib.util.find_spec, _PLUGINS.split())):
         return _ask_torch()
-    kinds = _torch_build()
+    # What torch was built for, from its version file, since importing torch would cost a second.
+    text = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py").read_text(encoding="utf-8")
+    kinds = set(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"][^'\"]", text, re.M))
     count = _nvidia_gpus(environ) if kinds == {"cuda"} else 0
     if kinds - {"cuda"} or count is None:
         return _ask_torch()
     return Hardware("cuda", count, "CUDA_VISIBLE_DEVICES") if count else Hardware("cpu", 0)
-
-
-def _torch_build() -> set[str]:
-    """Read what torch was built for from its version file, since importing torch would cost a second."""
-    text = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py").read_text(encoding="utf-8")
-    return set(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"][^'\"]", text, re.M))
 
 
 def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
@@ -74,9 +70,8 @@ def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
         return 0
     try:
         count = ctypes.c_uint()
-        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return None
-        if any(_is_split(library, index) for index in range(count.value)):
+        failed = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0
+        if failed or any(_is_split(library, index) for index in range(count.value)):
             return None
         return _visible(environ.get("CUDA_VISIBLE_DEVICES"), count.value)
     finally:

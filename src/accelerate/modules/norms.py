@@ -187,7 +187,6 @@ def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_valu
     clip_value = float(clip_value)
     if not clip_value >= 0:
         raise ValueError(f"clip_value is {clip_value}; it must be 0 or more.")
-    gradients = _Gradients([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-    for tensors in gradients:
+    for tensors in _Gradients([parameters] if isinstance(parameters, torch.Tensor) else parameters):
         torch._foreach_clamp_min_(tensors, -clip_value)
         torch._foreach_clamp_max_(tensors, clip_value)

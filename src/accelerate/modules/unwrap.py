@@ -150,9 +150,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
     Args:
         module: Any module.
     """
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        return False
-    return any(is_compiled_module(part) for part in module.modules())
+    return "torch._dynamo.eval_frame" in sys.modules and any(is_compiled_module(part) for part in module.modules())
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:

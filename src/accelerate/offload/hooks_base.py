@@ -197,8 +197,7 @@ def guard_method(module: nn.Module, name: str, guard: Callable[..., None]) -> No
 
 def _guarded(module: nn.Module, name: str, guard: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
     guard(module)
-    replaced = module.__dict__[name].__wrapped__
-    return replaced(*args, **kwargs)
+    return module.__dict__[name].__wrapped__(*args, **kwargs)
 
 
 def _restore_method(module: nn.Module, name: str) -> None:

@@ -98,11 +98,10 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, o
     index = index or {}
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
     for name in index:
-        if name.endswith("SCB"):
-            continue  # goes along with its weight
-        # Copies, because the files may be temporary, so that nothing may stay mapped to them.
-        value, scales = (None if one is None else one.clone() for one in with_scales(weights, name))
-        set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=scales)
+        if not name.endswith("SCB"):  # which goes along with its weight
+            # Copies, because the files may be temporary, so that nothing may stay mapped to them.
+            value, scales = (None if one is None else one.clone() for one in with_scales(weights, name))
+            set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=scales)
 
 
 def quantize_and_offload_8bit(

@@ -67,9 +67,7 @@ def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
 
 def _read_pages(tensor: torch.Tensor) -> None:
     """Have the pages of a mapped tensor read and mapped in one go, which is several times faster than a fault at a time."""
-    if not tensor.nbytes or not tensor.is_contiguous():
-        return
-    if not advise(tensor.data_ptr(), tensor.nbytes, POPULATE):
+    if tensor.nbytes and tensor.is_contiguous() and not advise(tensor.data_ptr(), tensor.nbytes, POPULATE):
         tensor.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
 
 

@@ -412,9 +412,7 @@ def class_names(classes: Iterable[str | type] | str | None, argument: str = "no_
 
 def is_whole(item: nn.Module | torch.Tensor, no_split: Collection[str]) -> bool:
     """Say whether an item is never split: a tensor, a module without submodules, or one of some classes."""
-    if not isinstance(item, nn.Module) or type(item).__name__ in no_split:
-        return True
-    return next(item.children(), None) is None
+    return not isinstance(item, nn.Module) or type(item).__name__ in no_split or next(item.children(), None) is None
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

@@ -111,13 +111,15 @@ class Region:
         # Cut like the rest, the places tell every model where its tokens are, however they are dealt out.
         places = torch.arange(length, device=buffers[0].device).unsqueeze(0)
         restored = [buffer for buffer in buffers if not _among(buffer, lasting)]
-        with _put_back(restored), self._cut([*buffers, places], [*dims, 1], length):
-            with self._attending(length, places):
-                yield
+        with _put_back(restored), self._cut([*buffers, places], [*dims, 1], length), self._attending(length, places):
+            yield
 
     @contextmanager
     def _attending(self, length: int | None, places: Tensor | None) -> Iterator[None]:
-        _leave_handler_uncompiled()
+        compiler = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is not None and hasattr(compiler, "skip_code"):
+            # It must not compile the handler of operations that run between two graphs.
+            compiler.skip_code(Attention.__torch_function__.__code__)
         self.active = Active(length, places)
         try:
             with self._mode, self._renamed():
@@ -227,13 +229,6 @@ class Region:
 
     def _no_buffers(self) -> str | None:
         return None
-
-
-def _leave_handler_uncompiled() -> None:
-    """Keep the compiler from compiling the handler of operations that run between two graphs."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None and hasattr(compiler, "skip_code"):
-        compiler.skip_code(Attention.__torch_function__.__code__)
 
 
 def _among(buffer: Any, others: list[Any]) -> bool:

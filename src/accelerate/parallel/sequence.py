@@ -160,8 +160,7 @@ def _check_config(model: nn.Module, size: int) -> None:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     heads = getattr(config, "num_attention_heads", None)
     if heads is not None:
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        check_heads(heads, key_heads, size, type(model).__name__)
+        check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, size, type(model).__name__)
 
 
 def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | None:

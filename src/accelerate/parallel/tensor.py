@@ -48,8 +48,7 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(objects)
     models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
     models = [model for model in models if next(model.parameters(), None) is not None]
-    handler = accelerator.parallelism_config.tp_handler
-    given = getattr(handler, "plan", None)
+    given = getattr(accelerator.parallelism_config.tp_handler, "plan", None)
     plans = [None if _is_cut(model, mesh) else resolve(model, given, mesh.size()) for model in models]
     if any(isinstance(part, nn.Dropout) and part.p > 0 for model in models for part in model.modules()):
         _compare_seeds(mesh)

@@ -280,7 +280,7 @@ def prepare_msamp(accelerator: Run, objects: Sequence[Any], device_placement: An
 
     ValueError: several models to train, or one without exactly one optimizer; or a strategy shards the model.
     """
-    objects = [_standing_for(item) for item in objects]
+    objects = [getattr(item, "__dict__", {}).get("_accelerate_fp8_made", item) for item in objects]
     places = {index for index, item in enumerate(objects) if isinstance(item, torch.optim.Optimizer)}
     models = list(_new_models(accelerator, objects))
     trained = [model for model in models if any(parameter.requires_grad for parameter in model.parameters())]
@@ -312,7 +312,3 @@ def prepare_msamp(accelerator: Run, objects: Sequence[Any], device_placement: An
             given.__dict__["_accelerate_fp8_made"] = made
     objects[index], objects[place] = made_model, made_optimizer
     return tuple(objects)
-
-
-def _standing_for(item: Any) -> Any:
-    return getattr(item, "__dict__", {}).get("_accelerate_fp8_made", item)

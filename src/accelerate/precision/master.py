@@ -39,8 +39,7 @@ def upcast(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in LOW:
             before[name] = parameter.dtype
-            local = local_part(parameter)
-            added += local.numel() * (dtype.itemsize - parameter.dtype.itemsize)
+            added += local_part(parameter).numel() * (dtype.itemsize - parameter.dtype.itemsize)
             _change(parameter, dtype)
     if not before:
         return 0

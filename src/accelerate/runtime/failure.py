@@ -59,11 +59,10 @@ def _is_rank() -> bool:
 
 
 def _watch_faults() -> None:
-    if faulthandler.is_enabled():
-        return  # the program's own choice
-    with contextlib.suppress(OSError, ValueError):
-        file = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
-        faulthandler.enable(file)  # which holds it
+    if not faulthandler.is_enabled():  # else it is the program's own choice
+        with contextlib.suppress(OSError, ValueError):
+            file = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+            faulthandler.enable(file)  # which holds it
 
 
 def fault_file(error_file: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, as_number, built_in, mention
+from accelerate.trackers.base import LibraryTracker, built_in, numbers_of
 
 # A metric's prefix chooses the series of its chart, so that training and evaluation are drawn together.
 _SERIES = ("eval", "test", "train")
@@ -55,11 +55,8 @@ class ClearMLTracker(LibraryTracker):
         ``report_single_value``.
         """
         logger = self.task.get_logger()
-        for name, value in values.items():
-            number = as_number(value)
-            if number is None:
-                mention("ClearML", name, value)
-            elif step is None:
+        for name, number in numbers_of(values, "ClearML").items():
+            if step is None:
                 logger.report_single_value(name=name, value=number, **kwargs)
             else:
                 title, series = _title_and_series(name)

@@ -77,8 +77,7 @@ def log(accelerator: Facade, values: dict[str, Any], step: int | None, log_kwarg
     """Log a copy of the values to every running tracker, with the arguments that `log_kwargs` has for its name."""
     options = log_kwargs or {}
     for tracker in accelerator.trackers:
-        arguments = options.get(tracker.name) or {}
-        _guarded(tracker, "log", tracker.log, dict(values), step=step, **arguments)
+        _guarded(tracker, "log", tracker.log, dict(values), step=step, **(options.get(tracker.name) or {}))
 
 
 def finish(accelerator: Facade) -> None:

@@ -29,9 +29,8 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
     False for the layers named in full by `layers_to_filter`, and for linear layers with a side that is no multiple of 16, which the
     kernels need.
     """
-    if fqn in layers_to_filter:
-        return False
-    return not isinstance(module, nn.Linear) or not (module.in_features % 16 or module.out_features % 16)
+    fits = not isinstance(module, nn.Linear) or not (module.in_features % 16 or module.out_features % 16)
+    return fits and fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:

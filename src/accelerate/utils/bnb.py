@@ -274,8 +274,7 @@ def replace_with_bnb_layers(
     Raises:
         ImportError: bitsandbytes is missing.
     """
-    stay = list(modules_to_not_convert or ())
-    found = list(_convertible(model, stay, list(current_key_name or ())))
+    found = list(_convertible(model, list(modules_to_not_convert or ()), list(current_key_name or ())))
     made: dict[nn.Linear, nn.Module] = {}
     for parent, name, layer in found:
         if layer not in made:  # else it is shared, and stays so
@@ -339,11 +338,9 @@ def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the modules that should keep their precision: the output layer, and those tied to others."""
-    groups = find_tied_parameters(model)
-    tied = [name.rpartition(".")[0] for group in groups for name in group]
+    tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
     prefix = getattr(model, "base_model_prefix", None)
-    is_base = prefix is not None and not hasattr(model, prefix)
-    if not tied and is_base:
+    if not tied and prefix is not None and not hasattr(model, prefix):
         return []  # the bare body of a model has no output layer
     last = [name for name, _ in model.named_children()][-1:]
     return list(dict.fromkeys([*tied, *last]))

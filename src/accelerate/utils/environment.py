@@ -292,9 +292,8 @@ def check_cuda_p2p_ib_support() -> bool:
     """
     try:
         names, count = get_gpu_info()
-        if count < 2 or not any("RTX 40" in name for name in names):
-            return True
-        return parse(get_driver_version()) >= parse("550.40.07")
+        affected = count > 1 and any("RTX 40" in name for name in names)
+        return not affected or parse(get_driver_version()) >= parse("550.40.07")
     except (OSError, subprocess.SubprocessError, ValueError):
         return True
 

@@ -103,14 +103,17 @@ def get_parameters_from_modules(
         >>> len(get_parameters_from_modules("0", nn.Sequential(nn.Linear(2, 2)), torch.device("cpu")))
         2
     """
-    if modules is None:
-        return set()
+    return {parameter for module in chosen_modules(modules, model) for parameter in module.to(device).parameters()}
+
+
+def chosen_modules(modules: Any, model: nn.Module) -> Iterable[nn.Module]:
+    """Return the modules that a plugin's `ignored_modules` stands for; see `get_parameters_from_modules`."""
     if isinstance(modules, str):
         pattern = re.compile(modules)
-        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    elif isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
-        modules = [modules]
-    return {parameter for module in modules for parameter in module.to(device).parameters()}
+        return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
+        return [modules]
+    return () if modules is None else modules
 
 
 def fsdp2_prepare_auto_wrap_policy(

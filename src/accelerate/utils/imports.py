@@ -195,8 +195,7 @@ is_neuron_available = _accelerator("neuron", "torch_neuronx")
 @functools.cache
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Tell whether an Intel Gaudi and its torch bridge are there; `init_hccl` also registers its "hccl" backend."""
-    names = ("habana_frameworks", "habana_frameworks.torch")
-    if any(importlib.util.find_spec(name) is None for name in names):
+    if any(importlib.util.find_spec(name) is None for name in ("habana_frameworks", "habana_frameworks.torch")):
         return False
     available = _plugin_device("habana_frameworks.torch", "hpu", check_device=False)
     if available and init_hccl:
@@ -248,9 +247,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
         return torch.mlu.is_bf16_supported()
     if is_xpu_available():
         return getattr(torch.xpu, "is_bf16_supported", lambda: True)()  # not in every torch that we support
-    if is_mps_available():
-        return torch.backends.mps.is_macos_or_newer(14, 0)
-    return True
+    return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
 
 
 def is_fp16_available() -> bool:
@@ -265,9 +262,7 @@ def is_fp8_available() -> bool:
 
 def is_transformer_engine_available() -> bool:
     """Tell whether Transformer Engine, or Intel's version of it on a Gaudi, is installed."""
-    if is_hpu_available():
-        return _is_installed("intel_transformer_engine")
-    return _is_installed("transformer_engine")
+    return _is_installed("intel_transformer_engine" if is_hpu_available() else "transformer_engine")
 
 
 @functools.cache
@@ -291,9 +286,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 @functools.cache
 def is_bitsandbytes_multi_backend_available() -> bool:
     """Tell whether the installed bitsandbytes works on other devices than CUDA GPUs."""
-    if not is_bnb_available():
-        return False
-    return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
+    return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
 
 
 # Engines
@@ -301,9 +294,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 def is_megatron_lm_available() -> bool:
     """Tell whether Megatron-LM is asked for (ACCELERATE_USE_MEGATRON_LM) and Megatron Core 0.8.0 or later is there."""
-    if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False):
-        return False
-    if importlib.util.find_spec("megatron") is None:
+    if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False) or importlib.util.find_spec("megatron") is None:
         return False
     try:
         recent = compare_versions("megatron-core", ">=", "0.8.0")

@@ -152,8 +152,7 @@ class T5TrainStep(_MissingStep):
     @staticmethod
     def get_enc_dec_mask(attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device) -> torch.Tensor:
         """Return the mask from decoder to encoder: (batch, decoder, encoder sequence), True where *forbidden*."""
-        padding = ~attention_mask.to(device).bool()
-        return padding.unsqueeze(1).expand(-1, dec_seq_length, -1)
+        return (~attention_mask.to(device).bool()).unsqueeze(1).expand(-1, dec_seq_length, -1)
 
 
 def avg_losses_across_data_parallel_group(losses: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -51,8 +51,7 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
             f"prepare got DummyOptim and a {type(scheduler).__name__}: a torch scheduler needs the torch optimizer that it was made for. "
             "Pass DummyScheduler as well, or a torch optimizer."
         )
-    groups = getattr(optimizer, "param_groups", ())
-    held = {id(parameter) for group in groups for parameter in group["params"]}
+    held = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
     if held and held.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) holds no parameter of {type(model).__name__}: its steps would change nothing. Make "
@@ -159,10 +158,7 @@ def _widths(model: nn.Module, plugin: DeepSpeedPlugin) -> dict[str, int]:
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     if not isinstance(optimizer, DummyOptim):
         return {}
-    return {
-        "optimizer.params.lr": optimizer.lr,
-        "optimizer.params.weight_decay": optimizer.weight_decay,
-    }
+    return {"optimizer.params.lr": optimizer.lr, "optimizer.params.weight_decay": optimizer.weight_decay}
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
