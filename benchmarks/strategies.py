@@ -13,7 +13,15 @@ RANKS = {
 }
 # DeepSpeed has an environment of its own, which `make test-deepspeed` makes.
 DEEPSPEED = Path(__file__).parents[1] / ".venv-deepspeed/bin/python"
-NAMES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "hsdp": "HSDP (2 x 2)", "tp": "tensor parallelism", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
+NAMES = {
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "hsdp": "HSDP (2 x 2)",
+    "tp": "tensor parallelism",
+    "zero2": "ZeRO 2",
+    "zero3": "ZeRO 3",
+}
 NOTE = (
     "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
     "written by hand with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
