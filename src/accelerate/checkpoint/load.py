@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from accelerate.checkpoint import formats, manifest
@@ -96,6 +95,8 @@ def mapped_file(path: str) -> Any:
 
     UnpicklingError if it holds what is not plain data, of which no code ran; DamagedCheckpoint if it is damaged.
     """
+    from safetensors import safe_open  # here: every import of the package passes this module
+
     with _reported(path):
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
@@ -185,6 +186,8 @@ def _is_torchs(hook: Any) -> bool:
 
 def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
     """What a rank keeps for itself; its generators from the file without pickle where there is one."""
+    from safetensors import safe_open
+
     file = manifest.random_states_file(process_index)
     states = read_file(folder, file)
     if not isinstance(states, dict | None):
