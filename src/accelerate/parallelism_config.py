@@ -47,6 +47,8 @@ class ParallelismConfig:
         tp_handler: further settings of tensor parallelism.
         cp_handler: further settings of context parallelism.
         sp_handler: further settings of sequence parallelism.
+        ep_size: ranks that share the experts of each layer (expert parallelism, this fork's); they are taken from those of `dp_shard_size`
+            and `tp_size`, so it does not multiply the number of processes.
 
     Raises:
         ValueError: a size below 1, an unknown backend, a handler of the wrong class, or dimensions that do not combine.
@@ -67,8 +69,10 @@ class ParallelismConfig:
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    ep_size: int = 1
 
     device_mesh = None  # the mesh once it is built; not a field, so that equality and copies stay cheap
+    expert_mesh = None  # the ranks that shard the same experts, once those are split
 
     def __post_init__(self) -> None:
         for axis in _AXES:
@@ -93,6 +97,15 @@ class ParallelismConfig:
                 "replicate without sharding, which cannot be combined with tensor or context parallelism. Set dp_shard_size "
                 "above 1, or dp_replicate_size to 1."
             )
+        if (
+            self.ep_size < 1
+            or self.ep_size > 1
+            and (self.dp_shard_size * self.tp_size % self.ep_size or self.ep_size % self.tp_size)
+        ):
+            raise ValueError(
+                f"ep_size is {self.ep_size}, with dp_shard_size={self.dp_shard_size} and tp_size={self.tp_size}. It must divide their product "
+                "and be a multiple of tp_size: experts are spread over the ranks that share one copy of the model."
+            )
         for axis, (kind, version) in _HANDLERS.items():
             name, size = f"{axis}_handler", self._sizes[axis]
             if size > 1 and is_torch_version("<", version):
@@ -105,7 +118,7 @@ class ParallelismConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         # A mesh holds process groups, which mean nothing in another process.
-        return {name: value for name, value in self.__dict__.items() if name != "device_mesh"}
+        return {name: value for name, value in self.__dict__.items() if not name.endswith("_mesh")}
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as a dictionary of JSON values; the device mesh is left out.

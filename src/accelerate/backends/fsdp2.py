@@ -19,9 +19,10 @@ class FSDP2(Sharded):
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse weights that one rank alone has where layers are split first, from those of every rank."""
         layout = accelerator.parallelism_config
-        if layout is not None and layout.tp_enabled and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        split = layout is not None and (layout.tp_enabled or layout.ep_size > 1)
+        if split and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             raise ValueError(
-                f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size}: layers are split before they are sharded, and each "
+                f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size} and ep_size={layout.ep_size}: layers are split before they are sharded, and each "
                 "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
             )
         super().check(accelerator, objects)

@@ -97,7 +97,9 @@ def shard(
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     if accelerator.mixed_precision != "no":
         master.upcast(model)
-    consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
+    experts = _experts(accelerator, model)
+    if not experts:  # whole models were compared before their experts were split
+        consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     before = named(model)
     tied = ties(model)
     weights = _take_weights(model) if plugin.cpu_ram_efficient_loading else None
@@ -119,6 +121,12 @@ def shard(
             f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the whole model is one unit, gathered at "
             "once. Name the class of its repeated layer in transformer_cls_names_to_wrap."
         )
+    for part in experts:
+        fully_shard(part, **{**options, "mesh": accelerator.parallelism_config.expert_mesh})
+        part.set_gradient_divide_factor(float(accelerator.parallelism_config.data_parallel_size))
+        if accelerator.parallelism_config.expert_mesh["efsdp"].size() > 1:
+            # Gloo has no reduction that divides by another number than the ranks; over one rank torch divides itself.
+            part.set_force_sum_reduction_for_comms(True)
     for part in [*parts, model]:
         held = list(_held(part))
         fully_shard(part, **options)
@@ -131,6 +139,15 @@ def shard(
         _leave_meta(model, plugin.param_init_fn)
     repoint(accelerator, model, before)
     return model
+
+
+def _experts(accelerator: Run, model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose experts `prepare` has spread over ranks."""
+    if getattr(accelerator.parallelism_config, "expert_mesh", None) is None:
+        return []
+    from accelerate.parallel import experts
+
+    return list(experts.modules(model))
 
 
 def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:

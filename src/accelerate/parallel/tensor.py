@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh, take_from_first
+from accelerate.parallel.shard import is_sharded
 from accelerate.precision.base import warn_user
 from accelerate.runtime.run import Run
 
@@ -47,7 +48,7 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     if mesh is None or mesh.size() == 1:
         return tuple(objects)
     models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
-    models = [model for model in models if next(model.parameters(), None) is not None]
+    models = [model for model in models if next(model.parameters(), None) is not None and not is_sharded(model)]
     given = getattr(accelerator.parallelism_config.tp_handler, "plan", None)
     plans = [None if _is_cut(model, mesh) else resolve(model, given, mesh.size()) for model in models]
     if any(isinstance(part, nn.Dropout) and part.p > 0 for model in models for part in model.modules()):
@@ -87,10 +88,11 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
     for name, value in spread:
         theirs = value.device_mesh
         dimensions = theirs.mesh_dim_names or ()
-        if "tp" not in dimensions and dimensions:
+        shared = next((axis for axis in ("tp", "ep") if axis in dimensions), None)
+        if shared is None and dimensions:
             continue
-        if theirs.ndim > 1 and "tp" in dimensions:
-            theirs = theirs["tp"]
+        if theirs.ndim > 1 and shared:
+            theirs = theirs[shared]
         if theirs.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
             raise ValueError(
                 f"tp_size is {mesh.size()}, on the ranks {mesh.mesh.flatten().tolist()}, but the parameter {name!r} of "
@@ -109,21 +111,14 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
 
 def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
     """Put a model that transformers cut on our mesh of the same ranks: `fully_shard` joins slices of one mesh."""
-    prefix, plan = _own_plan(model)
-    summed = {f"{prefix}{key}": word for key, word in plan.items() if word == "replicated_with_grad_allreduce"}
-    modules = dict(model.named_modules())
-    for name in _match(model, summed, strict=False):
-        # Transformers puts a forward of its own on the module, which hooks the gradient of a leaf. Neither a replicated
-        # DTensor's plain view nor what FSDP gathers is the parameter that the optimizer has, so ours takes its place.
-        if vars(modules[name]).pop("forward", None) is not None:
-            SummedReplica()._apply(modules[name], mesh)
+    sum_replicas(model, mesh)
     group = mesh.get_group().group_name
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, value in module._parameters.items():
             if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
                 continue
-            if "tp" not in (value.device_mesh.mesh_dim_names or ("tp",)):
+            if not {"tp", "ep"} & {*(value.device_mesh.mesh_dim_names or ("tp",))}:
                 continue
             # Slices of one mesh share their group; of two meshes they do not, unless it is that of all processes.
             if value.device_mesh.get_group().group_name == group:
@@ -135,6 +130,18 @@ def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
                 )
                 moved[id(value)] = nn.Parameter(ours, requires_grad=value.requires_grad)
             module._parameters[name] = moved[id(value)]
+
+
+def sum_replicas(model: nn.Module, mesh: "DeviceMesh") -> None:
+    """Sum the gradients of what each rank has whole and uses on its heads, in the place of the forward that transformers puts there."""
+    prefix, plan = _own_plan(model)
+    summed = {f"{prefix}{key}": word for key, word in plan.items() if word == "replicated_with_grad_allreduce"}
+    modules = dict(model.named_modules())
+    for name in _match(model, summed, strict=False):
+        # Transformers' own hooks the gradient of a leaf. Neither a replicated DTensor's plain view nor what FSDP gathers is the
+        # parameter that the optimizer has, and without synchronisation FSDP adds to it what was not summed.
+        if vars(modules[name]).pop("forward", None) is not None:
+            SummedReplica()._apply(modules[name], mesh)
 
 
 # -- the plan --------------------------------------------------------------------------------------------------

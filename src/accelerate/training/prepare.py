@@ -77,6 +77,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
             f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), got "
             f"{device_placement!r}."
         )
+    _adopt_sharded(accelerator, objects)
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
     if traits.of(accelerator.distributed_type).deepspeed:
@@ -123,6 +124,15 @@ def own_states(accelerator: Facade) -> Iterator[None]:
         yield
 
 
+def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
+    """Let the run follow the layout of models that arrive sharded."""
+    models = [obj for obj in objects if isinstance(obj, nn.Module) and model_has_dtensor(obj)]
+    if models and not traits.of(accelerator.distributed_type).deepspeed:
+        from accelerate.parallel import adopt
+
+        adopt.adopt(accelerator, models)
+
+
 def _overlay_mesh(accelerator: Facade, objects: Sequence[Any]) -> Sequence[Any]:
     """Build the device mesh, and apply the parallelisms that lie over the strategy."""
     layout = accelerator.parallelism_config
@@ -132,6 +142,10 @@ def _overlay_mesh(accelerator: Facade, objects: Sequence[Any]) -> Sequence[Any]:
     accelerator._prepare_device_mesh()
     if layout.tp_enabled:
         objects = accelerator._prepare_tp(*objects)
+    if layout.ep_size > 1:
+        from accelerate.parallel import experts
+
+        objects = experts.prepare(accelerator, objects)
     if layout.cp_enabled:
         objects = accelerator._prepare_cp(*objects)
     if layout.sp_enabled:
@@ -149,18 +163,12 @@ def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
             f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
             "sp_backend='torch', which does the same with torch alone."
         )
-    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
-        sharded = [type(obj).__name__ for obj in objects if isinstance(obj, nn.Module) and model_has_dtensor(obj)]
-        if sharded:
-            raise NotImplementedError(
-                f"The model ({sharded[0]}) arrives sharded, as transformers loads it with a DistributedConfig. Load it whole, and "
-                "let `prepare` shard it: pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) with the same "
-                "parallelism_config (to the Trainer: fsdp and parallelism_config in its TrainingArguments)."
-            )
+    models = [obj for obj in objects if isinstance(obj, nn.Module)]
+    if models and layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
         raise ValueError(
             f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
             f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
-            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1. A model that is sharded already is not adopted yet."
+            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
         )
     if layout.tp_enabled and accelerator.fp8_enabled:
         raise ValueError(
@@ -177,13 +185,14 @@ def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
 
 def _follow_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> None:
     """Do to a model of a direct call what ``prepare`` has done to its own: cut its layers, and let it follow shared sequences."""
+    _adopt_sharded(accelerator, (model,))
     layout = accelerator.parallelism_config
     if layout is None or traits.of(accelerator.distributed_type).deepspeed:
         return
     if model_has_dtensor(model):
         _check_mesh(accelerator, (model,))
     shares = layout.cp_enabled or layout.sp_enabled
-    whole = layout.tp_enabled and not evaluation and not model_has_dtensor(model)
+    whole = (layout.tp_enabled or layout.ep_size > 1) and not evaluation and not model_has_dtensor(model)
     if whole or (shares and accelerator.prepared.sequence_context is None):
         _overlay_mesh(accelerator, () if evaluation else (model,))
     if shares:

@@ -1,0 +1,101 @@
+"""Models that arrive sharded: the layout is read from the meshes of their parameters, and the run follows it.
+
+Transformers shards models while it loads them (`DistributedConfig`), and programs do so by `fully_shard` or `parallelize_module`. Nothing
+is sharded here: the Accelerator learns which ranks share what, so that loaders, gradients and checkpoints fit.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.modules.unwrap import is_compiled_module
+from accelerate.parallel.mesh import submesh
+from accelerate.parallel.shard import is_sharded
+from accelerate.parallel.tensor import sum_replicas
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.runtime.run import Run
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Which dimension of ours a dimension is, by the names that torch, torchtitan and transformers give it.
+_ROLES = {"dp_replicate": "dp_replicate", "replicate": "dp_replicate", "tp": "tp", "ep": "ep", "efsdp": "efsdp"}
+_ROLES |= dict.fromkeys(("dp_shard", "dp_shard_cp", "shard", "fsdp", "dp"), "dp_shard")
+
+
+def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
+    """Let the run follow models whose parameters are DTensors. All ranks.
+
+    Raises:
+        ValueError: a layout is not known, contradicts the Accelerator's, or is not one that trains; nothing is changed.
+    """
+    for model in models:
+        sharded = is_sharded(model._orig_mod if is_compiled_module(model) else model)
+        found = layout_of(model, sharded)
+        sizes = {axis: len(ranks) for axis, ranks in found.items()}
+        if not sharded:
+            # Nobody averages gradients, so the ranks that have experts of their own work on the same batch.
+            sizes = {"tp": sizes.get("tp", sizes.get("ep", 1)), "ep": sizes.get("ep", 1)}
+        layout = accelerator.parallelism_config
+        if layout is None:
+            axes = [axis for axis in sizes if axis != "efsdp"]
+            layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in axes})
+            layout._validate_accelerator(accelerator)
+        if sharded:
+            _compare(accelerator, model, layout, found, sizes)
+            if not accelerator.is_fsdp2:
+                plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+                accelerator.state._set_engine("fsdp_plugin", plugin)
+            if layout.tp_enabled:
+                sum_replicas(model, submesh(layout.get_device_mesh(accelerator.device.type), "tp"))
+        accelerator.state.parallelism_config = layout
+
+
+def layout_of(model: nn.Module, sharded: bool) -> dict[str, list[int]]:
+    """Return the ranks that share each dimension with this one; ValueError for a dimension that is not known, or in two ways."""
+    found: dict[str, list[int]] = {}
+    seen: dict[int, DeviceMesh] = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or id(parameter.device_mesh) in seen:
+            continue
+        mesh = seen[id(parameter.device_mesh)] = parameter.device_mesh
+        unnamed = ("dp_replicate", "dp_shard")[-mesh.ndim :] if sharded else ("tp",)
+        for number, called in enumerate(mesh.mesh_dim_names or unnamed):
+            ranks = dist.get_process_group_ranks(mesh.get_group(number))
+            if called not in _ROLES or found.setdefault(_ROLES[called], ranks) != ranks:
+                raise ValueError(
+                    f"The parameter {name!r} of {type(model).__name__} is spread over {called!r} of {mesh}, which cannot be adopted: "
+                    f"known are the dimensions {', '.join(_ROLES)}, each over the same ranks in all parameters (so far {found}). Rename "
+                    "the dimension of the mesh, or let `prepare` shard the model."
+                )
+    return found
+
+
+def _compare(
+    accelerator: Run, model: nn.Module, layout: ParallelismConfig, found: dict[str, list[int]], sizes: dict[str, int]
+) -> None:
+    """Refuse a layout of the Accelerator that is not the model's."""
+    replicas, shards, tp = (sizes.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp"))
+    mesh = layout.get_device_mesh(accelerator.device.type)
+    part = submesh(mesh, "tp")
+    ours = [accelerator.process_index] if part is None else part.mesh.flatten().tolist()
+    theirs = found.get("tp", [accelerator.process_index])
+    same = replicas * shards * tp == layout.total_size * (1 if layout.total_size > 1 else accelerator.num_processes)
+    if (
+        same
+        and ours == theirs
+        and layout.dp_replicate_size in (1, replicas)
+        and layout.ep_size in (1, sizes.get("ep", 1))
+    ):
+        return
+    raise ValueError(
+        f"{type(model).__name__} arrives sharded over {sizes}, where this rank shares layers with the ranks {theirs}; the Accelerator has "
+        f"{layout!r} on {accelerator.num_processes} process(es), with the ranks {ours}. Leave parallelism_config out, and it is taken "
+        "from the model, or shard the model by the same layout."
+    )

@@ -1,0 +1,65 @@
+"""Expert parallelism: the experts of each layer are spread over ranks, which send each other the tokens.
+
+Transformers splits them, by the plan of the model, and exchanges tokens; what is left of each expert's weights is sharded by FSDP2 over the
+ranks that have the same experts (`efsdp`). Gradients are the mean over all batches, as those of other parameters.
+
+Source: https://arxiv.org/abs/2006.16668
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.modules.repoint import named, repoint
+from accelerate.modules.unwrap import is_compiled_module
+from accelerate.parallel import consistency
+from accelerate.runtime.run import Run
+
+
+def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
+    """Split the experts of whole models among the objects, in place. All ranks; each has the same weights.
+
+    Raises:
+        ValueError: the run does not shard by FSDP2, splits layers too, or a model has no plan for its experts.
+    """
+    layout = accelerator.parallelism_config
+    models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
+    for model in (model for model in models if not any(modules(model))):
+        wanted = f"ep_size={layout.ep_size}"
+        if not accelerator.is_fsdp2:
+            raise ValueError(
+                f"{wanted} needs FSDP2, which averages the gradients of all that is no expert. Pass "
+                "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or load the model with transformers' DistributedConfig."
+            )
+        if layout.tp_enabled or not getattr(model, "ep_plan", None):
+            raise ValueError(
+                f"{wanted} with tp_size={layout.tp_size} cannot split {type(model).__name__}, whose plan for experts is "
+                f"{getattr(model, 'ep_plan', None)}. Take a mixture of experts of transformers 5.23 or newer; with layers that are split too, "
+                "load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., ep_size=...))."
+            )
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        sizes = {
+            "fsdp_size": layout.dp_shard_size,
+            "dp_replicate_size": layout.dp_replicate_size,
+            "ep_size": layout.ep_size,
+        }
+        config, _, meshes = model.prepare_distribute_model(DistributedConfig(**sizes))
+        _, plan, _ = model._resolve_parallel_plans(config)
+        consistency.require_same_model(accelerator, model)
+        before = named(model)
+        apply_expert_parallelism(model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan)
+        repoint(accelerator, model, before)
+        layout.expert_mesh = meshes.get_mesh(("dp_replicate", "efsdp") if layout.dp_replicate_enabled else "efsdp")
+    return tuple(objects)
+
+
+def modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules whose experts are spread over ranks. Any rank, alone."""
+    for module in model.modules():
+        own = module._parameters.values()
+        if any(isinstance(value, DTensor) and "ep" in (value.device_mesh.mesh_dim_names or ()) for value in own):
+            yield module
