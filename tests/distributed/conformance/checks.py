@@ -164,6 +164,8 @@ def gathers_each_sample_once(strategy: Strategy) -> list[str]:
     """`gather_for_metrics` over an epoch that does not divide has every sample once, or once for each part of its sequence."""
     accelerator = accelerator_for(strategy)
     model = zoo.build()
+    if strategy.arrives:
+        strategy.arrives(model)
     optimizer, rows = zoo.optimizer_of(model, strategy.groups), TensorDataset(torch.arange(13))
     _, _, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in loader]).tolist()

@@ -4,6 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchContextParallelConfig
 from distributed.conformance.model import MAX_NORM
@@ -24,6 +29,7 @@ class Strategy:
     without: Mapping[str, str] = field(default_factory=dict)  # checks that do not apply, and why
     environment: Mapping[str, str] = field(default_factory=dict)  # what turns it on
     slow: tuple[int, ...] = ()  # the numbers of processes on which it is left to the slow tests
+    arrives: Callable[[nn.Module], Any] | None = None  # shards the model by hand, in place, before it is prepared
     needs: str = ""  # a library that changes what other tests see: its tests have an environment of their own
 
 
@@ -90,6 +96,22 @@ def _zero(stage: int, processes: tuple[int, ...] = (2,), offload: str = "none") 
     return Strategy(name, processes, options, part=1.0, without=without, needs="deepspeed")
 
 
+def _arrives(names: tuple[str, ...], slow: bool = False, **how: Any) -> Strategy:
+    """Return a model sharded by torch alone over a mesh of two ranks a dimension, from which the Accelerator takes its layout."""
+
+    def shard(model: nn.Module) -> None:
+        mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+        if "tp" in names:
+            styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+            parallelize_module(model, mesh["tp"], {name: styles[word]() for name, word in model._tp_plan.items()})
+        if data := tuple(name for name in names if name != "tp"):
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh[data])
+
+    count = 2 ** len(names)
+    return Strategy(f"arrived-{'-'.join(names)}", (count,), arrives=shard, slow=(count,) if slow else (), **how)
+
+
 _ALL = (
     Strategy("single", (1,), slow=(1,)),
     Strategy("ddp", (2, 4), part=1.0, slow=(4,)),
@@ -133,6 +155,10 @@ _ALL = (
     _overlay("sp", False, 2, sp=2, sp_backend="torch"),
     _overlay("fsdp2-sp", True, 2, slow=True, sp=2, sp_backend="torch"),
     _overlay("fsdp2-dp-sp", True, 4, slow=True, dp_shard=2, sp=2, sp_backend="torch"),
+    _arrives(("fsdp",)),
+    _arrives(("tp",), same_batch=2, part=_SPLIT_LAYERS),
+    _arrives(("replicate", "shard"), slow=True, part=1 / 2),
+    _arrives(("dp", "tp"), slow=True, same_batch=2, part=_SPLIT_LAYERS / 2),
     # Not of this package: see `averaging`, which the tests install beside it.
     Strategy("third-party", (2,), part=1.0, environment={"AVERAGING_BACKEND": "1"}),
     _zero(0),

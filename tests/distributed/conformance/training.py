@@ -48,6 +48,8 @@ class Run:
         self.accelerator = self.accelerator or accelerator_for(self.strategy, **self.options)
         replicas = self.accelerator.num_processes // self.strategy.same_batch
         self.plain = zoo.build(self.seed)
+        if self.strategy.arrives:
+            self.strategy.arrives(self.plain)
         self.bare = zoo.optimizer_of(self.plain, self.strategy.groups if self.groups is None else self.groups)
         # The schedule advances once for each replica: it is written in batches of one process.
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.bare, lambda count: zoo.rate(count / replicas))
