@@ -48,6 +48,9 @@ def killed(path: pathlib.Path, tests: list[str], generator: random.Random, limit
     chosen = generator.randrange(places)
     mutant = copy.deepcopy(tree)
     list(mutations(mutant))[chosen]()
+    # What is named after the file fails first, and ends the run.
+    own = [f"{folder}/test_{path.stem}.py" for folder in tests]
+    tests = [*(name for name in own if (ROOT / name).exists()), *tests]
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(ROOT / "src", name, dirs_exist_ok=True)
         (pathlib.Path(name) / path.relative_to(ROOT / "src")).write_text(ast.unparse(mutant), "utf-8")
@@ -67,6 +70,7 @@ def killed(path: pathlib.Path, tests: list[str], generator: random.Random, limit
             settings = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
             noticed = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
+            print(f"ran too long: {path.relative_to(ROOT)}", flush=True)
             return True
     if not noticed.returncode:
         before, after = ast.unparse(tree).splitlines(), ast.unparse(mutant).splitlines()
