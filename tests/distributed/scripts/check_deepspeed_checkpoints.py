@@ -7,7 +7,7 @@ import sys
 
 import torch
 from check_deepspeed import STEPS, engines, loader, near, train
-from expect import raised, warned
+from expect import raised
 from harness import fresh_accelerator, rank, shared_folder
 from models import WIDTH
 from safetensors.torch import load_file
@@ -16,6 +16,7 @@ from torch import nn
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.layouts import find
+from accelerate.checkpoint.manifest import Manifest, problems
 from accelerate.checkpoint.optimizers import is_named, named, optimizer_values, read_names
 from accelerate.utils import wait_for_everyone
 
@@ -96,10 +97,10 @@ def check_a_run_goes_on_where_it_was_saved():
         with shared_folder() as folder:
             accelerator, objects = begun(stage)
             train(accelerator, *objects, updates=range(3))
-            with warned(1, "its engine writes"):
-                accelerator.save_state(f"{folder}/saved", blocking=False)
+            accelerator.save_state(f"{folder}/saved", blocking=False)
             wanted = train(accelerator, *objects, updates=range(3, 6))[0]
-            assert os.path.isfile(f"{folder}/saved/accelerate_manifest.json")
+            accelerator.wait_for_checkpoint()
+            assert not problems(f"{folder}/saved", Manifest.read(f"{folder}/saved"), deep=True)
             accelerator.free_memory()
             assert gone_on(stage, f"{folder}/saved") == wanted
             with raised(ValueError, "absent"):

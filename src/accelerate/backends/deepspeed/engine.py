@@ -1,7 +1,6 @@
 """The backend: a model, its optimizer and its scheduler become one engine, which steps inside the backward pass."""
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,7 +34,6 @@ class DeepSpeed(Backend):
 
     name = "deepspeed"
     saves_shards = True
-    writes_itself = True
     save_options = ("client_state", "save_latest", "exclude_frozen_parameters")
 
     # -- prepare -------------------------------------------------------------------------------------------------
@@ -156,9 +154,9 @@ class DeepSpeed(Backend):
         return state if unwrap else {f"module.{name}": value for name, value in state.items()}
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
-        """Write what the engine has, its optimizer included. All ranks."""
+        """Put what the engine has into a `SavePlan`, its optimizer included. All ranks."""
         options = {name: value for name, value in options.items() if name in self.save_options}
-        checkpoint.save(accelerator.prepared.models[index], os.fspath(folder), index, **options)
+        checkpoint.save(accelerator.prepared.models[index], folder, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Return what loads the engine's part, its optimizer included. All ranks."""
