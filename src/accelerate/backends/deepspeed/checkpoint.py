@@ -111,7 +111,7 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     raw = None
     if trains:
         _check_flat(engine)
-        found = layouts.required(folder, "optimizer", optimizer if written is None else index, None, verify=False)
+        found = layouts.required(folder, "optimizer", optimizer, None, verify=False)
         states = found.open() if written is None else written.optimizer()
         goal = optimizers.Target(_groups(engine), {}, {}, tied_names(engine.module))
         raw, _ = optimizers.matched(goal, states, found)
@@ -341,7 +341,7 @@ def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any]:
             f"The whole weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
             "zero3_save_16bit_model=True of DeepSpeedPlugin), or save shards with save_state and merge them with zero_to_fp32.py."
         )
-    return _gathered(engine)
+    return gathered(engine)
 
 
 def _compact(state: dict[str, Any]) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _compact(state: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in state.items()}
 
 
-def _gathered(engine: Any) -> dict[str, Any]:
+def gathered(engine: Any) -> dict[str, Any]:
     """Gather a module at a time into the host memory of rank 0; tied parameters stay one tensor."""
     import deepspeed
 

@@ -154,12 +154,19 @@ class DeepSpeed(Backend):
         return state if unwrap else {f"module.{name}": value for name, value in state.items()}
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
-        """Put what the engine has into a `SavePlan`, its optimizer included. All ranks."""
-        options = {name: value for name, value in options.items() if name in self.save_options}
-        checkpoint.save(accelerator.prepared.models[index], folder, index, **options)
+        """Put what the engine has into a `SavePlan`, its optimizer included; the weights of a model without optimizer. All ranks."""
+        model = accelerator.prepared.models[index]
+        own = {name: options.pop(name) for name in self.save_options if name in options}
+        if is_engine(model) and model.basic_optimizer is not None:
+            checkpoint.save(model, folder, index, **own)
+        else:  # which DeepSpeed does not save
+            state = checkpoint.gathered(model) if is_engine(model) else self.model_state(accelerator, model, True)
+            super().save_model(accelerator, state, folder, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Return what loads the engine's part, its optimizer included. All ranks."""
+        if not is_engine(model):
+            return super().load_model(accelerator, model, folder, index, **options)
         trained = [known.engine for known in accelerator.prepared.engines]
         return checkpoint.read(
             model,
