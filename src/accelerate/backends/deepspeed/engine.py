@@ -1,5 +1,7 @@
 """The backend: a model, its optimizer and its scheduler become one engine, which steps inside the backward pass."""
 
+import contextlib
+import inspect
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -194,6 +196,18 @@ class DeepSpeed(Backend):
         for engine in filter(is_engine, accelerator.prepared.models):
             ulysses.release(engine.module)
             engine.destroy()
+            _forget(engine.module)
+
+
+def _forget(module: nn.Module) -> None:
+    """Take a module out of what stage 3 keeps of all engines: a stack, and the cache of a method, within its decorator."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    with contextlib.suppress(AttributeError, KeyError, ValueError):  # a lower stage, or another version
+        parameter_offload.FWD_MODULE_STACK.remove(module)
+        method = Coordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
