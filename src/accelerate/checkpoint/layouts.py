@@ -152,7 +152,9 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
 
 def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
     """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
-    found = {file.partition("/")[0] for file in files if re.fullmatch(rf"{MODEL_NAME}(_\d+)?/.*_model_states\.pt", file)}
+    found = {
+        file.partition("/")[0] for file in files if re.fullmatch(rf"{MODEL_NAME}(_\d+)?/.*_model_states\.pt", file)
+    }
     if kind == "model":
         return name if (name := manifest.engine_folder(index)) in found else None
     return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
