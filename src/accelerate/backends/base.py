@@ -39,8 +39,6 @@ class Backend:
     synchronises: ClassVar[bool] = False
     # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
     saves_shards: ClassVar[bool] = False
-    # Whether it writes its part of a checkpoint at once, with nothing left for the background.
-    writes_itself: ClassVar[bool] = False
     # Which arguments of `save_state` reach `save_model`.
     save_options: ClassVar[tuple[str, ...]] = ()
 

@@ -10,6 +10,7 @@ Parameters have the names that the user wrote (see `checkpoint.state`), so each 
 ranks. Everything is read before anything changes.
 """
 
+import glob
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names
-from accelerate.utils.constants import FSDP_MODEL_NAME
+from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
@@ -144,18 +145,19 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
         stems += [FSDP_MODEL_NAME] if index == 0 else []
     lying: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
     lying += [(file, "full") for file in whole if file in files]
-    lying += [(manifest.engine_folder(index), "zero")] if _of_engine(files, kind, index) else []
+    lying += [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
     lying += [(stem, "local") for stem in stems if manifest.rank_file(stem, 0) in files]
     return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in lying]
 
 
-def _of_engine(files: Collection[str], kind: Kind, index: int) -> bool:
-    """Say whether an engine wrote a model, or an optimizer, in a folder of its own."""
-    inside = [file for file in files if file.startswith(f"{manifest.engine_folder(index)}/")]
-    models = [file for file in inside if file.endswith("_model_states.pt")]
-    if kind == "model" or not any("/zero_pp_rank_" in file for file in models):
-        return bool(models)
-    return any(file.endswith("_optim_states.pt") for file in inside)
+def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
+    """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
+    found = {
+        file.partition("/")[0] for file in files if re.fullmatch(rf"{MODEL_NAME}(_\d+)?/.*_model_states\.pt", file)
+    }
+    if kind == "model":
+        return name if (name := manifest.engine_folder(index)) in found else None
+    return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
@@ -166,9 +168,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     name = os.path.basename(LocalStorage(os.path.join(folder, shards)).fetch())
     if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
         files.add(f"{shards}/{manifest.METADATA}")
-    engine = manifest.engine_folder(index)
-    if os.path.isdir(inside := os.path.join(folder, engine)):
-        files.update(f"{engine}/{file}" for file in os.listdir(inside))
+    files.update(glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder))
     found = min(candidates(folder, files, kind, index), key=lambda one: one.layout != prefer, default=None)
     return replace(found, name=name) if found is not None and found.layout == "sharded" else found
 

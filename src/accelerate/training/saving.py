@@ -61,9 +61,8 @@ def save_state(
     blocking = not project.async_save if blocking is None else blocking
     backend = accelerator._backend
     save = Save(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
-    if not blocking and (backend.writes_itself or not save.barrier.in_background):
-        why = "its engine writes" if backend.writes_itself else "these ranks have no key-value store to meet in"
-        warn_caller(f"save_state(blocking=False) writes at once here: {why}.")
+    if not blocking and not save.barrier.in_background:
+        warn_caller("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)

@@ -34,6 +34,27 @@ def equals_one_process(strategy: Strategy) -> list[str]:
     return apart + run.apart(trace, expected)
 
 
+def accumulates_what_one_batch_has(strategy: Strategy) -> list[str]:
+    """Four micro-batches to a step equal one micro-batch of the same samples."""
+    parts = Run(strategy, 2 * FEW, options={"window": 4}).train()
+    run = Run(strategy, 2 * FEW, samples=4 * zoo.SAMPLES, options={"window": 1})
+    return run.apart(run.train(), parts)
+
+
+def trains_two_models(strategy: Strategy) -> list[str]:
+    """Two models of one program, a step of each in turn: both equal one process."""
+    first = Run(strategy, FEW)
+    second = Run(strategy, FEW, seed=99, accelerator=first.accelerator)
+    runs, traces = (first, second), [zoo.Trace([], [], [], {}) for _ in range(2)]
+    for _ in zip(*(run.steps_of(trace) for run, trace in zip(runs, traces, strict=True)), strict=True):
+        pass
+    found = []
+    for run, trace in zip(runs, traces, strict=True):
+        trace.weights.update(run.weights())
+        found += run.apart(trace, zoo.reference(FEW, strategy.groups, seed=run.seed))
+    return found
+
+
 def has_its_part(strategy: Strategy) -> list[str]:
     """A rank has the share of the parameters that the strategy is for: nothing falls back to whole replicas in silence."""
     run = Run(strategy, 1)
@@ -199,6 +220,8 @@ def lets_go(strategy: Strategy) -> list[str]:
 _ALL = (
     *(
         equals_one_process,
+        accumulates_what_one_batch_has,
+        trains_two_models,
         has_its_part,
         synchronises_each_batch,
         holds_gradients_back,

@@ -115,9 +115,9 @@ def windows(steps: int) -> Iterator[list[torch.Tensor]]:
 
 
 @cache
-def reference(steps: int, groups: bool, clip: str = "norm") -> Trace:
+def reference(steps: int, groups: bool, clip: str = "norm", seed: int = 7) -> Trace:
     """Train in one process, plainly: no Accelerator, no accumulation, the whole batch at once."""
-    model = build()
+    model = build(seed)
     optimizer = optimizer_of(model, groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses, norms, rates = [], [], []

@@ -91,7 +91,6 @@ def _zero(stage: int, processes: tuple[int, ...] = (2,), offload: str = "none") 
     }
     if stage == 3:
         without["has_its_part"] = "between two forwards the parameters are empty"
-        without["lets_go"] = "a cache of DeepSpeed's keeps every model that was trained"
     name = f"zero{stage}{'-offload' * (offload != 'none')}"
     return Strategy(name, processes, options, part=1.0, without=without, needs="deepspeed")
 

@@ -1,6 +1,6 @@
 """The training loop of a user under a strategy, and its comparison with the loop of one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,9 +20,11 @@ from distributed.scripts.harness import fresh_accelerator
 PATIENCE = timedelta(seconds=45)
 
 
-def accelerator_for(strategy: Strategy, sync_each_batch: bool = False, **options: Any) -> Accelerator:
+def accelerator_for(
+    strategy: Strategy, sync_each_batch: bool = False, window: int = zoo.WINDOW, **options: Any
+) -> Accelerator:
     """Build an Accelerator of a strategy, which shares nothing but the process group with those before it."""
-    plugin = GradientAccumulationPlugin(num_steps=zoo.WINDOW, sync_each_batch=sync_each_batch)
+    plugin = GradientAccumulationPlugin(num_steps=window, sync_each_batch=sync_each_batch)
     return fresh_accelerator(
         gradient_accumulation_plugin=plugin,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
@@ -39,6 +41,7 @@ class Run:
     steps: int
     seed: int = 7  # of the weights
     groups: bool | None = None  # the optimizer has several groups of parameters; what the strategy can, by default
+    samples: int = zoo.SAMPLES  # in a micro-batch, over all ranks
     options: dict[str, Any] = field(default_factory=dict)
     accelerator: Accelerator | None = None
     plain: nn.Module = field(init=False)
@@ -53,7 +56,7 @@ class Run:
         self.bare = zoo.optimizer_of(self.plain, self.strategy.groups if self.groups is None else self.groups)
         # The schedule advances once for each replica: it is written in batches of one process.
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.bare, lambda count: zoo.rate(count / replicas))
-        loader = DataLoader(TensorDataset(*zoo.data(self.steps)), batch_size=zoo.SAMPLES // replicas)
+        loader = DataLoader(TensorDataset(*zoo.data(self.steps)), batch_size=self.samples // replicas)
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             self.plain, self.bare, loader, scheduler
         )
@@ -73,27 +76,34 @@ class Run:
 
     def train(self, clip: str = "norm", stop: int | None = None, at: Callable[[int], None] | None = None) -> Trace:
         """Train for an epoch, or until a number of steps, clipped by "norm" or "value"; `at` is called after each step."""
-        accelerator, losses, norms, rates, open_ = self.accelerator, [], [], [], []
+        trace = Trace([], [], [], {})
+        for done in self.steps_of(trace, clip):
+            if at is not None:
+                at(done)
+            if done == stop:
+                break
+        trace.weights.update(self.weights())
+        return trace
+
+    def steps_of(self, trace: Trace, clip: str = "norm") -> Iterator[int]:
+        """Train for an epoch, and yield after each step how many there were; a trace gets what they did."""
+        accelerator, open_ = self.accelerator, []
         for batch in self.loader:
             with accelerator.accumulate(self.model):
                 open_.append(self.loss(*batch).item())
                 if accelerator.sync_gradients:
                     if clip == "norm":
-                        norms.append(float(accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)))
+                        trace.norms.append(float(accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)))
                     else:
                         accelerator.clip_grad_value_(self.model.parameters(), MAX_VALUE)
-                    rates.append(self.optimizer.param_groups[0]["lr"])
+                    trace.rates.append(self.optimizer.param_groups[0]["lr"])
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
             if accelerator.sync_gradients:
-                losses.append(sum(open_) / len(open_))
+                trace.losses.append(sum(open_) / len(open_))
                 open_.clear()
-                if at is not None:
-                    at(len(losses))
-                if len(losses) == stop:
-                    break
-        return Trace(losses, norms, rates, self.weights())
+                yield len(trace.losses)
 
     def step_on(self, parts: list[torch.Tensor]) -> None:
         """Do one optimizer step on a whole batch, of which this rank takes its part by hand, without loader or schedule."""

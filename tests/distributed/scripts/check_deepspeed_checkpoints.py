@@ -7,7 +7,7 @@ import sys
 
 import torch
 from check_deepspeed import STEPS, engines, loader, near, train
-from expect import raised, warned
+from expect import raised
 from harness import fresh_accelerator, rank, shared_folder
 from models import WIDTH
 from safetensors.torch import load_file
@@ -16,6 +16,7 @@ from torch import nn
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.layouts import find
+from accelerate.checkpoint.manifest import Manifest, problems
 from accelerate.checkpoint.optimizers import is_named, named, optimizer_values, read_names
 from accelerate.utils import wait_for_everyone
 
@@ -49,14 +50,23 @@ def accelerators(strategy, mixed_precision="no"):
     return fresh_accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=STEPS)
 
 
-def begun(strategy, width=5, mixed_precision="no", changed=False):
-    """A run of a strategy; with `changed` its weights are not those that every run begins with."""
-    accelerator = accelerators(strategy, mixed_precision)
+def built(width, changed):
     model = Network(width)
     if changed:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.mul_(2)
+    return model
+
+
+def begun(strategy, width=5, mixed_precision="no", changed=False, teacher=False):
+    """A run of a strategy; with `changed` its weights are not those that every run begins with."""
+    accelerator = accelerators(strategy, mixed_precision)
+    if teacher and strategy == 3:
+        accelerator.prepare(built(width, changed), loader())  # an engine without an optimizer
+    elif teacher:
+        accelerator.prepare_model(built(width, changed), evaluation_mode=True)
+    model = built(width, changed)
     ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": ours[:2], "weight_decay": 0.1}, {"params": ours[2:], "lr": 1e-2}]
     optimizer = torch.optim.AdamW(groups, lr=5e-3)
@@ -79,6 +89,9 @@ def gone_on(strategy, folder, **options):
     """Load into a run that began elsewhere, and go on; the losses."""
     accelerator, objects = begun(strategy, changed=True, **options)
     accelerator.load_state(folder)
+    for teacher in accelerator._models[:-1]:
+        plain = Network().state_dict()
+        assert all(plain[name].equal(value) for name, value in accelerator.get_state_dict(teacher).items())
     losses, _ = train(accelerator, *objects, updates=range(3, 6))
     accelerator.free_memory()
     return losses
@@ -96,10 +109,10 @@ def check_a_run_goes_on_where_it_was_saved():
         with shared_folder() as folder:
             accelerator, objects = begun(stage)
             train(accelerator, *objects, updates=range(3))
-            with warned(1, "its engine writes"):
-                accelerator.save_state(f"{folder}/saved", blocking=False)
+            accelerator.save_state(f"{folder}/saved", blocking=False)
             wanted = train(accelerator, *objects, updates=range(3, 6))[0]
-            assert os.path.isfile(f"{folder}/saved/accelerate_manifest.json")
+            accelerator.wait_for_checkpoint()
+            assert not problems(f"{folder}/saved", Manifest.read(f"{folder}/saved"), deep=True)
             accelerator.free_memory()
             assert gone_on(stage, f"{folder}/saved") == wanted
             with raised(ValueError, "absent"):
@@ -118,6 +131,15 @@ def check_other_strategies_go_on_and_back():
         for source, target in ((3, "fsdp2"), (2, "ddp"), ("fsdp2", 3), ("ddp", 1), ("ddp", 0)):
             wanted = trained(source, f"{folder}/{source}")
             near(gone_on(target, f"{folder}/{source}"), wanted, 1e-6)
+
+
+def check_a_model_without_optimizer_does_not_shift_the_optimizers():
+    with shared_folder() as folder:
+        wanted = {source: trained(source, f"{folder}/{source}", teacher=True) for source in (2, 3, "ddp")}
+        alone(lambda: reshard(f"{folder}/3", f"{folder}/full", "full"))
+        wanted["full"] = wanted[3]
+        for source, target in ((3, 3), (3, 2), (3, "ddp"), (2, 3), ("ddp", 3), ("full", "ddp")):
+            near(gone_on(target, f"{folder}/{source}", teacher=True), wanted[source], 1e-6)
 
 
 def check_bf16_goes_on_at_another_stage():

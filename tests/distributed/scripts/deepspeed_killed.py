@@ -4,6 +4,7 @@ DeepSpeed is imported once; each run is forked. The ranks say in a pipe when a s
 """
 
 import argparse
+import itertools
 import logging
 import os
 import random
@@ -29,7 +30,7 @@ WORLD, LIMIT_S = 2, 120
 
 
 def save_until_killed(stage: int, path: Path, saying: int) -> None:
-    """Load what is there, then train and save without end."""
+    """Load what is there, then train and save without end, in the background and not."""
     accelerator = engines(stage)
     model, optimizer, scheduler = prepared(accelerator)
     accelerator.load_state(path, missing_ok=True)
@@ -38,12 +39,15 @@ def save_until_killed(stage: int, path: Path, saying: int) -> None:
         assert model.global_steps == steps_of(path)
         whole = zero.stored(str(path / "pytorch_model"), "model")
         assert all(value.equal(weights[name]) for name, value in whole.read(whole.state).items())
-    while True:
+    for blocking in itertools.cycle((False, True)):
         train(accelerator, model, optimizer, scheduler, updates=range(1))
         accelerator.wait_for_everyone()
         if accelerator.process_index == 0:
             os.write(saying, b"b")
-        accelerator.save_state(path)
+        accelerator.save_state(path, blocking=blocking)
+        if not blocking:
+            train(accelerator, model, optimizer, scheduler, updates=range(1))
+            accelerator.wait_for_checkpoint()
         if accelerator.process_index == 0:
             os.write(saying, b"e")
 

@@ -1,4 +1,4 @@
-"""Checkpoints of engines: DeepSpeed writes into the folder that is staged, and loads what as many ranks wrote at the same stage.
+"""Checkpoints of engines: what DeepSpeed saves goes into the plan of a save, and it loads what as many ranks wrote at the same stage.
 
 What others wrote (other ranks, another stage, another strategy) is put into the engine here, each rank its part by the names of parameters.
 Either way names and shapes are compared before anything changes.
@@ -19,6 +19,7 @@ import torch
 from accelerate.checkpoint import layouts, manifest, optimizers, zero
 from accelerate.checkpoint.load import refuse_misfit
 from accelerate.checkpoint.optimizers import Deferred
+from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import numbered, parameter_names, tied_names, together
 from accelerate.modules.unwrap import canonical_name, match_names
 
@@ -28,9 +29,45 @@ if TYPE_CHECKING:
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
-def save(engine: Any, folder: str, index: int, **options: Any) -> None:
-    """Let the engine write everything it has. All ranks."""
-    engine.save_checkpoint(folder, manifest.engine_folder(index), **options)
+def save(engine: Any, plan: SavePlan, index: int, **options: Any) -> None:
+    """Let the engine put everything it has into a plan; `latest` and its scripts are written at once. All ranks."""
+    with _files_of(engine, plan):
+        engine.save_checkpoint(plan.folder, manifest.engine_folder(index), **options)
+
+
+@contextlib.contextmanager
+def _files_of(engine: Any, plan: SavePlan | None = None) -> Iterator[None]:
+    """Let an engine save into a plan, and read files of plain data and DeepSpeed's records only."""
+    before, engine.checkpoint_engine = engine.checkpoint_engine, _Files(engine.checkpoint_engine, plan)
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = before
+
+
+class _Files:
+    """Takes the place of an engine's `checkpoint_engine`, whose `load` would run what is in a file."""
+
+    def __init__(self, inner: Any, plan: SavePlan | None) -> None:
+        self._inner, self._plan = inner, plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def is_decoupled(self) -> bool:
+        """No: a writer of the configuration, which ends when it likes, has nothing to write."""
+        return False
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Put a state into the plan, which copies it or writes it before the engine goes on."""
+        self._plan.add_object(os.path.relpath(path, self._plan), state_dict)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file; UnpicklingError for objects of other classes."""
+        paths = [name.rpartition(".") for name in zero.CLASSES]
+        classes = [getattr(importlib.import_module(module), name) for module, _, name in paths]
+        with torch.serialization.safe_globals(classes):
+            return torch.load(path, map_location=map_location, weights_only=True)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -74,7 +111,7 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     raw = None
     if trains:
         _check_flat(engine)
-        found = layouts.required(folder, "optimizer", optimizer if written is None else index, None, verify=False)
+        found = layouts.required(folder, "optimizer", optimizer, None, verify=False)
         states = found.open() if written is None else written.optimizer()
         goal = optimizers.Target(_groups(engine), {}, {}, tied_names(engine.module))
         raw, _ = optimizers.matched(goal, states, found)
@@ -134,35 +171,8 @@ def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
 
 def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool) -> None:
     """Let an engine load what it has written. All ranks."""
-    with _without_code(engine) if weights_only else contextlib.nullcontext():
+    with _files_of(engine) if weights_only else contextlib.nullcontext():
         engine.load_checkpoint(folder, tag, load_module_strict=strict)
-
-
-@contextlib.contextmanager
-def _without_code(engine: Any) -> Iterator[None]:
-    """Let an engine read files of plain data and DeepSpeed's records only."""
-    before, engine.checkpoint_engine = engine.checkpoint_engine, _PlainData(engine.checkpoint_engine)
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = before
-
-
-class _PlainData:
-    """Reads for an engine in the place of its own reader, which would run what is in a file."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a file; UnpicklingError for objects of other classes."""
-        paths = [name.rpartition(".") for name in zero.CLASSES]
-        classes = [getattr(importlib.import_module(module), name) for module, _, name in paths]
-        with torch.serialization.safe_globals(classes):
-            return torch.load(path, map_location=map_location, weights_only=True)
 
 
 # -- putting another layout into an engine -----------------------------------------------------------------------------
@@ -331,7 +341,7 @@ def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any]:
             f"The whole weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
             "zero3_save_16bit_model=True of DeepSpeedPlugin), or save shards with save_state and merge them with zero_to_fp32.py."
         )
-    return _gathered(engine)
+    return gathered(engine)
 
 
 def _compact(state: dict[str, Any]) -> dict[str, Any]:
@@ -349,7 +359,7 @@ def _compact(state: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in state.items()}
 
 
-def _gathered(engine: Any) -> dict[str, Any]:
+def gathered(engine: Any) -> dict[str, Any]:
     """Gather a module at a time into the host memory of rank 0; tied parameters stay one tensor."""
     import deepspeed
 

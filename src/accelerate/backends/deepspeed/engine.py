@@ -1,7 +1,8 @@
 """The backend: a model, its optimizer and its scheduler become one engine, which steps inside the backward pass."""
 
+import contextlib
+import inspect
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,7 +36,6 @@ class DeepSpeed(Backend):
 
     name = "deepspeed"
     saves_shards = True
-    writes_itself = True
     save_options = ("client_state", "save_latest", "exclude_frozen_parameters")
 
     # -- prepare -------------------------------------------------------------------------------------------------
@@ -156,12 +156,19 @@ class DeepSpeed(Backend):
         return state if unwrap else {f"module.{name}": value for name, value in state.items()}
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
-        """Write what the engine has, its optimizer included. All ranks."""
-        options = {name: value for name, value in options.items() if name in self.save_options}
-        checkpoint.save(accelerator.prepared.models[index], os.fspath(folder), index, **options)
+        """Put what the engine has into a `SavePlan`, its optimizer included; the weights of a model without optimizer. All ranks."""
+        model = accelerator.prepared.models[index]
+        own = {name: options.pop(name) for name in self.save_options if name in options}
+        if is_engine(model) and model.basic_optimizer is not None:
+            checkpoint.save(model, folder, index, **own)
+        else:  # which DeepSpeed does not save
+            state = checkpoint.gathered(model) if is_engine(model) else self.model_state(accelerator, model, True)
+            super().save_model(accelerator, state, folder, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Return what loads the engine's part, its optimizer included. All ranks."""
+        if not is_engine(model):
+            return super().load_model(accelerator, model, folder, index, **options)
         trained = [known.engine for known in accelerator.prepared.engines]
         return checkpoint.read(
             model,
@@ -189,6 +196,18 @@ class DeepSpeed(Backend):
         for engine in filter(is_engine, accelerator.prepared.models):
             ulysses.release(engine.module)
             engine.destroy()
+            _forget(engine.module)
+
+
+def _forget(module: nn.Module) -> None:
+    """Take a module out of what stage 3 keeps of all engines: a stack, and the cache of a method, within its decorator."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    with contextlib.suppress(AttributeError, KeyError, ValueError):  # a lower stage, or another version
+        parameter_offload.FWD_MODULE_STACK.remove(module)
+        method = Coordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
