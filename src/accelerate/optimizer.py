@@ -88,6 +88,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.device_placement = device_placement
         self._is_overflow = False
         self._reduces_on_step = traits.of(self.accelerator_state.distributed_type).reduces_on_step
+        # LOMO's optimizers step in their backward pass, and have no `step`.
+        self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self._zero_takes_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
         if scaler is not None:
             self._note_steps()
@@ -182,7 +184,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._reduces_on_step:
             self._reduce_gradients()
         if self.scaler is None:
-            self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if not self._steps_in_backward:
+                self.optimizer.step() if closure is None else self.optimizer.step(closure)
         else:
             self._scaled_step(closure)
         if self._reduces_on_step:

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import _get_build_directory
 
 from accelerate.utils.other import get_free_port
 from distributed.conftest import LAUNCH_ON_CPU, SCRIPTS, done
@@ -17,6 +19,22 @@ def test_engines(launch):
 
 def test_offload_experts_compilation_and_reports(launch):
     launch("several.py", "check_deepspeed_more.py", limit_s=600)
+
+
+@pytest.mark.slow
+def test_offload_to_nvme_and_compiled_adam(launch):
+    missing = {
+        name: builder
+        for name, builder in (("async_io", "AsyncIOBuilder"), ("cpu_adam", "CPUAdamBuilder"))
+        if not Path(_get_build_directory(name, verbose=False), f"{name}.so").exists()
+    }
+    if missing:
+        load = "; ".join(f"b.{builder}().load()" for builder in missing.values())
+        pytest.skip(
+            f"DeepSpeed has not compiled {', '.join(missing)}. It takes minutes, and async_io needs libaio's headers (libaio-dev): "
+            f"python -c 'from deepspeed.ops import op_builder as b; {load}'"
+        )
+    launch("several.py", "check_deepspeed_built.py", limit_s=600)
 
 
 @pytest.mark.parametrize(

@@ -343,10 +343,10 @@ def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float 
     if not optimizers:
         raise ValueError("lomo_backward() found no LOMO optimizer. Pass one to `accelerator.prepare` first.")
     for optimizer in optimizers:
-        optimizer.optimizer_step(loss, learning_rate)
+        optimizer.fused_backward(loss, learning_rate)
 
 
 def lomo_optimizers(accelerator: Facade) -> list[Any]:
     """Return the LOMO optimizers inside the prepared ones."""
     inner = [item.optimizer for item in accelerator.prepared.optimizers]
-    return [item for item in inner if type(item).__module__.partition(".")[0] == "lomo_optim"]
+    return [item for item in inner if hasattr(item, "fused_backward")]

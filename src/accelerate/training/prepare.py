@@ -409,6 +409,11 @@ def prepare_optimizer(
         )
     if (known := again(accelerator, optimizer, "optimizer")) is not None:
         return known
+    if hasattr(optimizer, "fused_backward") and accelerator.num_processes > 1:
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} updates weights before gradients are averaged: {accelerator.num_processes} processes would train apart. "
+            "Train on one, or take another optimizer."
+        )
     if device_placement is None:
         device_placement = accelerator.device_placement
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice

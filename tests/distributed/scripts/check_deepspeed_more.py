@@ -1,4 +1,4 @@
-"""DeepSpeed beyond its stages: offload, mixtures of experts, compilation, reports on engines, a rank that does not come."""
+"""DeepSpeed beyond its stages: offload, float16, mixtures of experts, compilation, reports on engines, a rank that does not come."""
 
 import itertools
 import os
@@ -80,6 +80,34 @@ def check_what_offload_cannot_do_is_refused_on_every_rank():
         with raised(error, "zero_force_ds_cpu_optimizer", words):
             prepared(accelerator, kind)
         os.environ["PATH"] = before
+
+
+def check_fp16_scales_losses_or_is_refused():
+    """DeepSpeed asks the processor; torch computes in float16 on any."""
+    from deepspeed import get_accelerator
+
+    device, losses = get_accelerator(), plain()[0]
+    device.is_fp16_supported = lambda: False
+    with raised(ValueError, "mixed_precision='fp16'", "Take 'bf16'"):
+        prepared(engines(2, "fp16"))
+    device.is_fp16_supported = lambda: True
+    for stage in (0, 1, 2, 3):
+        accelerator = engines(stage, "fp16")
+        accelerator.deepspeed_plugin.deepspeed_config["fp16"]["initial_scale_power"] = 8
+        near(train(accelerator, *prepared(accelerator))[0], losses, 5e-3)
+        accelerator.free_memory()
+    accelerator = engines(2, "fp16")
+    accelerator.deepspeed_plugin.deepspeed_config["fp16"] |= {"initial_scale_power": 20, "hysteresis": 1}
+    model, optimizer, scheduler = prepared(accelerator)
+    skipped = []
+    for number in range(8):
+        before = scheduler.get_last_lr()
+        train(accelerator, model, optimizer, scheduler, updates=range(number, number + 1))
+        skipped.append(optimizer.step_was_skipped)
+        assert (scheduler.get_last_lr() == before) is skipped[-1]
+    assert skipped[0] and not skipped[-1] and sum(skipped) == model.skipped_steps, skipped
+    accelerator.free_memory()
+    del device.is_fp16_supported
 
 
 def check_experts_that_not_every_rank_runs():

@@ -93,3 +93,27 @@ def test_a_new_accelerator_steps_although_the_last_window_was_left_open():
         raise KeyboardInterrupt
     second = Accelerator(cpu=True)
     assert second.sync_gradients and second.gradient_accumulation_steps == 1
+
+
+class Fused(torch.optim.Optimizer):
+    """Updates weights in its backward pass as LOMO's optimizers do, and has no `step`."""
+
+    def fused_backward(self, loss, rate):
+        loss.backward()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(rate * parameter.grad)
+            parameter.grad = None
+
+
+def test_an_optimizer_that_steps_in_its_backward_pass_is_driven_by_it(monkeypatch):
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    _, optimizer = accelerator.prepare(model, Fused(model.parameters(), {}))
+    with pytest.raises(ValueError, match="learning_rate"):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.5)
+    optimizer.step()
+    assert (before - model.weight).tolist() == [[0.5, 0.5]]
+    monkeypatch.setattr(accelerator.state, "num_processes", 2)
+    with pytest.raises(NotImplementedError, match="2 processes would train apart"):
+        accelerator.prepare(Fused(model.parameters(), {}))

@@ -31,6 +31,7 @@ _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 def save(engine: Any, plan: SavePlan, index: int, **options: Any) -> None:
     """Let the engine put everything it has into a plan; `latest` and its scripts are written at once. All ranks."""
+    _check_disk_optimizer(engine)
     with _files_of(engine, plan):
         engine.save_checkpoint(plan.folder, manifest.engine_folder(index), **options)
 
@@ -93,8 +94,18 @@ def read(
     return Deferred(None, together(partial(_plan, engine, folder, index, optimizer, strict, weights_only)))
 
 
+def _check_disk_optimizer(engine: Any) -> None:
+    """Refuse optimizers on a disk, whose step counts and small states DeepSpeed would not load again."""
+    if engine.zero_nvme_offload_optimizer():
+        raise RuntimeError(
+            "zero_optimization.offload_optimizer.device is 'nvme', and DeepSpeed cannot go on from a checkpoint of such an optimizer; nothing was "
+            "saved or loaded. Set it to 'cpu' (parameters may stay on nvme), or save the weights alone with save_model."
+        )
+
+
 def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
     """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
+    _check_disk_optimizer(engine)
     found = layouts.required(folder, "model", index, None, verify=False)
     written = None
     if found.layout == "zero":
@@ -108,6 +119,11 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     trains = engine.basic_optimizer is not None
     if own and trains and (written.shards or not isinstance(engine.optimizer, torch.optim.Optimizer)):
         return partial(load, strict and len(values) == len(_shapes(engine)))
+    idle = [one for one in engine.module.parameters() if not (trains and one.requires_grad)]
+    if any(getattr(getattr(one, "ds_tensor", None), "final_location", None) == "nvme" for one in idle):
+        raise RuntimeError(
+            "zero_optimization.offload_param.device is 'nvme', and weights that do not train cannot be loaded there; nothing was loaded. Set it to 'cpu'."
+        )
     raw = None
     if trains:
         _check_flat(engine)
@@ -160,6 +176,8 @@ def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
         return False
     if not written.shards or engine.basic_optimizer is None:
         return not written.shards
+    if getattr(engine.optimizer, "params_in_nvme_and_cpu", False):
+        return False  # DeepSpeed writes such a checkpoint, and fails to load it
     name = f"{'bf16_' * engine.bfloat16_enabled()}zero_pp_rank_{engine.global_rank}_mp_rank_00_optim_states.pt"
     return (
         os.path.exists(os.path.join(place, name))
@@ -199,15 +217,13 @@ class _Flat:
 def _check_flat(engine: Any) -> None:
     """Refuse engines whose optimizer's memory is not to be had."""
     inner, stage = engine.optimizer, engine.zero_optimization_stage()
-    fits = hasattr(inner, "single_partition_of_fp32_groups" if stage else "step")
-    if stage == 3:
-        fits = not engine.zero_nvme_offload_optimizer()
-    elif stage == 0:
+    fits = stage == 3 or hasattr(inner, "single_partition_of_fp32_groups")
+    if stage == 0:
         fits = isinstance(inner, torch.optim.Optimizer)
     if not fits:
         raise RuntimeError(
             f"This engine (stage {stage}, {type(inner).__name__}) loads only what as many ranks saved with the same configuration; nothing was "
-            "loaded. Load it without offload to nvme, in float32 at stage 0, or at another stage."
+            "loaded. Load it in float32 at stage 0, or at another stage."
         )
 
 
@@ -284,8 +300,8 @@ def _put(
         for own, stored in zip(inner.optimizer.param_groups, optimizer.groups, strict=True):
             own.update({key: value for key, value in stored.items() if key != "params"})
         if stage == 3:
-            for half, flat in zip(inner.fp16_partitioned_groups_flat, inner.fp32_partitioned_groups_flat, strict=True):
-                half.copy_(flat)
+            for number in range(len(inner.fp16_groups)):
+                inner._reassign_or_swap_out_partitioned_parameters(number)
         else:
             inner.update_lp_params()
     if stage == 3 and optimizer:

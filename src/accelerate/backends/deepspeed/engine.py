@@ -85,6 +85,7 @@ class DeepSpeed(Backend):
         master.remember(model)
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
         _keep_adagrad(engine)
+        _undo_first_step(engine)
         if shares:
             ulysses.average(engine)
         if engine.bfloat16_enabled():
@@ -249,6 +250,18 @@ def _keep_adagrad(engine: Any) -> None:
         given.state.clear()
         given.state.update(made.state)
         zero.optimizer = given
+
+
+def _undo_first_step(engine: Any) -> None:
+    """Undo the step with gradients of zero that 16-bit stage 0 begins with: Adam would count it, and decay weights."""
+    own = engine.optimizer
+    if engine.zero_optimization_stage() or not hasattr(own, "fp32_groups"):
+        return
+    if not isinstance(own.optimizer, torch.optim.Adagrad):  # which makes its state when it is built
+        own.optimizer.state.clear()
+    for whole, half in zip(own.fp32_groups, own.fp16_groups, strict=True):
+        for weight, source in zip(whole, half, strict=True):
+            weight.data.copy_(source.data)
 
 
 def _compile(engine: Any, plugin: Any) -> None:

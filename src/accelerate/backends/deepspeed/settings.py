@@ -29,9 +29,19 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
     Raises:
         ValueError: they contradict the configuration; the message names the key.
     """
+    import deepspeed
+
     config, stage = plugin.deepspeed_config, plugin.zero_stage
     if plugin.enable_msamp:
         raise NotImplementedError("enable_msamp=True: DeepSpeed has no MS-AMP any more. Leave it out, and use bf16.")
+    if plugin.get_value("fp16.enabled") is True and not deepspeed.get_accelerator().is_fp16_supported():
+        raise ValueError(
+            "mixed_precision='fp16' (fp16.enabled in the DeepSpeed configuration): DeepSpeed has no float16 on this processor. Take 'bf16'."
+        )
+    if hasattr(optimizer, "fused_backward"):
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} updates weights in its own backward pass, and the engine in its step. Pass a torch optimizer to prepare."
+        )
     # A scheduler that is made by a function stands for none of the configuration.
     made = getattr(scheduler, "lr_scheduler_callable", None) is not None
     for name, given, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
