@@ -20,15 +20,15 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig, aggregate_loss
 SP, LENGTH, ROUNDS, STEPS = 2, 16, 5, 3
 
 
-def shared(stage=1, accumulation=1, clipping=1.0, mixed_precision="no", **layout):
+def shared(stage=1, accumulation=1, clipping=1.0, settings=None, **layout):
     handler = layout.pop("sp_handler", None)
     layout = {"sp_size": SP, "sp_backend": "deepspeed", "sp_handler": handler} | layout
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=clipping, zero3_save_16bit_model=True)
     return fresh_accelerator(
         deepspeed_plugin=plugin,
-        mixed_precision=mixed_precision,
         gradient_accumulation_steps=accumulation,
         parallelism_config=ParallelismConfig(**layout),
+        **(settings or {}),
     )
 
 
@@ -188,12 +188,13 @@ def check_tiles_have_the_losses_of_the_whole():
         near(found[1], found[0])
 
 
-def check_bf16_is_near():
+def check_bf16_and_compiled_models_are_near():
     wanted = plain(1)[0][:4]
-    accelerator = shared(2, mixed_precision="bf16")
-    *trained, batches = prepared(accelerator)
-    near(train(accelerator, *trained, itertools.islice(batches, 4)), wanted, 0.05)
-    accelerator.free_memory()
+    for settings, within in (({"mixed_precision": "bf16"}, 0.05), ({"dynamo_backend": "eager"}, 1e-5)):
+        accelerator = shared(2, settings=settings)
+        *trained, batches = prepared(accelerator)
+        near(train(accelerator, *trained, itertools.islice(batches, 4)), wanted, within)
+        accelerator.free_memory()
 
 
 def check_parts_are_those_of_each_ranks_batch_in_turn():
