@@ -40,11 +40,11 @@ def test_offload_to_nvme_and_compiled_adam(launch):
 @pytest.mark.parametrize(
     ("stage", "command"),
     [
-        (3, [*LAUNCH_ON_CPU, "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2"]),
+        (2, [*LAUNCH_ON_CPU[:-1], "--config_file", "answers.yaml"]),
         (1, [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "PORT"]),
         # On the CPU a slot is a core; these are two processes even where there are more.
         (2, ["deepspeed", "--num_gpus", "2", "--no_local_rank", "--master_port", "PORT"]),
-        (2, [sys.executable]),  # notebook_launcher
+        (3, [sys.executable]),  # notebook_launcher
     ],
 )
 def test_launchers(tmp_path, stage, command):
@@ -52,6 +52,11 @@ def test_launchers(tmp_path, stage, command):
     own = own if "PORT" in command else {}
     command = [str(get_free_port()) if word == "PORT" else word for word in command]
     words = [str(stage), *(["notebook"] if len(command) == 1 else [])]
+    if (
+        "answers.yaml" in command
+    ):  # machines of one's own, CPU processes, one machine, DeepSpeed, and Enter for the rest
+        interview = [word if word != "launch" else "config" for word in command]
+        done(interview, input="\n".join(["1", "2", "", "3", *[""] * 20]), cwd=tmp_path)
     variables = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", **own}
     ended = done([*command, str(SCRIPTS / "deepspeed_run.py"), *words], env=variables, cwd=tmp_path)
     assert ended.returncode == 0 and ended.stdout.count("trained by an engine") == 1, ended.stdout + ended.stderr

@@ -95,9 +95,10 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     if not old:
         kind = config.get("distributed_type")
         if kind not in (None, "FSDP"):
-            logger.warning(
-                "The file is for %s and stays as it is: files with an fsdp_config alone are converted.", kind
-            )
+            text = "The file is for %s and stays as it is: files with an fsdp_config alone are converted."
+            if kind == "DEEPSPEED":
+                text += " Answer `accelerate config` for FSDP 2: ZeRO 3 is fsdp_reshard_after_forward true there, ZeRO 2 false."
+            logger.warning(text, kind)
         return config
     old = _by_full_name(old)
     version = str(old.pop("fsdp_version", None) or 1)

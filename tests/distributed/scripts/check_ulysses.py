@@ -1,9 +1,12 @@
 """Sequences that DeepSpeed shares: each stage trains as plain torch does on whole sequences, saves, resumes, and says what it cannot do."""
 
+import itertools
 import random
+from types import MethodType
 
 import torch
 from check_deepspeed import near
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, sequence_tiled_compute
 from expect import differing, raised
 from harness import everywhere, fresh_accelerator, rank, shared_folder, world
 from torch import nn
@@ -17,7 +20,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig, aggregate_loss
 SP, LENGTH, ROUNDS, STEPS = 2, 16, 5, 3
 
 
-def shared(stage=1, accumulation=1, clipping=1.0, **layout):
+def shared(stage=1, accumulation=1, clipping=1.0, settings=None, **layout):
     handler = layout.pop("sp_handler", None)
     layout = {"sp_size": SP, "sp_backend": "deepspeed", "sp_handler": handler} | layout
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=clipping, zero3_save_16bit_model=True)
@@ -25,14 +28,15 @@ def shared(stage=1, accumulation=1, clipping=1.0, **layout):
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=accumulation,
         parallelism_config=ParallelismConfig(**layout),
+        **(settings or {}),
     )
 
 
-def llama(attention="sdpa", heads=4, **settings):
+def llama(kind=LlamaForCausalLM, attention="sdpa", heads=4, **settings):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": heads, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=attention, **settings))
+    return kind(LlamaConfig(**sizes, **heads, attn_implementation=attention, **settings))
 
 
 class Sequences(Dataset):
@@ -134,6 +138,62 @@ def check_each_stage_trains_as_on_whole_sequences():
         state = accelerator.get_state_dict(model)
         for name in state:
             near(state[name].tolist(), weights[name].tolist())
+        accelerator.free_memory()
+
+
+class Tiled(LlamaForCausalLM):
+    """Computes its MLPs and, from the hidden states, the sum of its losses by tiles; `tiles=1` takes everything at once."""
+
+    tiles = 1
+
+    def forward(self, input_ids, position_ids, shift_labels):
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        if self.tiles == 1:
+            return self.summed(hidden, shift_labels)
+        cut = {"hidden": hidden, "labels": shift_labels}
+        return sequence_tiled_compute(
+            self.summed, hidden.shape[1], self.tiles, cut, {}, "hidden", [self.lm_head.weight], 0, "sum"
+        )
+
+    def summed(self, hidden, labels):
+        logits = self.lm_head(hidden).flatten(0, 1).float()
+        return nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+    def cut(self, tiles):
+        self.tiles = tiles
+        for layer in self.model.layers:
+            layer.mlp.forward = MethodType(self.tiled_mlp, layer.mlp)
+        return self
+
+    def tiled_mlp(self, mlp, x):
+        return TiledMLP.apply(type(mlp).forward, mlp, x, self.tiles, list(mlp.parameters()))
+
+
+def check_tiles_have_the_losses_of_the_whole():
+    for stage in (1, 3):
+        found = []
+        for tiles in (1, 4):
+            accelerator = shared(stage, STEPS)
+            model = llama(Tiled) if tiles == 1 else llama(Tiled).cut(tiles)
+            model, optimizer, _, batches = prepared(accelerator, model, loader(rounds=3, batch=1))
+            losses = []
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    count = (batch["shift_labels"] != -100).sum()
+                    loss = aggregate_loss(model(**batch) / count, count, group=sp_group())
+                    accelerator.backward(loss)
+                losses.append(loss.item())
+            found.append([*losses, float(accelerator.clip_grad_norm_(model.parameters(), 1.0))])
+            accelerator.free_memory()
+        near(found[1], found[0])
+
+
+def check_bf16_and_compiled_models_are_near():
+    wanted = plain(1)[0][:4]
+    for settings, within in (({"mixed_precision": "bf16"}, 0.05), ({"dynamo_backend": "eager"}, 1e-5)):
+        accelerator = shared(2, settings=settings)
+        *trained, batches = prepared(accelerator)
+        near(train(accelerator, *trained, itertools.islice(batches, 4)), wanted, within)
         accelerator.free_memory()
 
 
@@ -242,7 +302,7 @@ def check_what_does_not_fit_is_refused_on_every_rank():
     odd = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False, sp_seq_length=7)
     for handler, model, words in (
         (None, nn.Linear(2, 2), "got a Linear"),
-        (None, llama("eager"), "attn_implementation='eager'"),
+        (None, llama(attention="eager"), "attn_implementation='eager'"),
         (None, _three_heads(), "not divisible"),
         (None, GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), "num_key_value_heads"),
         (odd, None, "sp_seq_length=7"),

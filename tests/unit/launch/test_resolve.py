@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import socket
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launch.resolve import resolve
+from accelerate.launch.runners import describe
 from cases import cases
 
 TWO = "--num_machines 2 --machine_rank 0 --main_process_ip a"
@@ -82,6 +84,8 @@ def test_settings_without_effect_are_said(plan, default_file):
     assert plan("--machine_rank 0 --num_machines 1").notes == ()
     (note,) = plan("--cpu --use_deepspeed --deepspeed_config_file ds.json --zero_stage 2").notes
     assert note == "--zero_stage counts only where ds.json says 'auto': a file's own values hold."
+    assert "zero_stage" not in describe(plan("--cpu --use_deepspeed --deepspeed_config_file ds.json"))
+    assert re.search("zero_stage +2 +default\n", describe(plan("--cpu --use_deepspeed")))
     default_file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
     result = plan("")
     assert "deepspeed_config in" in result.notes[0]

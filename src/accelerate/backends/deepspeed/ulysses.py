@@ -162,6 +162,8 @@ class UlyssesSPDataLoaderAdapter:
     ) -> None:
         self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
         self.device, self.length, self.skip = device, length, skip
+        self._layout: Any = None
+        self._heads: list[Any] = []
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size - self.skip
@@ -207,8 +209,7 @@ class UlyssesSPDataLoaderAdapter:
                 told, sent = self._cut(batch)
             except ValueError as error:
                 problem = str(error)
-        heads: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(heads, (problem, told))
+        heads = self._told(problem, told)
         for rank, (problem, _) in enumerate(heads):
             if problem is not None:
                 raise ValueError(f"The batch of rank {rank} cannot be shared. {problem}")
@@ -227,6 +228,18 @@ class UlyssesSPDataLoaderAdapter:
             received, torch.cat(sent), sizes, [part.numel() for part in sent], group=self.sp_group
         )
         return [_unpacked(layout, part) for layout, part in zip(layouts, received.split(sizes), strict=True)]
+
+    def _told(self, problem: str | None, told: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
+        """Return what each rank says about its batch; objects are exchanged where that is not what all said last. All ranks."""
+        before = self._layout
+        self._layout = told if told is not None and all(cut for _, cut in told.values()) else None
+        same = self._layout is not None and self._layout == before
+        agreed = torch.tensor(int(same), device=self.device)
+        distributed.all_reduce(agreed, distributed.ReduceOp.MIN)
+        if not agreed:
+            self._heads = [None] * distributed.get_world_size()
+            distributed.all_gather_object(self._heads, (problem, told))
+        return self._heads
 
     def _cut(self, batch: Any) -> tuple[dict[str, tuple[Any, bool]], list[torch.Tensor]]:
         """Return what is in this rank's batch, and the bytes of each part; ValueError if it cannot be cut."""
