@@ -43,6 +43,20 @@ def test_adapters_train_on_it(bits, tmp_path):
     assert found["same weights"] and found["losses"][-1] < found["losses"][0]
 
 
+def test_adapters_train_sharded_as_under_ddp(tmp_path):
+    need("bitsandbytes", "transformers", "peft")
+    assert figures("qlora.py", tmp_path, 2, True)["passed"]
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_with_what_four_saved(tmp_path):
+    need("bitsandbytes", "transformers", "peft")
+    saved = figures("qlora.py", tmp_path, 4, True, "save")
+    loaded = figures("qlora.py", tmp_path, 2, True, "load")
+    for model in ("llama", "qlora"):
+        assert loaded[model] == pytest.approx(saved[model], abs=1e-5), model
+
+
 @pytest.mark.slow
 def test_tokens_equal_the_peers(checks, tmp_path):
     need_peer()

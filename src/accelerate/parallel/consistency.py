@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import mesh
+from accelerate.precision import four_bit
 from accelerate.precision.master import local_part
 from accelerate.runtime.run import Run
 
@@ -33,7 +34,7 @@ def require_same_model(
         _warn_of_ignored(model, kept)
     if dist.get_world_size() == 1:
         return
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*model.named_parameters(), *model.named_buffers(), *four_bit.scales(model).items()]
     tensors = {canonical_name(name): tensor for name, tensor in named if id(tensor) not in kept}
     # Ranks with different parts of split layers compare values among those with the same part.
     part = mesh.rank(accelerator.torch_device_mesh, "tp")

@@ -12,7 +12,7 @@ from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
-from accelerate.precision import master
+from accelerate.precision import four_bit, master
 from accelerate.precision.master import local_part
 from accelerate.runtime.run import Run
 
@@ -97,6 +97,7 @@ def shard(
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     if accelerator.mixed_precision != "no":
         master.upcast(model)
+    four_bit.require_shardable(model, ignored or (), getattr(plugin.mixed_precision_policy, "param_dtype", None))
     experts = _experts(accelerator, model)
     if not experts:  # whole models were compared before their experts were split
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
@@ -137,6 +138,7 @@ def shard(
         distribute(accelerator, model, weights)
     else:
         _leave_meta(model, plugin.param_init_fn)
+    four_bit.attach(model)
     repoint(accelerator, model, before)
     return model
 
@@ -201,8 +203,8 @@ def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers, also those that a state dict leaves out, each once."""
-    found = dict(model.named_parameters())
+    """Return all parameters, scales of 4-bit ones and buffers, also those that a state dict leaves out, each once."""
+    found = {**dict(model.named_parameters()), **four_bit.scales(model)}
     found.update(model.named_buffers())
     return {canonical_name(name): tensor for name, tensor in found.items()}
 

@@ -23,7 +23,7 @@ from accelerate.modules.unwrap import (
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
-from accelerate.precision import amp, master
+from accelerate.precision import amp, four_bit, master
 from accelerate.precision.base import precision
 from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
@@ -335,6 +335,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     master.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
+        four_bit.settle(model)
     _check_device_map(accelerator, model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.

@@ -108,13 +108,13 @@ def close(mine, other, what):
 
 @contextmanager
 def accelerator_of(version, plugin=None, **options):
-    """Give an Accelerator that shares nothing but the process group with those before it."""
+    """Give an Accelerator, without a version one of DDP, that shares nothing but the process group with those before it."""
     kept = {name: os.environ.get(name) for name in VARIABLES}
     GradientState._reset_state()
     AcceleratorState._reset_state(True)
     try:
         settings = {"auto_wrap_policy": "transformer_based_wrap", **(plugin or {})}
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **settings)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **settings) if version else None
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=WINDOW, **options)
         yield accelerator
         accelerator.free_memory()
