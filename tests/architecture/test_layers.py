@@ -15,11 +15,11 @@ LAYERS: list[str] = [
     "runtime.storage runtime.durable devices",
     "comm utils.operations",
     "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.run diagnostics runtime.traits process state",
-    "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla utils.ao "
+    "logging modules precision utils.other utils.random utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
     "utils.megatron_lm diagnostics.memory diagnostics.precision",
-    "checkpoint checkpointing utils.fsdp_utils",
+    "checkpoint checkpointing utils.fsdp_utils utils.memory",
     "backends",
     "training accelerator",
     "local_sgd inference launch launchers utils.launch",

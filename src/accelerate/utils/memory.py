@@ -1,16 +1,25 @@
 """Freeing memory, recognising that it ran out, and finding a batch size that fits."""
 
+import contextlib
 import functools
 import gc
 import inspect
 import logging
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
+from accelerate.config.enums import DistributedType
+from accelerate.data import resume
 from accelerate.devices import probe
-from accelerate.runtime import storage
+from accelerate.diagnostics import hang
+from accelerate.runtime import rendezvous, storage, traits
+from accelerate.runtime.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -68,27 +77,40 @@ def find_executable_batch_size(
     function: Callable | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
+    *,
+    accelerator: Run | None = None,
+    keep_global_batch: bool = False,
+    together: bool = True,
 ) -> Callable:
     """Call a function with smaller and smaller batch sizes until it does not run out of memory. A decorator.
 
     The function receives the batch size as its first argument; callers leave it out. A later call starts with the size
     that worked. What the function built before it failed must be built anew in each try, so put that inside it.
 
-    With several processes each rank decides for itself: a rank that runs out of memory leaves the others waiting in
-    their collectives, and nothing here can call them out of it. So use it where all ranks run out of memory together,
-    or, to search safely, run the function in one process first. A warning is logged when a rank retries.
+    Several processes search together: every rank must call the decorated function. Where one runs out of memory, the
+    others are called out of their collectives, and all try again with the smallest size that any of them needs, over a
+    new process group: models that were prepared before the call cannot be used in it. The random generators are put
+    back to where the call began. The call returns on each rank once the function has returned on all.
 
     Args:
         function: The function to decorate; None when the decorator is used with arguments.
         starting_batch_size: The first size to try.
-        reduce_batch_size_fn: Takes nothing and returns the next size. By default the last size times 0.9, rounded down.
+        reduce_batch_size_fn: Takes nothing and returns the next size; every rank calls it before each new try. By default
+            the last size times 0.9, or half of it with `keep_global_batch`, rounded down.
+        accelerator: The Accelerator that the function trains with. Each new try finds the loaders that were prepared
+            before the call where they stood then, and what the failed one prepared is let go of.
+        keep_global_batch: Raise `accelerator.gradient_accumulation_steps` so that an optimizer step takes as many samples
+            as with the first size, or up to a micro-batch more where that does not divide.
+        together: False lets each rank search for itself, for functions without collectives that not all ranks call.
 
     Returns:
         The decorated function, or a decorator.
 
     Raises:
-        RuntimeError: No size down to one fits.
+        CollectiveMisuse: Another rank will not call the function, or cannot be called out of it.
+        RuntimeError: No size down to one fits; on all ranks.
         TypeError: The decorated function is called with the batch size, or cannot receive one.
+        ValueError: `keep_global_batch` without `accelerator`.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=16)
@@ -99,36 +121,141 @@ def find_executable_batch_size(
         >>> train(0.1)
         12
     """
+    options = {"accelerator": accelerator, "keep_global_batch": keep_global_batch, "together": together}
+    if keep_global_batch and accelerator is None:
+        raise ValueError("keep_global_batch=True needs `accelerator`, whose gradient_accumulation_steps it raises.")
     if function is None:
-        options = {"starting_batch_size": starting_batch_size, "reduce_batch_size_fn": reduce_batch_size_fn}
+        options |= {"starting_batch_size": starting_batch_size, "reduce_batch_size_fn": reduce_batch_size_fn}
         return functools.partial(find_executable_batch_size, **options)
     name = getattr(function, "__name__", repr(function))
     signature = inspect.signature(function)
     batch_size = starting_batch_size
+    factor = 0.5 if keep_global_batch else 0.9
+    reduced = reduce_batch_size_fn or (lambda: int(batch_size * factor))
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         nonlocal batch_size
         _check_call(name, signature, args, kwargs)
         clear_device_cache(garbage_collection=True)
-        while batch_size > 0:
-            try:
-                return function(batch_size, *args, **kwargs)
-            except Exception as error:
-                if not should_reduce_batch_size(error):
-                    raise
-                failed, reason = batch_size, str(error).partition("\n")[0]
-            # Outside the handler: there the traceback still holds the frames, and with them the tensors, of the try.
-            batch_size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(failed * 0.9)
+        put_back = _kept(accelerator) if accelerator is not None or (together and _store()) else lambda: None
+        samples = batch_size * accelerator.gradient_accumulation_steps if keep_global_batch else 0
+
+        def let_go() -> None:
+            put_back()
             clear_device_cache(garbage_collection=True)
+
+        while batch_size > 0:
+            store, result, failed = _store() if together else None, None, ""
+            try:
+                with _called_out(store):
+                    result = function(batch_size, *args, **kwargs)
+            except Exception as error:
+                if should_reduce_batch_size(error):
+                    failed = str(error).partition("\n")[0] or type(error).__name__
+                    if store is not None:
+                        store.set(_FAILED, "")  # before the group ends, so that the others know why it did
+                elif store is not None and store.check([_FAILED]):
+                    failed = _ANOTHER
+                else:
+                    raise
+            # Outside the handler: there the traceback still holds the frames, and with them the tensors, of the try.
+            if failed:
+                let_go()
+            size = _next_size(name, store, bool(failed), reduced)
+            if size is None:
+                return result
+            if not failed:
+                failed, result = _ANOTHER, None
+                let_go()
+            batch_size = size
             if batch_size > 0:
-                logger.warning("%s Retrying `%s` with batch size %d.%s", reason, name, batch_size, _alone())
+                if keep_global_batch:
+                    accelerator.gradient_accumulation_steps = math.ceil(samples / batch_size)
+                logger.warning("%s Retrying `%s` with batch size %d.%s", failed, name, batch_size, _alone(store))
         raise RuntimeError(
             "No executable batch size found, reached zero. "
             f"`{name}` ran out of memory even with the smallest batch size; free memory, or use a smaller model."
         )
 
     return search
+
+
+# -- several ranks -------------------------------------------------------------------------------------------------
+
+# Set in the store of a process group by the first rank that runs out of memory. The group of the next try has another.
+_FAILED = "accelerate/out_of_memory"
+_ANOTHER = "Another rank ran out of memory."
+
+
+def _store() -> Any | None:
+    """Return what the ranks agree over; None for one rank, and under DeepSpeed, which holds on to its process group."""
+    kind = storage.process.current.get("distributed_type", DistributedType.NO)
+    return None if traits.of(kind).deepspeed else default_store()
+
+
+@contextlib.contextmanager
+def _called_out(store: Any | None) -> Iterator[None]:
+    """End the collectives that this rank waits in, within a `with` block, once another rank has run out of memory."""
+    if store is None:
+        yield
+        return
+    over, pause = threading.Event(), hang.interval(dist.get_world_size())
+
+    def watch() -> None:
+        while not over.wait(pause):
+            if store.check([_FAILED]):
+                return rendezvous.abort()
+
+    thread = threading.Thread(target=watch, name="accelerate-out-of-memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[], int]) -> int | None:
+    """Return the smallest size that any rank needs, in a new process group; None if none has failed. All ranks."""
+    if store is None:
+        return reduced() if failed else None
+    process = storage.process.current
+    group = Group(dist.get_rank(), dist.get_world_size(), process.get("local_process_index", 0), False, False)
+    # This ends the collectives of the others, which can meet this rank only then.
+    left = rendezvous.leave() if failed else None
+    barrier = SaveBarrier("find_executable_batch_size", name, group, store)
+    barrier.begin()
+    some_failed = any(barrier.exchange(failed))
+    size = min(barrier.exchange(reduced())) if some_failed else None
+    if some_failed and left is None:
+        left = rendezvous.leave()
+    barrier.leave()
+    if left is not None:
+        rendezvous.join_again(left, store)
+        hang.watch(default_store(), group.rank, group.world_size)
+    return size
+
+
+def _kept(accelerator: Run | None) -> Callable[[], None]:
+    """Return what puts random generators, prepared loaders and what is registered back to where they stand now."""
+    device = storage.process.current.get("device") or torch.device("cpu")
+    generators = resume.collect_generators(device)
+    prepared = None if accelerator is None else accelerator.prepared
+    lists = (
+        [] if prepared is None else [prepared.models, prepared.optimizers, prepared.schedulers, prepared.dataloaders]
+    )
+    before = [list(registered) for registered in lists]
+    loaders = [resume.kept(loader) for loader in (prepared.dataloaders if prepared is not None else [])]
+
+    def put_back() -> None:
+        for registered, former in zip(lists, before, strict=True):
+            registered[:] = former
+        for put_loader_back in loaders:
+            put_loader_back()
+        resume.restore_generators(generators, device, "a failed try")
+
+    return put_back
 
 
 def _check_call(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -143,8 +270,8 @@ def _check_call(name: str, signature: inspect.Signature, args: tuple, kwargs: di
         ) from error
 
 
-def _alone() -> str:
+def _alone(store: Any | None) -> str:
     process = storage.process.current
-    if process.get("num_processes", 1) == 1:
+    if store is not None or process.get("num_processes", 1) == 1:
         return ""
     return f" Rank {process['process_index']} retries alone: the other ranks wait for it in their collectives."

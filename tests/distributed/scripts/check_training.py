@@ -1,6 +1,8 @@
 """What happens to gradients, weights and learning rates in a training loop, on one process and several."""
 
 import itertools
+import random
+import time
 import warnings
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import DataLoaderConfiguration, GradScalerKwargs
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size
 
 
 def check_two_models_accumulate_together():
@@ -260,3 +262,45 @@ def check_optimizers_share_a_scaler():
             moved = [(a - b) / 0.5 for a, b in zip(start, model.parameters(), strict=True)]
             assert_all_close(moved, [g * (not skipped) for g in expected], rtol=0.05, atol=0.05)
             assert_same_everywhere(model.parameters())
+
+
+def run_out_of_memory(error, fits, starting=16, **options):
+    """Let the last rank raise where the others are in the backward pass; return what each try of this rank saw."""
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    loader = accelerator.prepare(DataLoader(torch.arange(8 * accelerator.num_processes), shuffle=True))
+    last, seen, ended = accelerator.is_last_process, [], []
+    if options.pop("given"):
+        options["accelerator"] = accelerator
+    next(iter(loader))  # the position to come back to is behind a first epoch
+
+    @find_executable_batch_size(starting_batch_size=starting, **options)
+    def train(batch_size):
+        retry = [time.process_time() - began for began in ended[-1:]]
+        drawn = [random.random(), torch.rand(1).item()]
+        seen.append([batch_size, accelerator.gradient_accumulation_steps, drawn, [x.item() for x in loader], retry])
+        model, optimizer = prepared(accelerator)
+        loss = mean_square(model, own_inputs(accelerator))
+        ended.append(time.process_time())
+        if last and batch_size > fits:
+            raise type(error)(*error.args)
+        learn(accelerator, loss, optimizer)
+        return batch_size
+
+    try:
+        return seen, train()
+    finally:
+        assert len(everywhere(0)) == accelerator.num_processes  # all ranks are in a group
+
+
+def check_out_of_memory_on_one_rank():
+    errors = torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("can't allocate memory")
+    for error in errors:
+        seen, found = run_out_of_memory(error, fits=5, given=True, keep_global_batch=True)
+        assert found == 4
+        assert [(size, steps) for size, steps, *_ in seen] == [(16, 2), (8, 4), (4, 8)]
+        assert all(drawn == seen[0][2] and order == seen[0][3] for _, _, drawn, order, _ in seen)
+        assert max(cpu for *_, retry in seen for cpu in retry) < 2
+    seen, found = run_out_of_memory(errors[0], fits=12, given=False)
+    assert found == 12 and [size for size, *_ in seen] == [16, 14, 12]
+    with raised(RuntimeError, "reached zero"):
+        run_out_of_memory(errors[0], fits=0, starting=2, given=False)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.runtime import storage
 from accelerate.utils import memory
 
@@ -73,6 +74,22 @@ def test_a_retry_is_logged_and_what_the_failed_try_built_is_freed_before(caplog,
     train()
     assert len(alive) == 2
     assert "Retrying `train` with batch size 1" in caplog.text and "Rank 1 retries alone" in caplog.text
+
+
+def test_keeping_the_global_batch_halves_and_needs_the_accelerator():
+    with pytest.raises(ValueError, match="keep_global_batch=True needs `accelerator`"):
+        memory.find_executable_batch_size(keep_global_batch=True)
+    accelerator, tried = Accelerator(cpu=True, gradient_accumulation_steps=3), []
+
+    @memory.find_executable_batch_size(starting_batch_size=5, accelerator=accelerator, keep_global_batch=True)
+    def train(batch_size):
+        tried.append((batch_size, accelerator.gradient_accumulation_steps, torch.rand(1).item()))
+        if batch_size > 1:
+            out_of_memory()
+
+    train()
+    drawn = tried[0][2]
+    assert tried == [(5, 3, drawn), (2, 8, drawn), (1, 15, drawn)]
 
 
 @pytest.mark.parametrize(
