@@ -14,7 +14,14 @@ from sharded_models import BATCH, EXACT, LENGTH, WORDS, adam, close, llama, same
 from tiny import report
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    set_seed,
+)
 from transformers.distributed import DistributedConfig
 
 from accelerate import Accelerator, ParallelismConfig
@@ -22,7 +29,13 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 STEPS, WINDOW, MAX_NORM = 20, 2, 0.5
-SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 # The loss that spreads tokens over experts is a part of the loss.
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.02}
 
@@ -33,7 +46,9 @@ def qwen():
 
 
 def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS, intermediate_size=32, num_local_experts=4, pad_token_id=0))
+    return MixtralForCausalLM(
+        MixtralConfig(**SIZES, **EXPERTS, intermediate_size=32, num_local_experts=4, pad_token_id=0)
+    )
 
 
 # The model, how many different batches a step has, and who shards: transformers by its sizes, or `prepare` by a mesh's.
@@ -163,7 +178,9 @@ def loads(folder, name, saved):
     make, replicas, sizes = LAYOUTS[name]
     with built(source(folder, make), replicas, sizes) as (accelerator, model, optimizer, _, _):
         accelerator.load_state(f"{folder}/{saved}-state")
-        close(next_losses(accelerator, model, optimizer), torch.load(f"{folder}/{saved}-next.pt"), f"{saved} in {name}")
+        close(
+            next_losses(accelerator, model, optimizer), torch.load(f"{folder}/{saved}-next.pt"), f"{saved} in {name}"
+        )
 
 
 def main():
