@@ -8,15 +8,15 @@ from interop.programs import ROOT, figures, finished, need, starter
 
 pytestmark = pytest.mark.interop
 # What the quick run leaves out, of meshes and the other ways to keep a checkpoint.
-MORE = ["fsdp1", "context", "mesh", "shards", "fsdp1_orig"]
+MORE = ["fsdp1", "context", "mesh", "shards", "fsdp1_orig", "arrived:tp", "arrived:ep-tp"]
 
 
 @pytest.fixture
 def launched(tmp_path):
     """Run a script on two processes under our launcher, and return what it wrote to stderr."""
 
-    def run(script, *arguments):
-        result = figures(script, tmp_path, 2, True, *arguments)
+    def run(script, *arguments, processes=2):
+        result = figures(script, tmp_path, processes, True, *arguments)
         assert result["passed"]
         return result["stderr"]
 
@@ -31,6 +31,23 @@ def test_models_train_sharded_as_on_one_process(launched):
 def test_trainer_trains_sharded_and_resumes(launched):
     need("transformers")
     assert "already prepared" not in launched("sharded_trainer.py")
+
+
+def test_models_that_arrive_sharded_train_as_on_one_process(launched):
+    need("transformers")
+    launched("arrived_models.py", "train", "fsdp", "tp", "ep-fsdp", "ep-tp", "own-ep")
+
+
+@pytest.mark.slow
+def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
+    need("transformers")
+    names = ["fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp"]
+    launched("arrived_models.py", "train", *names, processes=4)
+    pairs = ["fsdp<hsdp", "tp<fsdp-tp", "fsdp<fsdp-tp"]
+    pairs += [f"ep-fsdp<{name}" for name in ("ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp")]
+    launched("arrived_models.py", "load", *pairs)
+    arrived = [f"arrived:{name}" for name in ("fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp")]
+    launched("sharded_trainer.py", *arrived, processes=4)
 
 
 @pytest.mark.slow

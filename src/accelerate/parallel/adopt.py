@@ -19,6 +19,7 @@ from accelerate.parallel.mesh import submesh
 from accelerate.parallel.shard import is_sharded
 from accelerate.parallel.tensor import sum_replicas
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.runtime import traits
 from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
@@ -39,6 +40,17 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         sharded = is_sharded(model._orig_mod if is_compiled_module(model) else model)
         found = layout_of(model, sharded)
         sizes = {axis: len(ranks) for axis, ranks in found.items()}
+        engine = traits.of(accelerator.distributed_type)
+        if (
+            engine.deepspeed
+            or (sharded and engine.sharded and not accelerator.is_fsdp2)
+            or not (sharded or {"tp", "ep"} & found.keys())
+        ):
+            raise ValueError(
+                f"{type(model).__name__} arrives sharded over {sizes} ({'by fully_shard' if sharded else 'without fully_shard'}), which cannot "
+                f"train with {accelerator.distributed_type}. Load it whole; or shard it by fully_shard, for tensors by parallelize_module over "
+                "a mesh with the dimension 'tp', and leave the plugin out or take FSDP version 2."
+            )
         if not sharded:
             # Nobody averages gradients, so the ranks that have experts of their own work on the same batch.
             sizes = {"tp": sizes.get("tp", sizes.get("ep", 1)), "ep": sizes.get("ep", 1)}

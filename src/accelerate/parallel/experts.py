@@ -27,17 +27,12 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     layout = accelerator.parallelism_config
     models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
     for model in (model for model in models if not any(modules(model))):
-        wanted = f"ep_size={layout.ep_size}"
-        if not accelerator.is_fsdp2:
+        if not accelerator.is_fsdp2 or layout.tp_enabled or not getattr(model, "ep_plan", None):
             raise ValueError(
-                f"{wanted} needs FSDP2, which averages the gradients of all that is no expert. Pass "
-                "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or load the model with transformers' DistributedConfig."
-            )
-        if layout.tp_enabled or not getattr(model, "ep_plan", None):
-            raise ValueError(
-                f"{wanted} with tp_size={layout.tp_size} cannot split {type(model).__name__}, whose plan for experts is "
-                f"{getattr(model, 'ep_plan', None)}. Take a mixture of experts of transformers 5.23 or newer; with layers that are split too, "
-                "load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., ep_size=...))."
+                f"ep_size={layout.ep_size} with tp_size={layout.tp_size} and {accelerator.distributed_type} cannot split "
+                f"{type(model).__name__}, whose plan for experts is {getattr(model, 'ep_plan', None)}. It takes FSDP version 2, which averages "
+                "the gradients of all that is no expert, and a mixture of experts of transformers 5.23 or newer. With layers that are split "
+                "too, load the model with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., ep_size=...))."
             )
         from transformers.distributed import DistributedConfig
         from transformers.distributed.expert_parallel import apply_expert_parallelism

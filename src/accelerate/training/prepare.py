@@ -127,7 +127,7 @@ def own_states(accelerator: Facade) -> Iterator[None]:
 def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
     """Let the run follow the layout of models that arrive sharded."""
     models = [obj for obj in objects if isinstance(obj, nn.Module) and model_has_dtensor(obj)]
-    if models and not traits.of(accelerator.distributed_type).deepspeed:
+    if models:
         from accelerate.parallel import adopt
 
         adopt.adopt(accelerator, models)
@@ -175,7 +175,7 @@ def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
             f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut. "
             "Use mixed_precision='bf16', or set tp_size=1."
         )
-    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
+    if models and layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
         sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
         raise ValueError(
             f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves. Pass "
@@ -189,7 +189,7 @@ def _follow_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> Non
     layout = accelerator.parallelism_config
     if layout is None or traits.of(accelerator.distributed_type).deepspeed:
         return
-    if model_has_dtensor(model):
+    if not evaluation or model_has_dtensor(model):
         _check_mesh(accelerator, (model,))
     shares = layout.cp_enabled or layout.sp_enabled
     whole = (layout.tp_enabled or layout.ep_size > 1) and not evaluation and not model_has_dtensor(model)

@@ -11,13 +11,19 @@ from models import tiny
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils.data import DataLoader
 
 from accelerate.modules.norms import clip_grad_norm
-from accelerate.parallel import tensor
-from accelerate.utils import DataLoaderConfiguration, ParallelismConfig, TorchTensorParallelConfig, set_seed
+from accelerate.parallel import experts, tensor
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+    set_seed,
+)
 
 DEVICE = "cpu" if CPU else "cuda"
 STEPS = 3
@@ -137,19 +143,45 @@ def check_again():
     before = [(id(parameter), len(model.norm._forward_pre_hooks)) for parameter in model.parameters()]
     assert tensor.prepare(accelerator, (model, None)) == (model, None)
     assert before == [(id(parameter), len(model.norm._forward_pre_hooks)) for parameter in model.parameters()]
-    mesh = init_device_mesh(DEVICE, (world(),), mesh_dim_names=("dp_shard",))
-    with raised(ValueError, "sharded over", "before it is sharded"):
-        tensor.prepare(accelerator, (fully_shard(Mlp().to(DEVICE), mesh=mesh),))
-    # As transformers hands over what it sharded while loading: the sizes of its mesh, and no FSDP plugin.
-    accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=world()))
-    with raised(ValueError, "needs FSDP", "sharded already"):
-        accelerator.prepare(DataLoader(range(4)))
-    model = fully_shard(Mlp().to(DEVICE), mesh=mesh)
-    for options in ({}, {"device_placement": False, "evaluation_mode": True}):
-        with raised(NotImplementedError, "Mlp", "arrives sharded", "Load it whole", "fsdp_version=2"):
-            accelerator.prepare_model(model, **options)
-    with raised(NotImplementedError, "arrives sharded"):
-        accelerator.prepare(adamw(model), model)
+
+
+def check_arrived_refused():
+    """Layouts that are not known, are not those of the Accelerator, or that nothing trains, are refused on every rank."""
+
+    def sharded(*names):
+        mesh = init_device_mesh(DEVICE, (world(),), mesh_dim_names=names or ("fsdp",))
+        return fully_shard(Mlp().to(DEVICE), mesh=mesh)
+
+    with raised(ValueError, "spread over 'rows'", "known are the dimensions dp_replicate"):
+        fresh_accelerator().prepare(sharded("rows"))
+    with raised(ValueError, f"arrives sharded over {{'dp_shard': {world()}}}", f"tp_size={world()}"):
+        accelerator_for(PLAN).prepare(sharded())
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    with raised(ValueError, "by fully_shard", "FSDP version 2"):
+        fresh_accelerator(fsdp_plugin=plugin).prepare(sharded())
+    spread = Mlp().to(DEVICE)
+    mesh = init_device_mesh(DEVICE, (world(),), mesh_dim_names=("fsdp",))
+    spread.up.weight = nn.Parameter(distribute_tensor(spread.up.weight.detach(), mesh, [Shard(0)]))
+    with raised(ValueError, "without fully_shard"):
+        fresh_accelerator().prepare(spread)
+    whole = {"parallelism_config": ParallelismConfig(dp_shard_size=world())}
+    with raised(ValueError, "needs FSDP"):
+        fresh_accelerator(**whole).prepare_model(Mlp())
+    # The Trainer prepares the loader first, then the model, as for evaluation.
+    accelerator = fresh_accelerator(**whole)
+    accelerator.prepare(DataLoader(range(4)))
+    model = sharded()
+    assert accelerator.prepare_model(model, device_placement=False, evaluation_mode=True) is model
+    assert accelerator.is_fsdp2
+    # Experts want FSDP2, and a model that says which they are.
+    sizes = {"parallelism_config": ParallelismConfig(dp_shard_size=world(), ep_size=world())}
+    with raised(ValueError, "ep_size=", "takes FSDP version 2"):
+        experts.prepare(fresh_accelerator(**sizes), (Mlp(),))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    with raised(ValueError, "cannot split Mlp", "plan for experts is None"):
+        fresh_accelerator(**sizes, fsdp_plugin=plugin).prepare(Mlp())
+    with raised(ValueError, "ep_size is 3"):
+        ParallelismConfig(dp_shard_size=4, ep_size=3)
 
 
 def check_refused():

@@ -8,9 +8,11 @@ import sys
 from contextlib import contextmanager
 
 import torch
+from arrived_models import LAYOUTS, source
 from sharded_models import EXACT, LENGTH, WORDS, close, llama, seeded
 from tiny import report
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -31,7 +33,7 @@ STRATEGIES = {
     "mesh": (2, lambda: {**fsdp(2), "parallelism_config": ParallelismConfig(dp_shard_size=2)}),
     "context": (4, lambda: {**fsdp(2), "parallelism_config": ParallelismConfig(cp_size=2)}),
 }  # fmt: skip
-QUICK = ("fsdp2", "tensors")
+QUICK = ("fsdp2", "tensors", "arrived:fsdp", "arrived:ep-fsdp")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -119,6 +121,67 @@ def trains_in_tensors(folder, expected, expected_loss):
         saved(trainer, f"{folder}/final", loss)
 
 
+class Kept(TrainerCallback):
+    """Saves the run by the Accelerator after two steps; or loads it before the first, and ends after as many."""
+
+    def __init__(self, folder, loads):
+        self.folder, self.loads = folder, loads
+
+    def on_train_begin(self, args, state, control, **_):
+        if self.loads:
+            self.trainer.accelerator.load_state(self.folder)
+            self.trainer.lr_scheduler.load_state_dict(torch.load(f"{self.folder}/schedule.pt"))
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == STEPS // 2 and self.loads:
+            control.should_training_stop = True
+        elif state.global_step == STEPS // 2:
+            self.trainer.accelerator.save_state(self.folder)
+            if self.trainer.is_world_process_zero():
+                torch.save(self.trainer.lr_scheduler.state_dict(), f"{self.folder}/schedule.pt")
+            self.trainer.accelerator.wait_for_everyone()
+
+
+def arrives(folder, name):
+    """A model that transformers shards as it loads it. The Trainer refuses to save its optimizer: the Accelerator does that."""
+    make, replicas, sizes = LAYOUTS[name]
+    place, count = source(folder, make), PartialState().num_processes
+    # All rows are the same: which come first does not matter to a run that is loaded.
+    data = torch.utils.data.Subset(Rows(1), [0] * 48)
+
+    # The Trainer adds the loss that spreads tokens over experts once for each replica, of which the plain run has more.
+    plain_loss = {"router_aux_loss_coef": 0.0} if "ep_size" in sizes and replicas != count else {}
+
+    def run(where, batch, loads=None, **sharded):
+        model = AutoModelForCausalLM.from_pretrained(place, **plain_loss, **sharded).train()
+        trainer = build(where, batch, model, save_strategy="no")
+        trainer.train_dataset = trainer.eval_dataset = data
+        if loads is not None:
+            kept = Kept(f"{folder}/{name}-kept", loads)
+            kept.trainer = trainer
+            trainer.add_callback(kept)
+        trainer.train()
+        return trainer, trainer.evaluate()["eval_loss"]
+
+    with apart():
+        plain, expected_loss = run(f"{folder}/plain-{name}", 4 // count)
+        expected = logged(plain)
+    sharded = {"distributed_config": DistributedConfig(**sizes)}
+    with apart():
+        trainer, loss = run(f"{folder}/{name}", 4 // replicas, loads=False, **sharded)
+        found = logged(trainer)
+        close(found, expected, name)
+        assert abs(loss - expected_loss) <= EXACT, (name, loss, expected_loss)
+        trainer.save_model(f"{folder}/{name}-final")
+        trainer.accelerator.wait_for_everyone()
+        whole = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}-final").state_dict()
+        mine = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        assert not mine or all(torch.equal(mine[key], value) for key, value in whole.items()), name
+    with apart():
+        resumed, _ = run(f"{folder}/{name}", 4 // replicas, loads=True, **sharded)
+        close(logged(resumed), found[len(found) // 2 :], f"{name}, resumed")
+
+
 def main():
     folder, *chosen = sys.argv[1:]
     with apart():
@@ -128,7 +191,9 @@ def main():
     assert len(expected) == 2 * STEPS, expected
     chosen = chosen or QUICK
     for name in chosen:
-        if name == "tensors":
+        if name.startswith("arrived:"):
+            arrives(folder, name.removeprefix("arrived:"))
+        elif name == "tensors":
             trains_in_tensors(folder, expected, loss)
         else:
             trains(folder, name, expected, loss)
