@@ -70,8 +70,6 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         scheduler = cluster.find(environ)
     job = _ask_scheduler(values, scheduler, notes)
     on = features_on(values)
-    if "deepspeed" in on and values["zero_stage"].value is None and values["deepspeed_config_file"].value is None:
-        values["zero_stage"] = Resolved(2)  # what DeepSpeedPlugin takes, so that the plan shows it
     _check_settings(values, on, file, notes)
     if needs_script:
         _check_script(args, values)

@@ -209,7 +209,7 @@ class UlyssesSPDataLoaderAdapter:
                 told, sent = self._cut(batch)
             except ValueError as error:
                 problem = str(error)
-        heads = self._told(problem, told)
+        heads = self._headers(problem, told)
         for rank, (problem, _) in enumerate(heads):
             if problem is not None:
                 raise ValueError(f"The batch of rank {rank} cannot be shared. {problem}")
@@ -229,7 +229,7 @@ class UlyssesSPDataLoaderAdapter:
         )
         return [_unpacked(layout, part) for layout, part in zip(layouts, received.split(sizes), strict=True)]
 
-    def _told(self, problem: str | None, told: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
+    def _headers(self, problem: str | None, told: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
         """Return what each rank says about its batch; objects are exchanged where that is not what all said last. All ranks."""
         before = self._layout
         self._layout = told if told is not None and all(cut for _, cut in told.values()) else None

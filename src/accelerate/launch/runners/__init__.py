@@ -141,10 +141,13 @@ def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
     rows = []
     for name, resolved in plan.settings.items():
         option = BY_NAME[name]
-        received = option.feature in (None, "deepspeed") and option.encode(resolved.value)
+        received = option.feature is None and option.encode(resolved.value)
         if resolved.source is not Source.DEFAULT or received:
             value = masked(resolved.value, name)
             rows.append((name, "yes" if value is True else "no" if value is False else str(value), resolved.origin))
+    own = {name for name, _, _ in rows}
+    if "use_deepspeed" in own and not own & {"zero_stage", "deepspeed_config_file"}:
+        rows.append(("zero_stage", "2", "default"))  # of DeepSpeedPlugin
     return rows
 
 
