@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import json
 import logging
-import secrets
+import os
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -104,7 +104,7 @@ class SaveBarrier:
     def __init__(self, kind: str, location: str, group: Group, store: Any | None) -> None:
         self.kind, self.location, self.rank, self.world_size = kind, location, group.rank, group.world_size
         self.ranks = list(range(self.world_size))
-        self.name = secrets.token_hex(8)
+        self.name = os.urandom(8).hex()
         self.in_background = store is not None or self.world_size == 1
         self._group = group
         self._machines: list[list[Any]] = []

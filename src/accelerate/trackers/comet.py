@@ -3,12 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from packaging.version import parse
-
 from accelerate.trackers.base import LibraryTracker, as_number, built_in, mention
-
-# The version from which an experiment is started by a function that also finds one that is running.
-_HAS_START = parse("3.41.0")
 
 
 @built_in
@@ -27,8 +22,11 @@ class CometMLTracker(LibraryTracker):
 
     def start(self) -> None:
         """Start the experiment."""
+        from packaging.version import parse
+
         comet = self._library()
-        begin = comet.start if parse(comet.__version__) >= _HAS_START else comet.Experiment
+        # A function that also finds an experiment that is running.
+        begin = comet.start if parse(comet.__version__) >= parse("3.41.0") else comet.Experiment
         self.writer = begin(project_name=self.run_name, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict) -> None:

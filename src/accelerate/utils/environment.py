@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from packaging.version import parse
-
 from accelerate._lazy import front
 
 # What this module gives and does not hold itself.
@@ -290,6 +288,8 @@ def check_cuda_p2p_ib_support() -> bool:
     GeForce RTX 40 cards cannot before driver 550.40.07; NCCL then hangs unless both are switched off
     (`NCCL_P2P_DISABLE=1`, `NCCL_IB_DISABLE=1`). Where nothing can be learnt the answer is True.
     """
+    from packaging.version import parse
+
     try:
         names, count = get_gpu_info()
         affected = count > 1 and any("RTX 40" in name for name in names)

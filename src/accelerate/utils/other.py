@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from packaging.version import parse
 
 from accelerate._lazy import front
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
@@ -148,8 +147,8 @@ def get_free_port() -> int:
 
 def check_os_kernel() -> None:
     """Warn when the Linux kernel is older than 5.5, on which runs with several processes are known to hang."""
-    number = re.match(r"\d+\.\d+", platform.release())
-    if platform.system() == "Linux" and number and parse(number[0]) < parse("5.5"):
+    number = re.match(r"(\d+)\.(\d+)", platform.release())
+    if platform.system() == "Linux" and number and tuple(map(int, number.groups())) < (5, 5):
         logger.warning(
             "The Linux kernel %s is older than 5.5; on such kernels processes can hang. Use a newer kernel if they do.",
             platform.release(),

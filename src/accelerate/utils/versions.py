@@ -2,11 +2,12 @@
 
 import functools
 import importlib.metadata
-from typing import Any
-
-from packaging.version import Version, parse
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils.constants import STR_OPERATION_TO_FUNC
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 
 def __getattr__(name: str) -> Any:
@@ -16,12 +17,14 @@ def __getattr__(name: str) -> Any:
 
 
 @functools.cache
-def installed_version(distribution: str) -> Version:
+def installed_version(distribution: str) -> "Version":
     """Return an installed distribution's version, kept for the life of the process; else a PackageNotFoundError."""
+    from packaging.version import parse
+
     return parse(importlib.metadata.version(distribution))
 
 
-def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+def compare_versions(library_or_version: "str | Version", operation: str, requirement_version: str) -> bool:
     """Compare the version of a library with a required one.
 
     Args:
@@ -33,6 +36,8 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         ValueError: `operation` is unknown.
         importlib.metadata.PackageNotFoundError: the distribution is not installed.
     """
+    from packaging.version import parse
+
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"operation is {operation!r}. Choose one of: {', '.join(STR_OPERATION_TO_FUNC)}.")
     if isinstance(library_or_version, str):
