@@ -106,8 +106,7 @@ def check_bf16_is_near_and_states_are_whole():
         assert kinds == ["DeepSpeedEngine", "DeepSpeedOptimizerWrapper", "AcceleratedScheduler"]
         found, _ = train(accelerator, model, optimizer, scheduler)
         apart = max(abs(one - other) for one, other in zip(found, losses, strict=True))
-        # 0.0012 is measured, and 0.015 at stage 0, which has another optimizer of DeepSpeed's for 16 bits.
-        assert 0 < apart < (0.01 if stage else 0.02), (stage, apart)
+        assert 0 < apart < 0.01, (stage, apart)  # 0.0012 is measured
         state = accelerator.get_state_dict(model)
         assert set(state) == (set(weights) if stage < 3 or rank() == 0 else set())
         whole = [value.untyped_storage().nbytes() == value.nbytes for value in state.values()]
