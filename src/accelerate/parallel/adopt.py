@@ -59,6 +59,11 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
             axes = [axis for axis in sizes if axis != "efsdp"]
             layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in axes})
             layout._validate_accelerator(accelerator)
+            if layout.tp_enabled and accelerator.prepared.dataloaders:
+                raise ValueError(
+                    f"{type(model).__name__} arrives with layers that {layout.tp_size} ranks share, and a loader was prepared before, which gives "
+                    f"each of them other batches. Prepare the model first, or pass parallelism_config=ParallelismConfig(tp_size={layout.tp_size})."
+                )
         if sharded:
             _compare(accelerator, model, layout, found, sizes)
             if not accelerator.is_fsdp2:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from accelerate.modules.norms import clip_grad_norm
@@ -164,6 +164,12 @@ def check_arrived_refused():
     spread.up.weight = nn.Parameter(distribute_tensor(spread.up.weight.detach(), mesh, [Shard(0)]))
     with raised(ValueError, "without fully_shard"):
         fresh_accelerator().prepare(spread)
+    mesh = init_device_mesh(DEVICE, (world(),), mesh_dim_names=("tp",))
+    cut = parallelize_module(Mlp().to(DEVICE), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    accelerator = fresh_accelerator()
+    accelerator.prepare(DataLoader(range(4)))
+    with raised(ValueError, "other batches", f"ParallelismConfig(tp_size={world()})"):
+        accelerator.prepare(cut)
     whole = {"parallelism_config": ParallelismConfig(dp_shard_size=world())}
     with raised(ValueError, "needs FSDP"):
         fresh_accelerator(**whole).prepare_model(Mlp())
