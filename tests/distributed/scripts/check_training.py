@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import DataLoaderConfiguration, GradScalerKwargs
-from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, find_executable_batch_size
 
 
 def check_two_models_accumulate_together():
@@ -264,9 +264,9 @@ def check_optimizers_share_a_scaler():
             assert_same_everywhere(model.parameters())
 
 
-def run_out_of_memory(error, fits, starting=16, **options):
+def run_out_of_memory(error, fits, starting=16, settings=None, **options):
     """Let the last rank raise where the others are in the backward pass; return what each try of this rank saw."""
-    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2, **(settings or {}))
     loader = accelerator.prepare(DataLoader(torch.arange(8 * accelerator.num_processes), shuffle=True))
     last, seen, ended = accelerator.is_last_process, [], []
     if options.pop("given"):
@@ -301,6 +301,9 @@ def check_out_of_memory_on_one_rank():
         assert all(drawn == seen[0][2] and order == seen[0][3] for _, _, drawn, order, _ in seen)
         assert max(cpu for *_, retry in seen for cpu in retry) < 2
     seen, found = run_out_of_memory(errors[0], fits=12, given=False)
+    assert found == 12 and [size for size, *_ in seen] == [16, 14, 12]
+    shards = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
+    seen, found = run_out_of_memory(errors[0], fits=12, given=True, settings=shards)
     assert found == 12 and [size for size, *_ in seen] == [16, 14, 12]
     with raised(RuntimeError, "reached zero"):
         run_out_of_memory(errors[0], fits=0, starting=2, given=False)
