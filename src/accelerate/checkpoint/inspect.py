@@ -5,7 +5,6 @@ imported only for folders of shards, whose metadata is torch's, and safetensors 
 """
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -156,21 +155,6 @@ def header_of(path: str) -> dict[str, TensorEntry]:
             return {name: TensorEntry(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except SafetensorError as error:
         raise DamagedCheckpoint(" ".join(str(error).split())) from None
-
-
-def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
-    """Return the files of an index of shards, with the tensors in each; DamagedCheckpoint if it is no index."""
-    files: dict[str, list[str]] = {}
-    try:
-        for name, file in json.loads(text)["weight_map"].items():
-            if not manifest.is_inside(file):
-                raise ValueError(file)
-            files.setdefault(file, []).append(name)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DamagedCheckpoint(
-            f"{origin} is no index of shards: it has no weight_map of tensors and files in its folder"
-        ) from None
-    return files
 
 
 def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:

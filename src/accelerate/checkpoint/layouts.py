@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import formats, load, manifest, state
-from accelerate.checkpoint.inspect import weight_map
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint, Manifest, damaged, problems
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
@@ -91,7 +90,7 @@ class Found:
             return [self.name]
         path = os.path.join(self.folder, self.name)
         with open(path, "rb") as file:
-            listed = sorted(weight_map(file.read(), path))
+            listed = sorted(manifest.weight_map(file.read(), path))
         for file in listed:
             if not os.path.isfile(os.path.join(self.folder, file)):
                 raise DamagedCheckpoint(f"{path} lists {file!r}, which is missing.")

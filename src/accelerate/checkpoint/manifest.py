@@ -280,6 +280,21 @@ class Manifest:
 # -- what a manifest may say -------------------------------------------------------------------------------------------
 
 
+def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
+    """Return the files of an index of shards, with the tensors in each; DamagedCheckpoint if it is no index."""
+    files: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads(text)["weight_map"].items():
+            if not is_inside(file):
+                raise ValueError(file)
+            files.setdefault(file, []).append(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise DamagedCheckpoint(
+            f"{origin} is no index of shards: it has no weight_map of tensors and files in its folder"
+        ) from None
+    return files
+
+
 def is_inside(name: Any) -> bool:
     """Say whether a path that a manifest or an index gives stays within its folder, on every system."""
     refused = "\\\0:" if os.name == "nt" else "\\\0"

@@ -14,8 +14,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.checkpoint.inspect import header_of, tensors_of_shards, weight_map
-from accelerate.checkpoint.manifest import INDEX_SUFFIX, METADATA, DamagedCheckpoint, TensorEntry
+from accelerate.checkpoint.inspect import header_of, tensors_of_shards
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, METADATA, DamagedCheckpoint, TensorEntry, weight_map
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.diagnostics.table import table
 from accelerate.launch.errors import LaunchError, MissingPackageError

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 import checkpoint_samples as samples
 from accelerate.checkpoint.convert import export
 from accelerate.checkpoint.formats import write_weights
-from accelerate.checkpoint.inspect import weight_map
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file, weight_map
 from cases import cases
 from sharded_io import same
 

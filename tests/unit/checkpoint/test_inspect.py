@@ -5,7 +5,7 @@ import json
 import pytest
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import inspect
+from accelerate.checkpoint import inspect, manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.checkpoint.storage import storage_of
 
@@ -61,7 +61,7 @@ def test_details_without_a_manifest(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])
 def test_damaged_indexes(text):
     with pytest.raises(DamagedCheckpoint, match="no index"):
-        inspect.weight_map(text, "x")
+        manifest.weight_map(text, "x")
 
 
 def test_the_newest_one_that_can_be_verified_stays_whatever_is_newer(tmp_path):
