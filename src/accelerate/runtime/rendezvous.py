@@ -109,7 +109,8 @@ def _leave() -> None:
 def abort() -> None:
     """Call this rank out of the collectives that it waits in, where the backend can; gloo cannot. Any rank, in any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        group.abort()
+        if hasattr(group, "abort"):  # not in the oldest torch
+            group.abort()
 
 
 def leave() -> dict[str, Any]:
@@ -122,8 +123,9 @@ def leave() -> dict[str, Any]:
     settings = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     settings |= {"timeout": live_timeout(), "device_id": getattr(group, "bound_device_id", None)}
     comm.forget()
-    if storage.accelerator.current.get("device_mesh") is not None:
-        storage.accelerator.current["device_mesh"] = None  # `prepare` builds it again
+    state = storage.accelerator.current
+    if state.get("device_mesh") is not None:
+        state["device_mesh"] = state["parallelism_config"].device_mesh = None  # `prepare` builds it again
     for found in gc.get_objects():
         kind = type(found)
         if kind is FunctionType and found.__defaults__ and any(value is group for value in found.__defaults__):
