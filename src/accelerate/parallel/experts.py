@@ -39,12 +39,9 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
         from transformers.distributed import DistributedConfig
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        sizes = {
-            "fsdp_size": layout.dp_shard_size,
-            "dp_replicate_size": layout.dp_replicate_size,
-            "ep_size": layout.ep_size,
-        }
-        config, _, meshes = model.prepare_distribute_model(DistributedConfig(**sizes))
+        replicas, shards = layout.dp_replicate_size, layout.dp_shard_size
+        asked = DistributedConfig(fsdp_size=shards, dp_replicate_size=replicas, ep_size=layout.ep_size)
+        config, _, meshes = model.prepare_distribute_model(asked)
         _, plan, _ = model._resolve_parallel_plans(config)
         consistency.require_same_model(accelerator, model)
         before = named(model)
