@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -155,7 +156,7 @@ class Background:
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
-        self.groups: dict[Any, Any] = {}
+        self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # gloo lives as long as a reference
         self.pending = False
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
