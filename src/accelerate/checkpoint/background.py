@@ -156,7 +156,9 @@ class Background:
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
-        self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # gloo lives as long as a reference
+        self.groups: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )  # gloo lives as long as a reference
         self.pending = False
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
