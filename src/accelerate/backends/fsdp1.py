@@ -58,7 +58,7 @@ class FSDP1(Sharded):
         plugin.set_auto_wrap_policy(inner)
         before = named(inner)
         options = _options(accelerator, inner)
-        ignored = [p for module in options["ignored_modules"] or () for p in module.parameters()]
+        ignored = [p for module in options["ignored_modules"] for p in module.parameters()]
         consistency.require_same_model(accelerator, inner, ignored, from_main=options["sync_module_states"])
         if options["sync_module_states"] and accelerator.device.type == "cpu":
             # Torch does it between devices only.
@@ -156,16 +156,15 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     initialise = plugin.param_init_fn
     if initialise is not None:
         initialise = fsdp_utils.ensure_weights_retied(initialise, model, accelerator.device)
-    ignored = plugin.ignored_modules
-    if ignored is not None:  # the wrapper leaves them where they are
-        ignored = [module.to(accelerator.device) for module in fsdp_utils.chosen_modules(ignored, model)]
+    ignored = fsdp_utils.chosen_modules(plugin.ignored_modules, model)
     return {
         **{name: getattr(plugin, name) for name in _HANDED_ON},
         "sharding_strategy": strategy,
         "cpu_offload": plugin.cpu_offload if accelerator.device.type != "cpu" else None,
         "mixed_precision": plugin.mixed_precision_policy,
         "param_init_fn": initialise,
-        "ignored_modules": ignored,
+        # The wrapper leaves them where they are.
+        "ignored_modules": [module.to(accelerator.device) for module in ignored],
         "device_id": accelerator.device,
         "device_mesh": mesh,
     }
