@@ -156,9 +156,8 @@ class Background:
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
-        self.groups: weakref.WeakKeyDictionary[Any, Any] = (
-            weakref.WeakKeyDictionary()
-        )  # gloo lives as long as a reference
+        # Weak: gloo closes its connections with the last reference to a process group.
+        self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.pending = False
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
