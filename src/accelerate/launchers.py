@@ -120,14 +120,18 @@ def notebook_launcher(
         _launch_xla(request, variables)
         return
     count = _count(request, device)
-    if count == 1 and num_nodes == 1:
-        print(f"Launching training on {_counted(1, device.type)}.")
+    alone = count == 1 and num_nodes == 1
+    if not alone:
+        _refuse_state()
+    print(f"Launching training on {_counted(count * num_nodes, device.type)}.")
+    if alone:
         _run_here(request, variables)
         return
-    _refuse_state()
     if device.type == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
-    _announce(request, count, device.type)
+    if num_nodes > 1:
+        who = f"Number {node_rank}" if rdzv_backend == "static" else "One"
+        print(f"{who} of {num_nodes} machines waits at {request.endpoint} for the others.")
     notebook.run(request, _environment(variables), count, notebook.method_for(device))
 
 
@@ -190,13 +194,6 @@ def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
     print(f"Launching training on {cores}.")
     with patch_environment(**variables):
         notebook.run_on_tpu(request)
-
-
-def _announce(request: Request, count: int, device_type: str) -> None:
-    print(f"Launching training on {_counted(count * request.num_nodes, device_type)}.")
-    if request.num_nodes > 1:
-        who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
-        print(f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others.")
 
 
 # The states that functions leave behind which run right here. Processes that are started later do without them.

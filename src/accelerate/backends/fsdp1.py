@@ -58,7 +58,7 @@ class FSDP1(Sharded):
         plugin.set_auto_wrap_policy(inner)
         before = named(inner)
         options = _options(accelerator, inner)
-        ignored = [p for module in options["ignored_modules"] or () for p in module.parameters()]
+        ignored = [p for module in options["ignored_modules"] for p in module.parameters()]
         consistency.require_same_model(accelerator, inner, ignored, from_main=options["sync_module_states"])
         if options["sync_module_states"] and accelerator.device.type == "cpu":
             # Torch does it between devices only.
@@ -76,11 +76,10 @@ class FSDP1(Sharded):
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return FSDP's own context, in which each rank keeps whole gradients."""
-        hold = getattr(model, "no_sync", None)
-        if hold is None:  # prepared for evaluation
+        if not hasattr(model, "no_sync"):  # prepared for evaluation
             return contextlib.nullcontext()
         note_memory(accelerator, model)
-        return hold()
+        return model.no_sync()
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
@@ -157,23 +156,18 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     initialise = plugin.param_init_fn
     if initialise is not None:
         initialise = fsdp_utils.ensure_weights_retied(initialise, model, accelerator.device)
+    ignored = fsdp_utils.chosen_modules(plugin.ignored_modules, model)
     return {
         **{name: getattr(plugin, name) for name in _HANDED_ON},
         "sharding_strategy": strategy,
         "cpu_offload": plugin.cpu_offload if accelerator.device.type != "cpu" else None,
         "mixed_precision": plugin.mixed_precision_policy,
         "param_init_fn": initialise,
-        "ignored_modules": _ignored(plugin.ignored_modules, model, accelerator.device),
+        # The wrapper leaves them where they are.
+        "ignored_modules": [module.to(accelerator.device) for module in ignored],
         "device_id": accelerator.device,
         "device_mesh": mesh,
     }
-
-
-def _ignored(chosen: Any, model: nn.Module, device: torch.device) -> list[nn.Module] | None:
-    """Return the modules that are left alone, on the device, because the wrapper leaves them where they are."""
-    if chosen is None:
-        return None
-    return [module.to(device) for module in fsdp_utils.chosen_modules(chosen, model)]
 
 
 def _mesh(accelerator: Run, strategy: Any) -> "DeviceMesh | None":

@@ -40,16 +40,12 @@ def _splits_layers(state: Any) -> bool:
     return state.distributed_type in _REPLICAS and layout is not None and layout.tp_enabled
 
 
-def _shards_by_parameter(state: Any) -> bool:
-    return state.distributed_type == DistributedType.FSDP and state.is_fsdp2
-
-
 SPECS: list[BackendSpec] = [
     BackendSpec("single", _serves(DistributedType.NO), "accelerate.backends.base:SingleProcess"),
     BackendSpec("tensor_parallel", _splits_layers, "accelerate.backends.sharded:TensorParallel"),
     BackendSpec("ddp", _serves(*_REPLICAS), "accelerate.backends.ddp:DataParallel"),
     BackendSpec("xla", _serves(DistributedType.XLA), "accelerate.backends.ddp:XLA"),
-    BackendSpec("fsdp2", _shards_by_parameter, "accelerate.backends.fsdp2:FSDP2"),
+    BackendSpec("fsdp2", lambda state: getattr(state, "is_fsdp2", False), "accelerate.backends.fsdp2:FSDP2"),
     BackendSpec("fsdp1", _serves(DistributedType.FSDP), "accelerate.backends.fsdp1:FSDP1"),
     BackendSpec("deepspeed", _serves(DistributedType.DEEPSPEED), "accelerate.backends.deepspeed:DeepSpeed"),
     BackendSpec("megatron", _serves(DistributedType.MEGATRON_LM), None),

@@ -210,6 +210,18 @@ def model_values(stored: "Stored") -> dict[str, Any]:
     return dict(flat(held, ""))
 
 
+def by_own_names(
+    own: Collection[str], values: Mapping[str, Any], ties: Sequence[Sequence[str]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return stored values by the names that a model has, also for tied ones, and the stored names that it does not have."""
+    pairs = match_names(own, values)
+    found = {wanted: values[name] for name, wanted in pairs.items()}
+    for group in ties:
+        known = next((name for name in group if name in found), None)
+        found |= {name: found[known] for name in group if known and name in own and name not in found}
+    return found, sorted(values.keys() - pairs.keys())
+
+
 @state.quietly()
 def read_model(
     own: ModelState, stored: "Stored", ties: Sequence[Sequence[str]] = (), strict: bool = True, over: bool = False
@@ -218,14 +230,9 @@ def read_model(
 
     With ``over``, `Stored.finish` reads the tensors later, over the model's own.
     """
-    values = model_values(stored)
-    pairs = match_names(own.values, values)
-    found = {wanted: values[name] for name, wanted in pairs.items()}
-    for group in ties:
-        known = next((name for name in group if name in found), None)
-        found |= {name: found[known] for name in group if known and name in own.values and name not in found}
+    found, others = by_own_names(own.values, model_values(stored), ties)
     wrong = [f"{name} is missing" for name in own.values if name not in found] if strict else []
-    wrong += [f"{name} is unexpected" for name in sorted(values.keys() - pairs.keys())] if strict else []
+    wrong += [f"{name} is unexpected" for name in others] if strict else []
     read: dict[str, Any] = {}
     for name, value in found.items():
         if is_extra(name):  # it may be anything, and differ from what the module has now

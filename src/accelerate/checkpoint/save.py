@@ -7,7 +7,7 @@ into it instead is hashed while it is written, and can be copied and written in 
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,15 +175,13 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
 # -- the saving of one checkpoint ----------------------------------------------------------------------------------------
 
 
-def shard_group(made: dict[Any, Any]) -> Any | None:
+def shard_group(made: MutableMapping[Any, Any]) -> Any | None:
     """Return the process group in which ranks write shards, apart from the training's; `made` keeps it. All ranks."""
     if rank_and_size()[1] < 2:
         return None
-    world = dist.group.WORLD
-    if world not in made:
-        made.clear()
-        made[world] = dist.new_group(backend="gloo")
-    return made[world]
+    if dist.group.WORLD not in made:
+        made[dist.group.WORLD] = dist.new_group(backend="gloo")
+    return made[dist.group.WORLD]
 
 
 @dataclass

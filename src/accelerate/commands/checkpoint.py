@@ -94,8 +94,7 @@ def verify_command(args: argparse.Namespace) -> int:
         one.storage.release()
         if problems:
             damaged += 1
-            lines = [f"{one.name}: {len(problems)} problem{'s' * (len(problems) > 1)}", *problems]
-            print("\n  ".join(lines))
+            print(f"{one.name}: {len(problems)} problem{'s' * (len(problems) > 1)}", *problems, sep="\n  ")
         elif one.state.manifest is None:
             print(f"{one.name} has no manifest; nothing to verify by. It has:")
             print("\n".join(f"  {name}  {size_text(size)}" for name, size in inspect.all_files(one.storage).items()))

@@ -139,14 +139,7 @@ def _srun(environ: Environ, task: Ranks) -> Cluster:
         address = None  # then no variable says which node has task 0
     elif leads and own and own != address:
         address = None
-    return Cluster(
-        source="Slurm",
-        machines=step.nodes,
-        machine_rank=step.node,
-        address=address,
-        port=slurm.port(environ),
-        task=None if one_each else task,
-    )
+    return Cluster("Slurm", step.nodes, step.node, address, slurm.port(environ), None if one_each else task)
 
 
 def _slurm_alone(environ: Environ) -> Cluster | None:

@@ -35,6 +35,7 @@ from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
 from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
+from accelerate.utils.environment import clear_environment
 
 HOST = "127.0.0.1"
 # Signals that are forwarded to the processes, which may need time to save their run. Schedulers send these.
@@ -390,7 +391,8 @@ def start(
             sys.stdout.reconfigure(line_buffering=True)
     for name, level in _QUIET.items() if not verbose else ():
         logging.getLogger(name).setLevel(level)
-    with _variables(environment), watcher.handling_signals():
+    with clear_environment(), watcher.handling_signals():
+        os.environ.update(environment)  # torch's agent hands them on to the processes that it starts
         try:
             result = watcher.run()
         except BaseException:
@@ -406,16 +408,3 @@ def start(
                         os.remove(faults)
     if result.is_failed():
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
-
-
-@contextlib.contextmanager
-def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Replace the variables of this process, which torch's agent hands on to those that it starts."""
-    before = dict(os.environ)
-    try:
-        os.environ.clear()
-        os.environ.update(wanted)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -352,17 +352,14 @@ def shared_tensor_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
 def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
     """Return names whose tensor is that of an earlier name, with that name; mere overlap makes different data."""
     found = {}
     for names in shared_tensor_names(state):
         first: dict[Any, str] = {}
         for name in names:
-            kept = first.setdefault(_view(state[name]), name)
+            tensor = state[name]
+            kept = first.setdefault((tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()), name)
             if kept != name:
                 found[name] = kept
     return found

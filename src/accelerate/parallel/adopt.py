@@ -36,6 +36,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: a layout is not known, contradicts the Accelerator's, or is not one that trains; nothing is changed.
     """
+    layout, parts = accelerator.parallelism_config, []
     for model in models:
         sharded = is_sharded(model._orig_mod if is_compiled_module(model) else model)
         found = layout_of(model, sharded)
@@ -54,7 +55,6 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         if not sharded:
             # Nobody averages gradients, so the ranks that have experts of their own work on the same batch.
             sizes = {"tp": sizes.get("tp", sizes.get("ep", 1)), "ep": sizes.get("ep", 1)}
-        layout = accelerator.parallelism_config
         if layout is None:
             axes = [axis for axis in sizes if axis != "efsdp"]
             layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in axes})
@@ -66,12 +66,15 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
                 )
         if sharded:
             _compare(accelerator, model, layout, found, sizes)
-            if not accelerator.is_fsdp2:
-                plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-                accelerator.state._set_engine("fsdp_plugin", plugin)
-            if layout.tp_enabled:
-                sum_replicas(model, submesh(layout.get_device_mesh(accelerator.device.type), "tp"))
-        accelerator.state.parallelism_config = layout
+            parts.append(model)
+    accelerator.state.parallelism_config = layout
+    if parts and not accelerator.is_fsdp2:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        accelerator.state._set_engine("fsdp_plugin", plugin)
+    if layout.tp_enabled:
+        mesh = submesh(layout.get_device_mesh(accelerator.device.type), "tp")
+        for model in parts:
+            sum_replicas(model, mesh)
 
 
 def layout_of(model: nn.Module, sharded: bool) -> dict[str, list[int]]:

@@ -34,8 +34,7 @@ def require_same_model(
         _warn_of_ignored(model, kept)
     if dist.get_world_size() == 1:
         return
-    named = [*model.named_parameters(), *model.named_buffers(), *four_bit.scales(model).items()]
-    tensors = {canonical_name(name): tensor for name, tensor in named if id(tensor) not in kept}
+    tensors = {name: tensor for name, tensor in tensors_of(model).items() if id(tensor) not in kept}
     # Ranks with different parts of split layers compare values among those with the same part.
     part = mesh.rank(accelerator.torch_device_mesh, "tp")
     seen: list[Any] = [None] * dist.get_world_size()
@@ -57,6 +56,12 @@ def require_same_model(
     replicas = mesh.submesh(accelerator.torch_device_mesh, "dp_cp")
     for tensor in tensors.values():
         mesh.take_from_first(tensor, accelerator.device, None if replicas is None else replicas.get_group())
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters, scales of 4-bit ones and buffers, also those that a state dict leaves out, each once."""
+    named = *model.named_parameters(), *four_bit.scales(model).items(), *model.named_buffers()
+    return {canonical_name(name): tensor for name, tensor in named}
 
 
 def _warn_of_ignored(model: nn.Module, kept: set[int]) -> None:

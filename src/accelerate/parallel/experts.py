@@ -26,7 +26,8 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     """
     layout = accelerator.parallelism_config
     models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
-    for model in (model for model in models if not any(modules(model))):
+    models = [model for model in models if not any(modules(model))]
+    for model in models:
         if not accelerator.is_fsdp2 or layout.tp_enabled or not getattr(model, "ep_plan", None):
             raise ValueError(
                 f"ep_size={layout.ep_size} with tp_size={layout.tp_size} and {accelerator.distributed_type} cannot split "
@@ -34,15 +35,13 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
                 "the gradients of all that is no expert, and a mixture of experts of transformers 5.23 or newer. With layers that are split "
                 "too, load the model with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., ep_size=...))."
             )
+    for model in models:
         from transformers.distributed import DistributedConfig
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        sizes = {
-            "fsdp_size": layout.dp_shard_size,
-            "dp_replicate_size": layout.dp_replicate_size,
-            "ep_size": layout.ep_size,
-        }
-        config, _, meshes = model.prepare_distribute_model(DistributedConfig(**sizes))
+        replicas, shards = layout.dp_replicate_size, layout.dp_shard_size
+        asked = DistributedConfig(fsdp_size=shards, dp_replicate_size=replicas, ep_size=layout.ep_size)
+        config, _, meshes = model.prepare_distribute_model(asked)
         _, plan, _ = model._resolve_parallel_plans(config)
         consistency.require_same_model(accelerator, model)
         before = named(model)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from accelerate.modules.repoint import named, repoint, tie, ties
-from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import four_bit, master
@@ -202,17 +201,10 @@ def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
     model._apply(filled)  # as `to_empty` does, which knows one device
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters, scales of 4-bit ones and buffers, also those that a state dict leaves out, each once."""
-    found = {**dict(model.named_parameters()), **four_bit.scales(model)}
-    found.update(model.named_buffers())
-    return {canonical_name(name): tensor for name, tensor in found.items()}
-
-
 def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Move a model to the meta device, in place, and return rank 0's tensors; the other ranks' are dropped."""
     main = torch.distributed.get_rank() == 0
-    weights = {name: tensor.detach() for name, tensor in _tensors(model).items()} if main else {}
+    weights = {name: tensor.detach() for name, tensor in consistency.tensors_of(model).items()} if main else {}
     if missing := _from_main([name for name, tensor in weights.items() if tensor.is_meta]):
         raise ValueError(
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
@@ -236,7 +228,7 @@ def distribute(
     """Give a sharded model the tensors that rank 0 has, each rank its shard alone; else RuntimeError. All ranks."""
     main = torch.distributed.get_rank() == 0
     absent = _from_main([name for name in optional if name not in weights] if main else [])
-    targets = {name: tensor for name, tensor in _tensors(model).items() if name not in absent}
+    targets = {name: tensor for name, tensor in consistency.tensors_of(model).items() if name not in absent}
     if problems := _from_main(_misfits(targets, weights) if main else []):
         found = "; ".join(problems[:5])
         raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {found}.")

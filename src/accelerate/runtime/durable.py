@@ -144,19 +144,13 @@ def _digest(descriptor: int, start: int, end: int, path: str) -> bytes:
     return digest.digest()
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
 def advise(address: int, length: int, advice: int) -> bool:
     """Tell the kernel what pages of memory are for; whether it follows. Source: https://man7.org/linux/man-pages/man2/madvise.2.html"""
     if sys.platform != "linux":
         return False
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     # ctypes lets other threads run meanwhile; mmap.madvise does not.
-    size = ctypes.c_size_t(address + length - begin)
-    return _libc().madvise(ctypes.c_void_p(begin), size, advice) == 0
+    return _call("madvise", "void_p", "size_t", "int")(begin, address + length - begin, advice) == 0
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
@@ -317,8 +311,6 @@ def sync_tree(path: str) -> None:
 @functools.cache
 def _call(name: str, *kinds: str) -> Callable[..., int] | None:
     """Return a function of the C library that Python does not offer; None where there is none."""
-    import ctypes
-
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):

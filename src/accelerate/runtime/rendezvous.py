@@ -6,7 +6,6 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FunctionType
@@ -109,7 +108,8 @@ def _leave() -> None:
 def abort() -> None:
     """Call this rank out of the collectives that it waits in, where the backend can; gloo cannot. Any rank, in any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        group.abort()
+        if hasattr(group, "abort"):  # not in the oldest torch
+            group.abort()
 
 
 def leave() -> dict[str, Any]:
@@ -122,8 +122,9 @@ def leave() -> dict[str, Any]:
     settings = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
     settings |= {"timeout": live_timeout(), "device_id": getattr(group, "bound_device_id", None)}
     comm.forget()
-    if storage.accelerator.current.get("device_mesh") is not None:
-        storage.accelerator.current["device_mesh"] = None  # `prepare` builds it again
+    state = storage.accelerator.current
+    if state.get("device_mesh") is not None:
+        state["device_mesh"] = state["parallelism_config"].device_mesh = None  # `prepare` builds it again
     for found in gc.get_objects():
         kind = type(found)
         if kind is FunctionType and found.__defaults__ and any(value is group for value in found.__defaults__):
@@ -148,15 +149,14 @@ def join_again(settings: dict[str, Any], store: Any) -> None:
     dist.init_process_group(store=dist.PrefixStore("accelerate/again", store), **settings)
 
 
-def live_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
+def live_ranks() -> Ranks:
     """Return the ranks of the process group that is alive; the environment adds what the group does not know."""
     fork_when_quiet()
-    environ = os.environ if environ is None else environ
     rank, size = dist.get_rank(), dist.get_world_size()
-    given = resolve(environ) if environ.get("RANK") == str(rank) else None
+    given = resolve() if os.environ.get("RANK") == str(rank) else None
     if given is not None and given.world_size == size:
         return Ranks(rank, size, given.local_rank, given.local_world_size, "process group")
-    local_rank, local_size = integer(environ, "LOCAL_RANK"), integer(environ, "LOCAL_WORLD_SIZE")
+    local_rank, local_size = integer(os.environ, "LOCAL_RANK"), integer(os.environ, "LOCAL_WORLD_SIZE")
     if local_rank is None or local_rank < 0:  # started without a launcher, as `torch.multiprocessing.spawn` does
         local_rank, local_size = rank, size
     return Ranks(rank, size, local_rank, local_size, "process group")

@@ -125,9 +125,9 @@ def own_states(accelerator: Facade) -> Iterator[None]:
 
 
 def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
-    """Let the run follow the layout of models that arrive sharded."""
-    models = [obj for obj in objects if isinstance(obj, nn.Module) and model_has_dtensor(obj)]
-    if models:
+    """Let the run follow the layout of models that arrive sharded, which are those that it has not sharded itself."""
+    new = [obj for obj in objects if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None]
+    if models := [model for model in new if model_has_dtensor(model)]:
         from accelerate.parallel import adopt
 
         adopt.adopt(accelerator, models)

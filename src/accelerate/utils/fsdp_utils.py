@@ -109,8 +109,7 @@ def get_parameters_from_modules(
 def chosen_modules(modules: Any, model: nn.Module) -> Iterable[nn.Module]:
     """Return the modules that a plugin's `ignored_modules` stands for; see `get_parameters_from_modules`."""
     if isinstance(modules, str):
-        pattern = re.compile(modules)
-        return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        return [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
     if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
         return [modules]
     return () if modules is None else modules

@@ -6,6 +6,7 @@ once per process (each function has its own `cache_clear`). CUDA and MPS are ask
 hide and show devices.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -35,18 +36,12 @@ def _is_installed(package: str, *distributions: str) -> bool:
     wanted = (package, *distributions)
     if wanted in _found:
         return True
-    if importlib.util.find_spec(package) is None or not any(map(_has_metadata, distributions or (package,))):
-        return False
-    _found.add(wanted)
-    return True
-
-
-def _has_metadata(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    for distribution in (distributions or (package,)) if importlib.util.find_spec(package) is not None else ():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.distribution(distribution)
+            _found.add(wanted)
+            return True
+    return False
 
 
 def _library(

@@ -218,7 +218,7 @@ def _called_out(store: Any | None) -> Iterator[None]:
 
 def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[], int]) -> int | None:
     """Return the smallest size that any rank needs, in a new process group; None if none has failed. All ranks."""
-    if store is None:
+    if store is None or not dist.is_initialized():  # the function has ended it, with `end_training`
         return reduced() if failed else None
     process = storage.process.current
     group = Group(dist.get_rank(), dist.get_world_size(), process.get("local_process_index", 0), False, False)
@@ -241,18 +241,21 @@ def _kept(accelerator: Run | None) -> Callable[[], None]:
     """Return what puts random generators, prepared loaders and what is registered back to where they stand now."""
     device = storage.process.current.get("device") or torch.device("cpu")
     generators = resume.collect_generators(device)
-    prepared = None if accelerator is None else accelerator.prepared
-    lists = (
-        [] if prepared is None else [prepared.models, prepared.optimizers, prepared.schedulers, prepared.dataloaders]
-    )
+    lists, loaders, context = [], [], None
+    if accelerator is not None:
+        prepared = accelerator.prepared
+        lists = [prepared.models, prepared.optimizers, prepared.schedulers, prepared.dataloaders]
+        loaders = [resume.kept(loader) for loader in prepared.dataloaders]
+        context = prepared.sequence_context
     before = [list(registered) for registered in lists]
-    loaders = [resume.kept(loader) for loader in (prepared.dataloaders if prepared is not None else [])]
 
     def put_back() -> None:
         for registered, former in zip(lists, before, strict=True):
             registered[:] = former
         for put_loader_back in loaders:
             put_loader_back()
+        if accelerator is not None:
+            accelerator.prepared.sequence_context = context  # that of the failed try holds a process group
         resume.restore_generators(generators, device, "a failed try")
 
     return put_back

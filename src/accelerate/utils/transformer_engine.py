@@ -100,7 +100,6 @@ class _Fp8Forward:
         self.recipe = recipe
         self.during_eval = during_eval
         self.context = _transformer_engine().fp8_autocast
-        self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = getattr(self.forward, "__self__", None)

@@ -21,6 +21,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
+    find_executable_batch_size,
     fsdp2_load_full_state_dict,
 )
 
@@ -390,6 +391,27 @@ def four_layers_and_shards_of_other_seeds():
     whole = [parameter.full_tensor() for parameter in model.parameters()]
     assert_same_everywhere(whole, "layers")
     assert not differs_between_ranks(model.scale)
+
+
+def four_meshes_after_out_of_memory():
+    """Meshes are built again over the new process group, also where ranks share sequences, or have saved a checkpoint."""
+    for sizes in ({"dp_replicate_size": 2}, {"cp_size": 2}):
+        mesh = ParallelismConfig(dp_shard_size=2, **sizes)
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(2), parallelism_config=mesh)
+        with shared_folder() as folder:
+
+            @find_executable_batch_size(starting_batch_size=2, accelerator=accelerator, keep_global_batch=True)
+            def search(size, accelerator=accelerator, folder=folder):
+                model, optimizer = accelerator.prepare(*build())
+                accelerator.save_state(f"{folder}/{size}")
+                if size == 2 and accelerator.is_last_process:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                rows = torch.ones(size, 4, 4)
+                with accelerator.maybe_context_parallel(buffers=[rows], buffer_seq_dims=[1]):
+                    learn(accelerator, model(rows).square().mean(), optimizer)
+                return size
+
+            assert search() == 1
 
 
 def contents(folder):

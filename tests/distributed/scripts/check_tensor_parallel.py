@@ -152,8 +152,15 @@ def check_arrived_refused():
         mesh = init_device_mesh(DEVICE, (world(),), mesh_dim_names=names or ("fsdp",))
         return fully_shard(Mlp().to(DEVICE), mesh=mesh)
 
+    accelerator = fresh_accelerator()
     with raised(ValueError, "spread over 'rows'", "known are the dimensions dp_replicate"):
-        fresh_accelerator().prepare(sharded("rows"))
+        accelerator.prepare(sharded(), sharded("rows"))
+    assert accelerator.parallelism_config is None and not accelerator.is_fsdp2
+    accelerator = fresh_accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = accelerator.prepare(Mlp())
+    with warned(1, "already prepared"):
+        assert accelerator.prepare(model) is model
+    assert accelerator.parallelism_config is None
     with raised(ValueError, f"arrives sharded over {{'dp_shard': {world()}}}", f"tp_size={world()}"):
         accelerator_for(PLAN).prepare(sharded())
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)

@@ -307,3 +307,14 @@ def check_out_of_memory_on_one_rank():
     assert found == 12 and [size for size, *_ in seen] == [16, 14, 12]
     with raised(RuntimeError, "reached zero"):
         run_out_of_memory(errors[0], fits=0, starting=2, given=False)
+
+
+def check_a_search_may_end_the_training():
+    accelerator = fresh_accelerator()
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size):
+        accelerator.end_training()
+        return batch_size
+
+    assert train() == 4

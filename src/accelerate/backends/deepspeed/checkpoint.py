@@ -21,7 +21,7 @@ from accelerate.checkpoint.load import refuse_misfit
 from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import numbered, parameter_names, tied_names, together
-from accelerate.modules.unwrap import canonical_name, match_names
+from accelerate.modules.unwrap import canonical_name
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
@@ -137,12 +137,8 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
 
 def _matched(engine: Any, stored: "Stored", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
-    own, values = _shapes(engine), layouts.model_values(stored)
-    pairs = match_names(own, values)
-    found = {wanted: values[name] for name, wanted in pairs.items()}
-    for group in tied_names(engine.module):
-        known = next((name for name in group if name in found), None)
-        found |= {name: found[known] for name in group if known and name in own and name not in found}
+    own = _shapes(engine)
+    found, others = layouts.by_own_names(own, layouts.model_values(stored), tied_names(engine.module))
     # What `exclude_frozen_parameters` left out stays as it is.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
     optional = frozen if written is not None and written.head["frozen_param_shapes"] is None else set()
@@ -155,7 +151,7 @@ def _matched(engine: Any, stored: "Stored", strict: bool, written: zero.Folder |
         problems += [
             f"{name} is missing in the checkpoint" for name in own if name not in found and name not in optional
         ]
-        problems += [f"{name} is unexpected in the checkpoint" for name in sorted(values.keys() - pairs.keys())]
+        problems += [f"{name} is unexpected in the checkpoint" for name in others]
     refuse_misfit(stored.origin, type(engine.module).__name__, problems)
     return found
 

@@ -202,10 +202,10 @@ class DeepSpeed(Backend):
 
 def _forget(module: nn.Module) -> None:
     """Take a module out of what stage 3 keeps of all engines: a stack, and the cache of a method, within its decorator."""
-    from deepspeed.runtime.zero import parameter_offload
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+    with contextlib.suppress(AttributeError, ImportError, KeyError, ValueError):  # a lower stage, or another version
+        from deepspeed.runtime.zero import parameter_offload
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
-    with contextlib.suppress(AttributeError, KeyError, ValueError):  # a lower stage, or another version
         parameter_offload.FWD_MODULE_STACK.remove(module)
         method = Coordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()

@@ -142,8 +142,7 @@ def _rows(values: Mapping[str, Any], file: Any) -> list[dict[str, Any]]:
 
     rows = []
     for name, resolved in values.items():
-        option = BY_NAME[name]
-        feature = FEATURES.get(option.feature or "")
+        feature = FEATURES.get(BY_NAME[name].feature or "")
         off = feature is not None and not feature.is_on(values[feature.switch].value)
         line = file.lines.get(name) if file and resolved.source is Source.FILE else None
         rows.append(

@@ -195,8 +195,7 @@ class Interview:
         try:
             if option.check is not None and (fault := option.check(value)):
                 return f"The answer is {repr(value)[:80]}; {fault}."
-            ruled_out = dict(contradictions({**self.values, option.name: value}))
-            return ruled_out.get(option.name)
+            return dict(contradictions({**self.values, option.name: value})).get(option.name)
         except TypeError as error:  # an earlier file may hold anything
             return str(error)
 
