@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-STEPS = 4
+STEPS, LONG = 4, 20
 LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 
 
@@ -51,7 +51,7 @@ def build(folder, batch, model=None, **options):
     common = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "max_steps": STEPS, "seed": 3}
     common |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_grad_norm": 0.5}
     common |= {"logging_steps": 1, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(folder, **common, **options)
+    arguments = TrainingArguments(folder, **common | options)
     return Trainer(model or seeded(llama), arguments, train_dataset=Rows(48), eval_dataset=Rows(8))
 
 
@@ -122,7 +122,7 @@ def trains_in_tensors(folder, expected, expected_loss):
 
 
 class Kept(TrainerCallback):
-    """Saves the run by the Accelerator after two steps; or loads it before the first, and ends after as many."""
+    """Saves the run by the Accelerator after half of its steps; or loads it before the first, and ends after as many."""
 
     def __init__(self, folder, loads):
         self.folder, self.loads = folder, loads
@@ -133,9 +133,9 @@ class Kept(TrainerCallback):
             self.trainer.lr_scheduler.load_state_dict(torch.load(f"{self.folder}/schedule.pt"))
 
     def on_step_end(self, args, state, control, **_):
-        if state.global_step == STEPS // 2 and self.loads:
+        if state.global_step == LONG // 2 and self.loads:
             control.should_training_stop = True
-        elif state.global_step == STEPS // 2:
+        elif state.global_step == LONG // 2:
             self.trainer.accelerator.save_state(self.folder)
             if self.trainer.is_world_process_zero():
                 torch.save(self.trainer.lr_scheduler.state_dict(), f"{self.folder}/schedule.pt")
@@ -147,14 +147,14 @@ def arrives(folder, name):
     make, replicas, sizes = LAYOUTS[name]
     place, count = source(folder, make), PartialState().num_processes
     # All rows are the same: which come first does not matter to a run that is loaded.
-    data = torch.utils.data.Subset(Rows(1), [0] * 48)
+    data = torch.utils.data.Subset(Rows(1), [0] * 320)
 
     # The Trainer adds the loss that spreads tokens over experts once for each replica, of which the plain run has more.
     plain_loss = {"router_aux_loss_coef": 0.0} if "ep_size" in sizes and replicas != count else {}
 
     def run(where, batch, loads=None, **sharded):
         model = AutoModelForCausalLM.from_pretrained(place, **plain_loss, **sharded).train()
-        trainer = build(where, batch, model, save_strategy="no")
+        trainer = build(where, batch, model, save_strategy="no", max_steps=LONG)
         trainer.train_dataset = trainer.eval_dataset = data
         if loads is not None:
             kept = Kept(f"{folder}/{name}-kept", loads)
