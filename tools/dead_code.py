@@ -22,6 +22,8 @@ CALLED: dict[str, str] = {
         ["next_rendezvous", "num_nodes_waiting", "_assign_worker_ranks", "_exit_barrier"], "torch's elastic launcher"
     ),
     **dict.fromkeys(["_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"], "DeepSpeed: its groups of ranks"),
+    **dict.fromkeys(["is_decoupled"], "DeepSpeed: asked of what writes its checkpoints"),
+    **dict.fromkeys(["Version"], "annotations in quotes"),
     **dict.fromkeys(["allow_tf32", "activation_relu_or_gelu"], "torch: settings"),
     **dict.fromkeys(
         ["SingleProcess", "TensorParallel", "checkpoint_command_parser"], "our registries, which hold names"
