@@ -3,13 +3,14 @@
 import shutil
 import statistics
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 # Which strategies on how many ranks; replicas of shards need four, and six heads are cut in two, not in four or one.
 RANKS = {
     1: ("ddp", "fsdp1", "fsdp2"),
-    2: ("ddp", "fsdp1", "fsdp2", "tp", "zero2", "zero3"),
-    4: ("ddp", "fsdp1", "fsdp2", "hsdp"),
+    2: ("ddp", "fsdp1", "fsdp2", "tp", "arrived-fsdp2", "arrived-tp", "ep", "zero2", "zero3"),
+    4: ("ddp", "fsdp1", "fsdp2", "hsdp", "arrived-fsdp2-tp", "arrived-hsdp", "ep"),
 }
 # DeepSpeed has an environment of its own, which `make test-deepspeed` makes.
 DEEPSPEED = Path(__file__).parents[1] / ".venv-deepspeed/bin/python"
@@ -19,15 +20,22 @@ NAMES = {
     "fsdp2": "FSDP2",
     "hsdp": "HSDP (2 x 2)",
     "tp": "tensor parallelism",
+    "arrived-fsdp2": "FSDP2, arrived",
+    "arrived-tp": "tensor parallelism, arrived",
+    "arrived-fsdp2-tp": "FSDP2 x tensor parallelism (2 x 2), arrived",
+    "arrived-hsdp": "HSDP (2 x 2), arrived",
+    "ep": "experts (2) x FSDP2",
     "zero2": "ZeRO 2",
     "zero3": "ZeRO 3",
 }
 NOTE = (
     "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
     "written by hand with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
-    "distributed checkpoints, or with DeepSpeed's engine. Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The "
-    "rest in processes of their own; memory is the largest growth of a rank from before `prepare` until some steps were trained. "
-    "One thread for each process: four ranks share the cores of the machine. Ours writes checksums, syncs to the disk, and verifies."
+    "distributed checkpoints, or with DeepSpeed's engine. *Arrived*: the same model, sharded by hand before `prepare`. "
+    "*Experts*: a Qwen3-MoE of 30 million that `prepare` splits, beside transformers' own `from_pretrained(distributed_config=...)`. "
+    "Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The rest in processes of their "
+    "own; memory is the largest growth of a rank from before `prepare` until some steps were trained. One thread for each process: "
+    "four ranks share the cores of the machine. Ours writes checksums, syncs to the disk, and verifies."
 )
 
 
@@ -39,8 +47,9 @@ def run(python, rounds, measure):
         for ranks, strategies in RANKS.items():
             for strategy in strategies:
                 interpreter = str(DEEPSPEED) if strategy.startswith("zero") else python
-                if not Path(interpreter).exists():
-                    print(f"{NAMES[strategy]} is left out: there is no {DEEPSPEED}", flush=True)
+                if not Path(interpreter).exists() or (strategy == "ep" and not find_spec("transformers")):
+                    missing = "transformers in this environment" if strategy == "ep" else DEEPSPEED
+                    print(f"{NAMES[strategy]} is left out: there is no {missing}", flush=True)
                     continue
                 series = {}
                 for number in range(rounds):

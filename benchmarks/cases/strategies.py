@@ -68,34 +68,92 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
-    def forward(self, tokens):
+    def forward(self, tokens, labels):
         x = self.words(tokens)
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))[:, :-1]
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def made():
-    torch.manual_seed(0)
-    model = Model()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+        return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
 def ranks():
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def made(strategy, **options):
+    """Return a model and its optimizer; the options are those of transformers' `from_pretrained`."""
+    torch.manual_seed(0)
+    model = experts(**options) if strategy == "ep" else Model()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def experts(**options):
+    """Return a small mixture of experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": WORDS}
+    sizes |= {"num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS, "moe_intermediate_size": HIDDEN // 4}
+    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2)
+    weights = Qwen3MoeForCausalLM(config).state_dict()
+    return Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights, **options).train()
+
+
+def sharded(strategy):
+    """Return a model that torch, or transformers as it loads it, has sharded, and its optimizer."""
+    strategy = strategy.removeprefix("arrived-")
+    if strategy == "ep":
+        from transformers.distributed import DistributedConfig
+
+        return made(strategy, distributed_config=DistributedConfig(fsdp_size=ranks(), ep_size=2))
+    model = made(strategy)[0]
+    if strategy in ("ddp", "tp"):
+        model.to(DEVICE)
+    if strategy == "ddp" and ranks() > 1:
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[DEVICE.index] if CUDA else None)
+    elif strategy == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        policy = ModuleWrapPolicy({Layer})
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=DEVICE)
+    elif strategy != "ddp":
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import parallel
+
+        sizes = {
+            "fsdp2": {"dp_shard": ranks()},
+            "hsdp": {"dp_replicate": 2, "dp_shard": ranks() // 2},
+            "tp": {"tp": ranks()},
+            "fsdp2-tp": {"dp_shard": ranks() // 2, "tp": 2},
+        }[strategy]
+        mesh = dist.init_device_mesh(DEVICE.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if "tp" in sizes:
+            styles = {"colwise": parallel.ColwiseParallel, "rowwise": parallel.RowwiseParallel}
+            parallel.parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in PLAN.items()})
+        shards = tuple(name for name in sizes if name != "tp")
+        for part in (*model.layers, model) if shards else ():
+            fully_shard(part, mesh=mesh[shards])
+    # `foreach` and `fused`, which are GPUs' default, refuse plain tensors beside split ones, which this plan leaves.
+    one_by_one = {"foreach": False} if "tp" in strategy and CUDA else {}
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, **one_by_one)
+
+
+def loss_of(model, tokens):
+    found = model(tokens, labels=tokens)
+    return getattr(found, "loss", found)  # transformers' models return more than the loss
+
+
 class Ours:
     """The model through the Accelerator."""
 
     def __init__(self, strategy):
+        self.strategy = strategy
         options = {"cpu": not CUDA, "mixed_precision": "bf16" if CUDA else "no"}
-        if strategy in ("fsdp1", "fsdp2", "hsdp"):
+        if strategy in ("fsdp1", "fsdp2", "hsdp", "ep"):
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
                 fsdp_version=1 if strategy == "fsdp1" else 2,
                 auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["Layer"],
+                transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer" if strategy == "ep" else "Layer"],
                 state_dict_type="SHARDED_STATE_DICT",
                 # As torch has it by default; that of the plugin is not to prefetch.
                 backward_prefetch="BACKWARD_PRE" if strategy == "fsdp1" else None,
@@ -106,17 +164,20 @@ class Ours:
             options["deepspeed_plugin"] = plugin
         elif strategy == "hsdp":
             options["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=ranks() // 2)
+        elif strategy == "ep":
+            options["parallelism_config"] = ParallelismConfig(dp_shard_size=ranks(), ep_size=2)
         elif strategy == "tp":
             handler = TorchTensorParallelConfig(plan=PLAN)
             options["parallelism_config"] = ParallelismConfig(tp_size=ranks(), tp_handler=handler)
         self.accelerator = Accelerator(**options)
 
     def prepare(self):
-        self.model, self.optimizer = self.accelerator.prepare(*made())
+        given = (sharded if self.strategy.startswith("arrived-") else made)(self.strategy)
+        self.model, self.optimizer = self.accelerator.prepare(*given)
 
     def step(self, tokens):
         with self.accelerator.accumulate(self.model):
-            loss = self.model(tokens)
+            loss = loss_of(self.model, tokens)
             self.accelerator.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -138,12 +199,12 @@ class PlainEngine:
         import deepspeed
 
         deepspeed.init_distributed(auto_mpi_discovery=False)
-        self.stage = int(strategy[-1])
+        self.strategy, self.stage = strategy, int(strategy[-1])
 
     def prepare(self):
         import deepspeed
 
-        model, optimizer = made()
+        model, optimizer = made(self.strategy)
         # As the Accelerator's plugin has it.
         zero = {"stage": self.stage, "stage3_gather_16bit_weights_on_model_save": True}
         zero |= {f"offload_{part}": {"device": "none"} for part in ("optimizer", "param")}
@@ -152,7 +213,7 @@ class PlainEngine:
         self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def step(self, tokens):
-        self.engine.backward(self.engine(tokens))
+        self.engine.backward(loss_of(self.engine, tokens))
         self.engine.step()
 
     def gather(self):
@@ -179,40 +240,11 @@ class Plain:
             dist.init_process_group(backend, **alone)
 
     def prepare(self):
-        model = made()[0]
-        strategy = self.strategy
-        if strategy in ("ddp", "tp"):
-            model.to(DEVICE)
-        if strategy == "ddp" and ranks() > 1:
-            model = nn.parallel.DistributedDataParallel(model, device_ids=[DEVICE.index] if CUDA else None)
-        elif strategy == "fsdp1":
-            from torch.distributed.fsdp import FullyShardedDataParallel
-            from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-            policy = ModuleWrapPolicy({Layer})
-            model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=DEVICE)
-        elif strategy in ("fsdp2", "hsdp"):
-            from torch.distributed.fsdp import fully_shard
-
-            sizes = {"replicas": 2, "shards": ranks() // 2} if strategy == "hsdp" else {"shards": ranks()}
-            mesh = dist.init_device_mesh(DEVICE.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        elif strategy == "tp":
-            from torch.distributed.tensor import parallel
-
-            styles = {"colwise": parallel.ColwiseParallel, "rowwise": parallel.RowwiseParallel}
-            plan = {name: styles[style]() for name, style in PLAN.items()}
-            parallel.parallelize_module(model, dist.init_device_mesh(DEVICE.type, (ranks(),)), plan)
-        self.model = model
-        # `foreach` and `fused`, which are GPUs' default, refuse plain tensors beside split ones, which this plan leaves.
-        one_by_one = {"foreach": False} if strategy == "tp" and CUDA else {}
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **one_by_one)
+        self.model, self.optimizer = sharded(self.strategy)
 
     def step(self, tokens):
         with self.cast:
-            loss = self.model(tokens)
+            loss = loss_of(self.model, tokens)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -290,9 +322,14 @@ def largest(value):
     return told.item()
 
 
+def sharing(strategy):
+    """Return how many ranks share layers."""
+    return 2 if strategy.endswith("fsdp2-tp") else ranks() if strategy.endswith("tp") else 1
+
+
 def tokens_of(strategy):
-    rank = 0 if strategy == "tp" else int(os.environ.get("RANK", 0))  # all ranks work on the same sequences
-    generator = torch.Generator().manual_seed(rank)
+    # Ranks that share layers work on the same sequences.
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)) // sharing(strategy))
     return torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator).to(DEVICE)
 
 
@@ -312,7 +349,7 @@ def steps(strategy, count, folder):
     spent = {name: statistics.median(values) for name, values in times.items()}
     figures = {f"step, {name} (ms)": 1000 * value for name, value in spent.items()} | {"step, ratio": ratio}
     if CUDA:
-        copies = 1 if strategy == "tp" else ranks()
+        copies = ranks() // sharing(strategy)
         figures |= {f"tokens per second, {name}": BATCH * LENGTH * copies / value for name, value in spent.items()}
     return figures
 
@@ -340,10 +377,14 @@ def life(strategy, count, folder, kind):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("phase", choices=["steps", "ours", "plain"])
-    parser.add_argument("--strategy", choices=["ddp", "fsdp1", "fsdp2", "hsdp", "tp", "zero2", "zero3"], required=True)
+    arrived = [f"arrived-{name}" for name in ("fsdp2", "hsdp", "tp", "fsdp2-tp")]
+    known = ["ddp", "fsdp1", "fsdp2", "hsdp", "tp", "zero2", "zero3", "ep", *arrived]
+    parser.add_argument("--strategy", choices=known, required=True)
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--folder", default="")
     arguments = parser.parse_args()
+    if arguments.strategy == "ep":
+        from transformers import Qwen3MoeForCausalLM  # noqa: F401 (its import is no part of `prepare`)
     told = (arguments.strategy, arguments.count, arguments.folder)
     if arguments.phase == "steps":
         figures = steps(*told)
