@@ -26,7 +26,7 @@ from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
 from accelerate.runtime import durable
-from accelerate.utils import other  # noqa: F401 (it lets torch load numpy's arrays and numbers)
+from accelerate.utils import other
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def read_file(
     if mapped and device == "cpu" and not load_kwargs:
         return mapped_file(path)
     with _reported(path):
-        return torch.load(path, map_location=device, **{"weights_only": True, **(load_kwargs or {})})
+        return other.load(path, device, **(load_kwargs or {}))
 
 
 def read_optimizer(folder: Path, index: int = 0, **options: Any) -> Any:
@@ -102,9 +102,9 @@ def mapped_file(path: str) -> Any:
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
         try:
-            return torch.load(path, "cpu", mmap=True, weights_only=True)
+            return other.load(path, "cpu", mmap=True)
         except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
-            return torch.load(path, "cpu", weights_only=True)
+            return other.load(path, "cpu")
 
 
 def weights_file(folder: Path, index: int = 0) -> str | None:

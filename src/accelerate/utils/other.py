@@ -91,6 +91,8 @@ def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     Source:
         https://docs.pytorch.org/docs/stable/generated/torch.load.html
     """
+    # To leave torch's `safe_globals`, as transformers does when it resumes, takes away what was allowed before, too.
+    torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 

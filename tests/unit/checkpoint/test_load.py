@@ -3,6 +3,7 @@
 import os
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
 from accelerate.checkpoint.state import Common
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from sharded_io import same
 
 
@@ -59,7 +61,14 @@ class Object:
 
 def test_schedulers_of_torch_load_without_trust(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    rules = {"MultiStepLR": [[1, 2]], "LambdaLR": [lambda _: 1.0], "OneCycleLR": [0.1, 10], "ReduceLROnPlateau": []}
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        pass  # torch forgets them now, also where they were allowed before
+    rules = {
+        "MultiStepLR": [[1, 2]],
+        "LambdaLR": [lambda _: 1.0],
+        "OneCycleLR": [numpy.float64(0.1), 10],
+        "ReduceLROnPlateau": [],
+    }
     for kind, arguments in rules.items():
         scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
         checkpointing.save_accelerator_state(tmp_path, [], [], [scheduler], [], 0, 0)
