@@ -24,8 +24,7 @@ HANDLERS = {
 
 
 def looks(config):
-    fields = {name: value for name, value in fields_of(config).items() if name != "ep_size"}  # of this fork alone
-    return {**fields, **{name: getattr(config, name) for name in PROPERTIES}, "mesh": config._get_mesh()}
+    return {**fields_of(config), **{name: getattr(config, name) for name in PROPERTIES}, "mesh": config._get_mesh()}
 
 
 @probe(COVERED, dp_replicate=[1, 2], dp_shard=[1, 2, 3], tp=[1, 2], cp=[1, 4], sp=[1, 2])
