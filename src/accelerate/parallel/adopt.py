@@ -55,15 +55,14 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         if not sharded:
             # Nobody averages gradients, so the ranks that have experts of their own work on the same batch.
             sizes = {"tp": sizes.get("tp", sizes.get("ep", 1)), "ep": sizes.get("ep", 1)}
-        if layout is None:
-            axes = [axis for axis in sizes if axis != "efsdp"]
-            layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in axes})
-            layout._validate_accelerator(accelerator)
-            if layout.tp_enabled and accelerator.prepared.dataloaders:
-                raise ValueError(
-                    f"{type(model).__name__} arrives with layers that {layout.tp_size} ranks share, and a loader was prepared before, which gives "
-                    f"each of them other batches. Prepare the model first, or pass parallelism_config=ParallelismConfig(tp_size={layout.tp_size})."
-                )
+        if derived := layout is None or layout.total_size == 1:
+            layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in sizes if axis != "efsdp"})
+        layout._validate_accelerator(accelerator)
+        if derived and layout.tp_enabled and accelerator.prepared.dataloaders:
+            raise ValueError(
+                f"{type(model).__name__} arrives with layers that {layout.tp_size} ranks share, and a loader was prepared before, which gives "
+                f"each of them other batches. Prepare the model first, or pass parallelism_config=ParallelismConfig(tp_size={layout.tp_size})."
+            )
         if sharded:
             _compare(accelerator, model, layout, found, sizes)
             parts.append(model)
@@ -106,7 +105,7 @@ def _compare(
     part = submesh(mesh, "tp")
     ours = [accelerator.process_index] if part is None else part.mesh.flatten().tolist()
     theirs = found.get("tp", [accelerator.process_index])
-    same = replicas * shards * tp == layout.total_size * (1 if layout.total_size > 1 else accelerator.num_processes)
+    same = replicas * shards * tp == layout.total_size
     if (
         same
         and ours == theirs

@@ -163,6 +163,14 @@ def check_arrived_refused():
     assert accelerator.parallelism_config is None
     with raised(ValueError, f"arrives sharded over {{'dp_shard': {world()}}}", f"tp_size={world()}"):
         accelerator_for(PLAN).prepare(sharded())
+    accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=world() + 1))
+    with raised(ValueError, f"but {world()} process(es) are running"):
+        accelerator.prepare(sharded())
+    assert not accelerator.is_fsdp2
+    # Sizes that nobody gave are the model's.
+    accelerator = fresh_accelerator(parallelism_config=ParallelismConfig())
+    accelerator.prepare(sharded())
+    assert accelerator.is_fsdp2 and accelerator.parallelism_config.dp_shard_size == world()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     with raised(ValueError, "by fully_shard", "FSDP version 2"):
         fresh_accelerator(fsdp_plugin=plugin).prepare(sharded())
