@@ -53,7 +53,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
                 "a mesh with the dimension 'tp', and leave the plugin out or take FSDP version 2."
             )
         if not sharded:
-            # Nobody averages gradients, so the ranks that have experts of their own work on the same batch.
+            # No strategy averages gradients here, so the ranks that have experts of their own work on the same batch.
             sizes = {"tp": sizes.get("tp", sizes.get("ep", 1)), "ep": sizes.get("ep", 1)}
         if derived := layout is None or layout.total_size == 1:
             layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in sizes if axis != "efsdp"})

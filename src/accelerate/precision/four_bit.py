@@ -22,7 +22,7 @@ def _state(module: nn.Module) -> Any:
     return module.quant_state if of_weight is None else of_weight
 
 
-def settle(model: nn.Module) -> None:
+def keep_unpacked(model: nn.Module) -> None:
     """Keep 4-bit layers as they are through evaluations, and let them load their scales; ValueError: packed before.
 
     At a forward in `eval()` on CPUs with AVX512-BF16 bitsandbytes packs them: scales are rounded, and later no gradient

@@ -335,7 +335,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     master.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
-        four_bit.settle(model)
+        four_bit.keep_unpacked(model)
     _check_device_map(accelerator, model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.

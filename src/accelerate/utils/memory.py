@@ -189,7 +189,7 @@ _ANOTHER = "Another rank ran out of memory."
 
 
 def _store() -> Any | None:
-    """Return what the ranks agree over; None for one rank, and under DeepSpeed, which holds on to its process group."""
+    """Return the store in which the ranks exchange sizes; None for one rank, and under DeepSpeed, which holds on to its process group."""
     kind = storage.process.current.get("distributed_type", DistributedType.NO)
     return None if traits.of(kind).deepspeed else default_store()
 

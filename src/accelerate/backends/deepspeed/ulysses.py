@@ -203,17 +203,17 @@ class UlyssesSPDataLoaderAdapter:
 
     def _exchanged(self, batch: Any) -> list[dict[str, Any]] | None:
         """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end. All ranks."""
-        problem, told, sent = None, None, []
+        problem, header, sent = None, None, []
         if batch is not None:
             try:
-                told, sent = self._cut(batch)
+                header, sent = self._cut(batch)
             except ValueError as error:
                 problem = str(error)
-        heads = self._headers(problem, told)
+        heads = self._headers(problem, header)
         for rank, (problem, _) in enumerate(heads):
             if problem is not None:
                 raise ValueError(f"The batch of rank {rank} cannot be shared. {problem}")
-        over = [rank for rank, (_, told) in enumerate(heads) if told is None]
+        over = [rank for rank, (_, header) in enumerate(heads) if header is None]
         if over and len(over) < len(heads):
             raise ValueError(
                 f"Ranks {over} have no batch left, and the others share the next. Prepare the loader with even_batches=True or "
@@ -229,16 +229,16 @@ class UlyssesSPDataLoaderAdapter:
         )
         return [_unpacked(layout, part) for layout, part in zip(layouts, received.split(sizes), strict=True)]
 
-    def _headers(self, problem: str | None, told: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
+    def _headers(self, problem: str | None, header: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
         """Return what each rank says about its batch; objects are exchanged where that is not what all said last. All ranks."""
         before = self._layout
-        self._layout = told if told is not None and all(cut for _, cut in told.values()) else None
+        self._layout = header if header is not None and all(cut for _, cut in header.values()) else None
         same = self._layout is not None and self._layout == before
-        agreed = torch.tensor(int(same), device=self.device)
-        distributed.all_reduce(agreed, distributed.ReduceOp.MIN)
-        if not agreed:
+        unchanged = torch.tensor(int(same), device=self.device)
+        distributed.all_reduce(unchanged, distributed.ReduceOp.MIN)
+        if not unchanged:
             self._heads = [None] * distributed.get_world_size()
-            distributed.all_gather_object(self._heads, (problem, told))
+            distributed.all_gather_object(self._heads, (problem, header))
         return self._heads
 
     def _cut(self, batch: Any) -> tuple[dict[str, tuple[Any, bool]], list[torch.Tensor]]:
@@ -255,13 +255,13 @@ class UlyssesSPDataLoaderAdapter:
         if length % size or self.length not in (None, length):
             wanted = f"sp_seq_length={self.length}" if self.length else f"a multiple of sp_size={size}"
             raise ValueError(f"Its sequences have {length} tokens instead of {wanted}. Pad or cut them.")
-        told: dict[str, tuple[Any, bool]] = {}
+        header: dict[str, tuple[Any, bool]] = {}
         sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
         for name, value in batch.items():
             if name == "labels" and torch.is_tensor(value):
                 name, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=-100)
             if not torch.is_tensor(value):
-                told[name] = (value, False)
+                header[name] = (value, False)
                 continue
             if value.dim() < 2 or value.shape[1] != length:
                 raise ValueError(
@@ -269,10 +269,10 @@ class UlyssesSPDataLoaderAdapter:
                     "Leave it out of the batch, or give it that dimension."
                 )
             parts = value.detach().to(self.device).chunk(size, dim=1)
-            told[name] = ((parts[0].dtype, tuple(parts[0].shape)), True)
+            header[name] = ((parts[0].dtype, tuple(parts[0].shape)), True)
             for mine, part in zip(sent, parts, strict=True):
                 mine.append(part.contiguous().view(-1).view(torch.uint8))
-        return told, [torch.cat(part) for part in sent]
+        return header, [torch.cat(part) for part in sent]
 
 
 def _bytes(described: tuple[torch.dtype, tuple[int, ...]]) -> int:
