@@ -26,7 +26,11 @@ CALLED: dict[str, str] = {
     **dict.fromkeys(["Version"], "annotations in quotes"),
     **dict.fromkeys(["allow_tf32", "activation_relu_or_gelu"], "torch: settings"),
     **dict.fromkeys(
-        ["SingleProcess", "TensorParallel", "checkpoint_command_parser"], "our registries, which hold names"
+        [
+            *["SingleProcess", "TensorParallel"],
+            *["checkpoint_command_parser", "diagnose_command_parser", "stacks_command_parser"],
+        ],
+        "our registries, which hold names",
     ),
     **dict.fromkeys(["_accelerate_loaded"], "ours, through __dict__"),
     **dict.fromkeys(["state_exists"], "the patch that tools/upstream_patches writes"),

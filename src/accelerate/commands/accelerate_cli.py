@@ -32,10 +32,14 @@ COMMANDS: dict[str, Command] = {
         "checkpoint", "checkpoint_command_parser", "List, verify, inspect, convert and prune checkpoints."
     ),
     "config": Command("config", "get_config_parser", "Write and update configuration files."),
+    "diagnose": Command(
+        "diagnose", "diagnose_command_parser", "Read what ranks that hung or failed have left in a folder."
+    ),
     "env": Command("env", "env_command_parser", "Print versions, devices and configuration, for a bug report."),
     "estimate-memory": Command("estimate", "estimate_command_parser", "Estimate how much memory a model needs."),
     "launch": Command("launch", "launch_command_parser", "Start a training script, in one process or several."),
     "merge-weights": Command("merge", "merge_command_parser", "Merge the shards of an FSDP checkpoint."),
+    "stacks": Command("diagnose", "stacks_command_parser", "Ask the ranks of a running job where their threads are."),
     "test": Command("test", "test_command_parser", "Check that training works here, through the launcher."),
     "to-fsdp2": Command("to_fsdp2", "to_fsdp2_command_parser", "Convert a configuration file from FSDP 1 to FSDP 2."),
     "tpu-config": Command("tpu", "tpu_command_parser", "Run commands on the machines of a TPU pod."),

@@ -15,194 +15,33 @@ import logging
 import multiprocessing
 import os
 import sys
-import sysconfig
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import util as multiprocessing_util
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from accelerate.diagnostics import threads
+from accelerate.diagnostics.monitor import Monitor, limits
+from accelerate.diagnostics.status import PREFIX, SAMPLE_PAUSE_S, SAMPLES, Question, RankStatus, interval
+from accelerate.diagnostics.threads import call_site
+from accelerate.runtime import failure
+
+__all__ = ["Diagnosis", "Question", "RankStatus", "Watcher", "call_site", "interval", "watch"]
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "accelerate/hang"
-# Seconds between two looks at the store; a large run asks less often, so that its one store sees 200 requests a second.
-_INTERVAL_S = 0.5
-_PER_SECOND = 200
-# A thread that stands still stands still in all samples.
-_SAMPLES, _SAMPLE_PAUSE_S = 5, 0.03
 # Added to the number of questions when the process that holds the store ends: a rank that reads it stops asking.
 _CLOSING = 1 << 40
+# Added when all ranks shall end because they hang.
+_ABORTING = 1 << 41
 _JOIN_S = 1.0
-
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
-_PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
-# Where a thread is while it waits for other ranks. Backward passes count, because gradients are exchanged in them.
-_WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "accelerate.comm")
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """What one rank says about itself.
-
-    Attributes:
-        ended: whether it has said that its program is over.
-        alive: whether its process exists; None where that cannot be seen from here, as on another machine.
-        site: the innermost line outside of torch and this library; `inside` is what was called there.
-        waits: whether the thread stands still in a function that waits for other ranks.
-        position: changes whenever the thread moves.
-        counters: how many operations the rank has started in each of its process groups.
-    """
-
-    rank: int
-    answered: bool = False
-    ended: bool = False
-    alive: bool | None = None
-    site: str = ""
-    inside: str = ""
-    waits: bool = False
-    position: str = ""
-    counters: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def gone(self) -> bool:
-        """Whether the rank can never come: its program is over, or its process was killed."""
-        return self.ended or self.alive is False
-
-    def ahead_of(self, other: dict[str, int]) -> bool | None:
-        """Say whether the rank has started an operation that the other has not; None if no group counts."""
-        common = self.counters.keys() & other.keys()
-        return any(self.counters[group] > other[group] for group in common) if common else None
-
-    def __str__(self) -> str:
-        if self.ended:
-            return "has ended"
-        if self.alive is False:
-            return "was killed: its process is gone"
-        if not self.answered:
-            return "gives no answer" + (", but its process exists" if self.alive else "")
-        inside = f", in {self.inside}" if self.inside else ""
-        return f"is at {self.site}{inside}" + (", and waits for other ranks there" if self.waits else "")
-
-
-# -- the training thread of this process ---------------------------------------------------------------------------
-
-
-def call_site(frame: FrameType | None = None) -> str:
-    """Return ``file:line in function`` of the user, outside of torch and this library, and of the script."""
-    return _describe(frame or sys._getframe(1))[0]
-
-
-def counters() -> dict[str, int]:
-    """Return how many operations this rank has started in each of its process groups; groups that do not count are left out."""
-    found: dict[str, int] = {}
-    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []:
-        try:
-            # Groups that `split_group` makes have one name and different ranks.
-            members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
-            for device in group._device_types:
-                backend = group._get_backend(device)
-                key = f"{backend.name()}:{group.group_name}:{members:x}"
-                found[key] = backend._get_sequence_number_for_group()
-        except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
-            continue
-    return found
-
-
-def _describe(frame: FrameType) -> tuple[str, str]:
-    """Return the call site of a stack, and what was called there."""
-    below: list[str] = []
-    site, site_file, outermost = "", "", frame
-    while frame is not None:
-        file = frame.f_code.co_filename
-        outside = not (file.startswith((_OURS, _TORCH)) or _is_standard(file))
-        if outside and not site:
-            site, site_file = _line(frame), file
-        elif not site:
-            below.append(f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}")
-        elif outside and any(part in site_file for part in _PACKAGES) and not any(part in file for part in _PACKAGES):
-            site = f"{site}, called from {_line(frame)}"
-            break
-        outermost, frame = frame, frame.f_back
-    if not site:  # a script of this library's own
-        return _line(outermost), below[0] if below else ""
-    return site, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and not any(part in file for part in _PACKAGES))
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _position(frame: FrameType) -> str:
-    steps: list[tuple[int, int]] = []
-    while frame is not None:
-        steps.append((id(frame), frame.f_lasti))
-        frame = frame.f_back
-    return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
-
-
-def _sleeps(native: int | None) -> bool:
-    """Whether a thread of this process does not run; where that cannot be seen, it is taken to sleep."""
-    try:
-        stat = Path(f"/proc/self/task/{native}/stat").read_bytes()
-    except OSError:
-        return True
-    return stat.startswith((b"S", b"D"), stat.rfind(b")") + 2)
-
-
-# -- processes -----------------------------------------------------------------------------------------------------
-
-
-def _process() -> dict[str, Any]:
-    """Describe this process so that others on the machine can look whether it exists."""
-    return {"pid": os.getpid(), "machine": _machine(), "started": _status(os.getpid())[1]}
-
-
-def _machine() -> str:
-    """Return a name that two processes share if they see each other's numbers; empty where that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def _status(pid: int) -> tuple[str, str]:
-    """Return the state of a process and when it was started; empty if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return "", ""
-    words = stat[stat.rfind(b")") + 2 :].decode().split()
-    return words[0], words[19]
-
-
-def _exists(process: dict[str, Any]) -> bool | None:
-    if not process.get("machine") or process["machine"] != _machine():
-        return None
-    state, started = _status(process["pid"])
-    return state not in ("", "Z", "X") and started == process["started"]
-
-
-# -- the thread ----------------------------------------------------------------------------------------------------
-
-
-def interval(world_size: int) -> float:
-    """Return the seconds between two looks at the store in a run of so many ranks."""
-    return max(_INTERVAL_S, world_size / _PER_SECOND)
+_ENDING_S = 5.0  # for the stacks of all ranks
 
 
 class Watcher:
@@ -211,7 +50,14 @@ class Watcher:
     It holds the store weakly: a group that is destroyed must take its store along, as the next may need the port.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, thread: threading.Thread | None = None) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        thread: threading.Thread | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self._origin = weakref.ref(store)
         self._watched = thread or threading.current_thread()
@@ -219,10 +65,12 @@ class Watcher:
         self._clone: Any = None
         self._over = threading.Event()
         self._closed = False
+        self._monitor = monitor or Monitor(rank, world_size, limits())
         self._thread = threading.Thread(target=self._run, name="accelerate-hang-diagnosis", daemon=True)
 
     def start(self) -> None:
-        """Start answering."""
+        """Start answering; others can look for the process from now on, even if its thread never runs."""
+        dist.PrefixStore(PREFIX, self._origin()).set(f"process/{self.rank}", json.dumps(threads.process()))
         self._thread.start()
 
     def serves(self, store: Any) -> bool:
@@ -248,11 +96,12 @@ class Watcher:
         self._closed = True
         try:
             store = self._reach()
-            store.set(f"ended/{self.rank}", "")
+            error = getattr(sys, "last_value", None)  # what has ended the program
+            store.set(f"ended/{self.rank}", "" if error is None else f"{type(error).__name__}: {str(error)[:200]}")
             left = store.add("left", 1)
             if _holds(self._origin(), self.rank):
                 store.add("asked", _CLOSING)
-                deadline = time.monotonic() + interval(self.world_size) + _INTERVAL_S
+                deadline = time.monotonic() + 2 * interval(self.world_size)
                 while left < self.world_size and time.monotonic() < deadline:
                     time.sleep(0.005)
                     left = store.add("left", 0)
@@ -271,16 +120,18 @@ class Watcher:
             except Exception:  # older torch, and stores written in Python, have none
                 clone = origin
             if clone is origin:
-                return dist.PrefixStore(_PREFIX, origin)
+                return dist.PrefixStore(PREFIX, origin)
             self._clone = clone
-        return dist.PrefixStore(_PREFIX, self._clone)
+        return dist.PrefixStore(PREFIX, self._clone)
 
     def _run(self) -> None:
         try:
-            self._reach().set(f"process/{self.rank}", json.dumps(_process()))
             answered = 0
             while not self._closed and not self._over.wait(interval(self.world_size)):
+                self._monitor.look(self._frame(), self._watched.native_id)
                 answered = self._answer(answered)
+                if not self._closed and self._monitor.go_on(self._reach().underlying_store):
+                    self._reach().add("asked", _ABORTING)
         except Exception as error:  # the store is gone, and with it every rank that could ask
             logger.debug("Rank %d does not answer any longer: %s", self.rank, error)
 
@@ -291,6 +142,8 @@ class Watcher:
             self._closed = True
             return answered
         asked = store.add("asked", 0)
+        if asked >= _ABORTING:
+            self._end_all(store)
         if asked >= _CLOSING:
             self._closed = True
             store.add("left", 1)
@@ -298,26 +151,50 @@ class Watcher:
             store.set(f"answer/{self.rank}", json.dumps({"question": asked, **self._look()}))
         return asked
 
+    def _end_all(self, store: Any) -> None:
+        """End this process when all have left their stacks: the first to go would end the others by an error of its connections."""
+        failure.leave_hung(store.get("report").decode())
+        deadline = time.monotonic() + interval(self.world_size) + _ENDING_S
+        left = store.add("hung", 1)
+        while left < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = store.add("hung", 0)
+        os._exit(failure.HUNG)
+
+    def _frame(self) -> FrameType | None:
+        frames = sys._current_frames()
+        return frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
+
     def _look(self) -> dict[str, Any]:
         """Say what the watched thread does; takes a moment, because standing still needs time to show."""
         positions: set[str] = set()
         sleeps = True
-        for sample in range(_SAMPLES):
+        for sample in range(SAMPLES):
             if sample:
-                self._over.wait(_SAMPLE_PAUSE_S)
-            frames = sys._current_frames()
-            frame = frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
-            del frames
+                self._over.wait(SAMPLE_PAUSE_S)
+            frame = self._frame()
             if frame is None:
                 return asdict(RankStatus(self.rank, answered=True, site="a place without Python code"))
-            sleeps = sleeps and _sleeps(self._watched.native_id)
-            positions.add(_position(frame))
-            site, inside = _describe(frame)
+            sleeps = sleeps and threads.sleeps(self._watched.native_id)
+            positions.add(threads.position(frame))
+            site, inside = threads.describe(frame)
             module = frame.f_globals.get("__name__", "")
-            del frame  # it keeps all that its function holds
-        waits = sleeps and len(positions) == 1 and module.startswith(_WAITING_IN)
+            more = self._more(frame) if sample == SAMPLES - 1 else {}
+            del frame
+        waits = sleeps and len(positions) == 1 and module.startswith(threads.WAITING_IN)
         position = positions.pop() if len(positions) == 1 else f"moving-{time.monotonic()}"
-        return asdict(RankStatus(self.rank, True, False, None, site, inside, waits, position, counters()))
+        known = RankStatus(self.rank, True, False, None, site, inside, waits, position, threads.counters(), **more)
+        return asdict(known)
+
+    def _more(self, frame: FrameType) -> dict[str, Any]:
+        """Say what a report tells of a rank beside its place."""
+        # An exception, or on Python 3.10 and 3.11 what `sys.exc_info` returns.
+        caught = sys._current_exceptions().get(self._watched.ident)
+        caught = caught[1] if isinstance(caught, tuple) else caught
+        handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
+        known = {"still_s": self._monitor.still_s, "stack": threads.stack(frame)}
+        known["note"] = threads.loader_workers(frame) or handles
+        return {**known, **threads.waits_in(frame, self._monitor.began_ns)}
 
 
 def _holds(store: Any, rank: int) -> bool:
@@ -352,48 +229,6 @@ def watch(store: Any | None, rank: int, world_size: int) -> None:
 def _end() -> None:
     if _watcher is not None:
         _watcher.end()
-
-
-# -- asking --------------------------------------------------------------------------------------------------------
-
-
-class Question:
-    """One question to all ranks: where are you? The answers of `ranks` matter."""
-
-    def __init__(self, store: Any, ranks: Collection[int], world_size: int) -> None:
-        self._store = dist.PrefixStore(_PREFIX, store)
-        self._number = self._store.add("asked", 1)
-        self._answers: dict[int, RankStatus] = {}
-        self._open = sorted(ranks)
-        self._pause = interval(world_size) / 5
-        self._next = time.monotonic() + self._pause
-        # A look, the samples, and as much again for a busy machine.
-        self._deadline = time.monotonic() + 2 * (interval(world_size) + _SAMPLES * _SAMPLE_PAUSE_S)
-
-    def answers(self) -> dict[int, RankStatus] | None:
-        """Return what all ranks said, or None as long as some may still answer. Does not wait."""
-        now = time.monotonic()
-        if now < self._next:
-            return None
-        self._next = now + self._pause
-        for rank in list(self._open):
-            known = self._read(rank)
-            if known.answered or known.gone or now >= self._deadline:
-                self._answers[rank] = known
-                self._open.remove(rank)
-        return None if self._open else self._answers
-
-    def _read(self, rank: int) -> RankStatus:
-        if self._store.check([f"ended/{rank}"]):
-            return RankStatus(rank, ended=True)
-        if self._store.check([f"answer/{rank}"]):
-            answer = json.loads(self._store.get(f"answer/{rank}"))
-            if answer.pop("question") >= self._number:
-                return RankStatus(**answer)
-        alive = None
-        if self._store.check([f"process/{rank}"]):
-            alive = _exists(json.loads(self._store.get(f"process/{rank}")))
-        return RankStatus(rank, alive=alive)
 
 
 # -- slow, waiting in turn, or gone ---------------------------------------------------------------------------------

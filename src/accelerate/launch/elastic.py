@@ -271,10 +271,15 @@ class Agent(OpenAgent):
     def _report(self, result: RunResult) -> None:
         for ended in result.failures.values():
             ended.died = self._died.get(ended.local_rank)  # torch has stopped those that were alive at the last look
-            ended.fault = _text(failure.fault_file(self.error_files[ended.local_rank]))
+            ended.fault = _text(failure.beside(self.error_files[ended.local_rank], failure.FAULTS))
         self._complete_logs()
         attempt, attempts = self._attempt()
         self.reporter.failed(result.failures, attempt, attempts if self.restarts_left else attempt)
+        if failure.HUNG not in (ended.exitcode for ended in result.failures.values()):
+            for report in filter(
+                None, (_text(failure.beside(path, failure.HANG)) for path in self.error_files.values())
+            ):
+                self.reporter.tell("before that some ranks waited:", *report.splitlines())
 
     def _complete_logs(self) -> None:
         """Append tracebacks that were left to the launcher to the output files of their processes."""
@@ -402,9 +407,9 @@ def start(
             if watcher.guard is not None:
                 watcher.guard.close()
             for path in watcher.error_files.values():
-                faults = os.path.join(os.path.dirname(path), failure.FAULTS)
-                with contextlib.suppress(OSError):
-                    if os.path.getsize(faults) == 0:
-                        os.remove(faults)
+                for empty in (failure.beside(path, failure.FAULTS), failure.beside(path, failure.STACKS)):
+                    with contextlib.suppress(OSError):
+                        if os.path.getsize(empty) == 0:
+                            os.remove(empty)
     if result.is_failed():
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)

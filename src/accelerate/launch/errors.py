@@ -83,13 +83,13 @@ class WorkerFailure:
     def status(self) -> int:
         """The exit status as a shell counts it."""
         if self._stopped_after_error and not self.record.get("interrupt"):
-            return 1
+            return self.record.get("status", 1)
         return _status(self.exitcode)
 
     @property
     def words(self) -> str:
         """How it ended, in words."""
-        return _ending(1 if self._stopped_after_error else self.exitcode)
+        return _ending(self.record.get("status", 1) if self._stopped_after_error else self.exitcode)
 
     @property
     def own(self) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -31,6 +32,12 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 OURS = "accelerate"
 # Beside the error file: where the threads of a process stood when the system killed it for a fault of its own.
 FAULTS = "fault.log"
+# Beside it: what this rank has reported of ranks that wait, and where all threads of a process stand, when somebody asks.
+HANG, STACKS = "hang.txt", "stacks.txt"
+# The status of ranks that ended themselves because they hung.
+HUNG = 79
+# Lets a rank write its stacks: a real-time signal, which no shell or system sends; 0 where there is none (macOS).
+STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
 # The status of a run that was told to stop and has saved a checkpoint; it goes on when it is submitted again (EX_TEMPFAIL of sysexits.h).
 PREEMPTED = 75
 # A traceback may carry a tensor in words. Both ends of it matter.
@@ -40,6 +47,7 @@ _LONGEST_SUMMARY = 2_000
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _former: Hook = sys.__excepthook__
+_hung = False
 
 
 def watch() -> None:
@@ -61,16 +69,50 @@ def _is_rank() -> bool:
 def _watch_faults() -> None:
     if not faulthandler.is_enabled():  # else it is the program's own choice
         with contextlib.suppress(OSError, ValueError):
-            file = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+            file = open(beside(os.environ[ERROR_FILE], FAULTS), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
             faulthandler.enable(file)  # which holds it
+    if STACKS_SIGNAL and signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
+        with contextlib.suppress(OSError, ValueError):
+            file = open(beside(os.environ[ERROR_FILE], STACKS), "w", encoding="utf-8")  # noqa: SIM115 - as above
+            faulthandler.register(STACKS_SIGNAL, file)
 
 
-def fault_file(error_file: str) -> str:
-    """Return where the rank with this error file writes of a fault that the system killed it for."""
-    return os.path.join(os.path.dirname(error_file), FAULTS)
+def beside(error_file: str, name: str) -> str:
+    """Return where the rank with this error file writes something else."""
+    return os.path.join(os.path.dirname(error_file), name)
+
+
+class RunHung(RuntimeError):
+    """All ranks have ended themselves because some waited in vain."""
+
+
+def tell_hang(report: str) -> None:
+    """Leave the report of ranks that wait where `accelerate diagnose` finds it; an empty one removes it."""
+    if _is_rank():
+        path = beside(os.environ[ERROR_FILE], HANG)
+        with contextlib.suppress(OSError):
+            if report:
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(report + "\n")
+            else:
+                os.unlink(path)
+
+
+def leave_hung(report: str) -> None:
+    """Leave the report and the stacks of all threads to the launcher; whatever ends this process then, it ends as hung."""
+    global _hung
+    _hung = True
+    if _is_rank():
+        error_file = os.environ[ERROR_FILE]
+        with contextlib.suppress(OSError), open(beside(error_file, STACKS), "a", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file)
+        with contextlib.suppress(Exception):
+            leave(error_file, {**record(RunHung, RunHung(report), None), "traceback": report, "status": HUNG})
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _hung:  # the others' connections are closed by now
+        os._exit(HUNG)
     prints = _former is not sys.__excepthook__
     # Whatever happens here, the traceback must come out: this may run when memory or the disk is full.
     left = False

@@ -60,7 +60,7 @@ def test_help(accelerate):
     "word, answer",
     ("lunch", "'lunch' is no command; did you mean launch?"),
     ("train.py", "'train.py' is no command; did you mean `accelerate launch train.py`?"),
-    ("xyz", "'xyz' is no command; choose one of checkpoint, config, env,"),
+    ("xyz", "'xyz' is no command; choose one of checkpoint, config, diagnose, env,"),
 )
 def test_unknown_command(accelerate, word, answer):
     status, out, err = accelerate(word)

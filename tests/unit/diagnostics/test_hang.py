@@ -12,14 +12,14 @@ import types
 import pytest
 import torch.distributed as dist
 
-from accelerate.diagnostics import hang
+from accelerate.diagnostics import hang, status, threads
 from accelerate.diagnostics.hang import Question, Watcher, call_site
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(hang, "_INTERVAL_S", 0.02)
-    monkeypatch.setattr(hang, "_SAMPLE_PAUSE_S", 0.005)
+    monkeypatch.setattr(status, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(hang, "SAMPLE_PAUSE_S", 0.005)
     monkeypatch.setattr(hang, "_watcher", None)
     yield
     if hang._watcher is not None:
@@ -102,7 +102,7 @@ def test_silence_is_told_from_an_end(store, watched):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="processes are looked up in /proc")
 def test_a_killed_process_is_seen_at_once(store):
-    program = "from accelerate.diagnostics.hang import _process; import json; print(json.dumps(_process()), flush=True); input()"
+    program = "from accelerate.diagnostics.threads import process; import json; print(json.dumps(process()), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -113,15 +113,15 @@ def test_a_killed_process_is_seen_at_once(store):
         process.wait()
     dead = ask(store, [1], 2)[1]
     assert dead.alive is False and dead.gone and "killed" in str(dead)
-    mine = hang._process()
-    assert hang._exists({**mine, "machine": "elsewhere"}) is hang._exists({**mine, "machine": ""}) is None
-    assert hang._exists({**mine, "started": "0"}) is False, "the number was given to another process since"
+    mine = threads.process()
+    assert threads.exists({**mine, "machine": "elsewhere"}) is threads.exists({**mine, "machine": ""}) is None
+    assert threads.exists({**mine, "started": "0"}) is False, "the number was given to another process since"
 
 
 def test_counters_of_a_group(process_group):
-    before = hang.counters()
+    before = threads.counters()
     dist.barrier()
-    after = hang.counters()
+    after = threads.counters()
     assert before.keys() == after.keys() and len(after) == 1
     assert sum(after.values()) == sum(before.values()) + 1
     assert next(iter(after)).startswith("gloo:")
@@ -146,11 +146,11 @@ def test_call_site_is_the_users_line_and_names_the_script_behind_a_package():
 
 
 def test_call_site_passes_over_torch_and_this_library(monkeypatch):
-    inner = library_function("all_reduce", hang._TORCH + "distributed.py")
-    outer = library_function("save_state", hang._OURS + "accelerator.py")
+    inner = library_function("all_reduce", threads._TORCH + "distributed.py")
+    outer = library_function("save_state", threads._OURS + "accelerator.py")
     frame = outer(lambda: inner(sys._getframe))
     # The lambda is the user's.
-    site, inside = hang._describe(frame)
+    site, inside = threads.describe(frame)
     assert "in <lambda>" in site and inside == "library.all_reduce"
     assert "library.save_state" not in inside
 

@@ -1,0 +1,118 @@
+"""What a rank says of itself when another one asks over the process group's key-value store, and the question."""
+
+import json
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from accelerate.diagnostics import threads
+
+PREFIX = "accelerate/hang"
+# Seconds between two looks at the store; a large run asks less often, so that its one store sees 200 requests a second.
+INTERVAL_S = 0.5
+_PER_SECOND = 200
+# A thread that stands still stands still in all samples.
+SAMPLES, SAMPLE_PAUSE_S = 5, 0.03
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank says about itself.
+
+    Attributes:
+        ended: whether it has said that its program is over.
+        alive: whether its process exists; None where that cannot be seen from here, as on another machine.
+        site: the innermost line outside of torch and this library; `inside` is what was called there.
+        waits: whether the thread stands still in a function that waits for other ranks.
+        position: changes whenever the thread moves.
+        counters: how many operations the rank has started in each of its process groups.
+        still_s: for how many seconds the thread has stood still, as the rank's own looks have it.
+        operation: the exchange that it has started and that is not done; `number` and `shapes` are that one's.
+        stack: the user's lines, the innermost first.
+        note: what else explains why it does not come.
+    """
+
+    rank: int
+    answered: bool = False
+    ended: bool = False
+    alive: bool | None = None
+    site: str = ""
+    inside: str = ""
+    waits: bool = False
+    position: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+    still_s: float = 0.0
+    operation: str = ""
+    number: int | None = None
+    shapes: str = ""
+    stack: list[str] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the rank can never come: its program is over, or its process was killed."""
+        return self.ended or self.alive is False
+
+    def ahead_of(self, other: dict[str, int]) -> bool | None:
+        """Say whether the rank has started an operation that the other has not; None if no group counts."""
+        common = self.counters.keys() & other.keys()
+        return any(self.counters[group] > other[group] for group in common) if common else None
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "has ended" + (f" with {self.note}" if self.note else "")
+        if self.alive is False:
+            return "was killed: its process is gone"
+        if not self.answered:
+            return "gives no answer" + (f", but its process exists ({self.note})" if self.alive else "")
+        inside = f", in {self.inside}" if self.inside else ""
+        return f"is at {self.site}{inside}" + (", and waits for other ranks there" if self.waits else "")
+
+
+def interval(world_size: int) -> float:
+    """Return the seconds between two looks at the store in a run of so many ranks."""
+    return max(INTERVAL_S, world_size / _PER_SECOND)
+
+
+class Question:
+    """One question to all ranks: where are you? The answers of `ranks` matter."""
+
+    def __init__(self, store: Any, ranks: Collection[int], world_size: int) -> None:
+        self._store = dist.PrefixStore(PREFIX, store)
+        self._number = self._store.add("asked", 1)
+        self._answers: dict[int, RankStatus] = {}
+        self._open = sorted(ranks)
+        self._pause = interval(world_size) / 5
+        self._next = time.monotonic() + self._pause
+        # A look, the samples, and as much again for a busy machine.
+        self._deadline = time.monotonic() + 2 * (interval(world_size) + SAMPLES * SAMPLE_PAUSE_S)
+
+    def answers(self) -> dict[int, RankStatus] | None:
+        """Return what all ranks said, or None as long as some may still answer. Does not wait."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + self._pause
+        for rank in list(self._open):
+            known = self._read(rank)
+            if known.answered or known.gone or now >= self._deadline:
+                self._answers[rank] = known
+                self._open.remove(rank)
+        return None if self._open else self._answers
+
+    def _read(self, rank: int) -> RankStatus:
+        if self._store.check([f"ended/{rank}"]):
+            return RankStatus(rank, ended=True, note=self._store.get(f"ended/{rank}").decode())
+        if self._store.check([f"answer/{rank}"]):
+            answer = json.loads(self._store.get(f"answer/{rank}"))
+            if answer.pop("question") >= self._number:
+                return RankStatus(**answer)
+        alive, note = None, ""
+        if self._store.check([f"process/{rank}"]):
+            process = json.loads(self._store.get(f"process/{rank}"))
+            alive = threads.exists(process)
+            note = threads.state(process["pid"]) if alive else ""
+        return RankStatus(rank, alive=alive, note=note)

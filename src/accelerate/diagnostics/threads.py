@@ -1,0 +1,211 @@
+"""Where a thread of this process stands, what it waits in, and whether other processes of this machine exist."""
+
+import json
+import os
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
+_PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
+# Where a thread is while it waits for other ranks. Backward passes count, because gradients are exchanged in them.
+WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "accelerate.comm")
+# States of a process, as Linux writes them.
+_STATES = {"S": "asleep", "R": "running", "D": "at the disk", "T": "stopped by a signal", "t": "stopped by a debugger"}
+BACKWARD = "the backward pass"
+_DEEPEST = 8  # lines of a stack in a report
+
+
+# -- the training thread of this process ---------------------------------------------------------------------------
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """Return ``file:line in function`` of the user, outside of torch and this library, and of the script."""
+    return describe(frame or sys._getframe(1))[0]
+
+
+def counters() -> dict[str, int]:
+    """Return how many operations this rank has started in each of its process groups; groups that do not count are left out."""
+    found: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []:
+        try:
+            # Groups that `split_group` makes have one name and different ranks.
+            members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                key = f"{backend.name()}:{group.group_name}:{members:x}"
+                found[key] = backend._get_sequence_number_for_group()
+        except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
+            continue
+    return found
+
+
+def describe(frame: FrameType) -> tuple[str, str]:
+    """Return the call site of a stack, and what was called there."""
+    below: list[str] = []
+    site, site_file, outermost = "", "", frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        outside = not (file.startswith((_OURS, _TORCH)) or _is_standard(file))
+        if outside and not site:
+            site, site_file = _line(frame), file
+        elif not site:
+            below.append(f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}")
+        elif outside and any(part in site_file for part in _PACKAGES) and not any(part in file for part in _PACKAGES):
+            site = f"{site}, called from {_line(frame)}"
+            break
+        outermost, frame = frame, frame.f_back
+    if not site:  # a script of this library's own
+        return _line(outermost), below[0] if below else ""
+    return site, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and not any(part in file for part in _PACKAGES))
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def position(frame: FrameType) -> str:
+    """Return what changes whenever a thread moves."""
+    steps: list[tuple[int, int]] = []
+    while frame is not None:
+        steps.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
+
+
+def sleeps(native: int | None) -> bool:
+    """Whether a thread of this process does not run; where that cannot be seen, it is taken to sleep."""
+    try:
+        stat = Path(f"/proc/self/task/{native}/stat").read_bytes()
+    except OSError:
+        return True
+    return stat.startswith((b"S", b"D"), stat.rfind(b")") + 2)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def process() -> dict[str, Any]:
+    """Describe this process so that others on the machine can look whether it exists."""
+    return {"pid": os.getpid(), "machine": _machine(), "started": status(os.getpid())[1]}
+
+
+def _machine() -> str:
+    """Return a name that two processes share if they see each other's numbers; empty where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def status(pid: int) -> tuple[str, str]:
+    """Return the state of a process and when it was started; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return "", ""
+    words = stat[stat.rfind(b")") + 2 :].decode().split()
+    return words[0], words[19]
+
+
+def state(pid: int) -> str:
+    """Say in words what a process does."""
+    return _STATES.get(status(pid)[0], "gone")
+
+
+def exists(process: dict[str, Any]) -> bool | None:
+    """Say whether a process that `process` described exists; None where that cannot be seen from here."""
+    if not process.get("machine") or process["machine"] != _machine():
+        return None
+    state, started = status(process["pid"])
+    return state not in ("", "Z", "X") and started == process["started"]
+
+
+# -- what it waits in ------------------------------------------------------------------------------------------------
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not (file.startswith((_OURS, _TORCH)) or _is_standard(file))
+
+
+def stack(frame: FrameType) -> list[str]:
+    """Return the user's lines of a stack, the innermost first."""
+    return [_line(each) for each in _outward(frame) if _is_users(each)][:_DEEPEST]
+
+
+def waits_in(frame: FrameType, since_ns: int) -> dict[str, Any]:
+    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none."""
+    known = _in_flight(since_ns)
+    if known:
+        return known
+    called = _called_in_torch(frame)
+    # Without a recorder, a backward pass that stands still passes for one that exchanges gradients.
+    return {"operation": called} if called and (known == {} or called != BACKWARD) else {}
+
+
+def _called_in_torch(frame: FrameType) -> str:
+    """Return the innermost function below the user's lines in which one waits for other ranks; empty if there is none."""
+    for each in _outward(frame):
+        if _is_users(each):
+            return ""
+        module = each.f_globals.get("__name__", "")
+        if module.startswith(WAITING_IN) and each.f_code.co_name != "wrapper":
+            return BACKWARD if module.startswith("torch.autograd") else each.f_code.co_name
+    return ""
+
+
+def loader_workers(frame: FrameType) -> str:
+    """Say how the worker processes are that a thread waits for in a loader; empty if it waits for none."""
+    for each in _outward(frame):
+        if each.f_code.co_name == "_try_get_data" and (workers := getattr(each.f_locals.get("self"), "_workers", [])):
+            states = (f"pid {worker.pid} ({state(worker.pid)})" for worker in workers)
+            return f"waits for its loader's workers: {', '.join(states)}"
+    return ""
+
+
+def _in_flight(since_ns: int) -> dict[str, Any] | None:
+    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown.
+
+    It is read from torch's flight recorder, which torch 2.13 has on by itself for gloo and NCCL (TORCH_FR_BUFFER_SIZE; formerly
+    TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out all of a recorder takes 60 ms, so nobody asks without need.
+    """
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, True)).get("entries", ())]
+    return oldest_open(entries, since_ns) if entries else {}
+
+
+def oldest_open(entries: list[dict[str, Any]], since_ns: int = 0) -> dict[str, Any] | None:
+    """Return the name, number and shapes of the oldest entry of a flight recorder that is not done."""
+    # Gloo leaves the state at "scheduled" and retires what is done; NCCL's watchdog retires it late.
+    pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
+    # What a process group that was aborted had begun is never retired.
+    pending = [entry for entry in pending if entry.get("time_created_ns", since_ns) >= since_ns]
+    if not pending:
+        return None
+    entry = min(pending, key=lambda entry: (entry.get("time_created_ns", 0), entry.get("record_id", 0)))
+    number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
+    kinds = zip(entry.get("input_dtypes", ()), entry.get("input_sizes", ()), strict=False)
+    shapes = ", ".join(f"{kind} {list(sizes)}" for kind, sizes in kinds)
+    return {"operation": entry.get("profiling_name", "?").partition(":")[2], "number": number, "shapes": shapes}

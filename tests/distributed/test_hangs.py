@@ -1,0 +1,106 @@
+"""Runs that hang, and runs that are only slow: what `accelerate launch` says of them, and when."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from accelerate.runtime.failure import HUNG
+from distributed.conftest import LAUNCH_ON_CPU, SCRIPTS, begun, done, until
+
+PROGRAMS = SCRIPTS.parent / "hangs"
+LIMIT = {"ACCELERATE_HANG_REPORT_AFTER": "2", "ACCELERATE_HANG_ABORT_AFTER": "5"}
+REPORT = re.compile(r"^(Hang|Slow): ranks? [\d, ]+ ha(?:s|ve) waited for (\d+) s in (.*(?:\n  .*)*)", re.M)
+
+
+def lines_of(seed):
+    """Return the line at which each rank of a seeded hang stands, by the comments there."""
+    found, inside = {}, False
+    for number, line in enumerate((PROGRAMS / "seeds.py").read_text("utf-8").splitlines(), 1):
+        inside = line.startswith(f"def {seed}(") or (inside and not line.startswith("def "))
+        for rank in (
+            re.findall(r"# rank (\d)", line) if inside or seed == "locked_tracker" and "self.lock:" in line else ()
+        ):
+            found.setdefault(rank, f"seeds.py:{number}")
+    return found
+
+
+def seed(name, *texts, slow=True):
+    """Return a row of the table; `texts` must be in the report."""
+    return pytest.param(name, texts, id=name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        seed("skipped_gather", "all_gather no. 1", "barrier no. 1", "rank 1 went past"),
+        seed(
+            "early_break",
+            "all_reduce no. 8 of Float [5] (accelerate.accelerator.backward)",
+            "barrier no. 8",
+            "rank 1 went past",
+        ),
+        seed("uneven_loader", "all_reduce no. 8 of Float [5]", "barrier no. 8", "unequal batches"),
+        seed("other_order", "all_reduce no. 1 of Float [2]", "barrier no. 1", "another order of calls"),
+        seed("other_shapes", "all_reduce no. 1 of Float [2]", "all_reduce no. 1 of Float [1]", "different shapes"),
+        seed("caught_exception", "all_gather no. 1", "rank 1 handles an exception (ValueError: bad batch)"),
+        seed("dead_worker", "(accelerate.accelerator.reduce)", "workers: pid", "stopped by a signal"),
+        seed("dead_rank", "barrier no. 2", "the process of rank 1 is stopped by a signal"),
+        seed("sleeping_rank", "barrier no. 1", "rank 1 has stood still", "a sleep"),
+        seed("locked_tracker", "barrier no. 1", "rank 0 has stood still", "a lock", slow=False),
+        seed("collective_in_main_process_first", "accelerate.accelerator.gather", "barrier no. 1", "rank 0 went past"),
+        seed("save_on_main_alone", "rank 0 has stood still", "accelerate.accelerator.save_state"),
+        seed(
+            "unused_parameter",
+            "all_reduce no. 4 of Float [25]",
+            "barrier no. 4",
+            "a parameter that not every rank's loss uses",
+        ),
+        seed("sharded_forward", "all_gather no. 5 of Float [10]", "barrier no. 5"),
+        seed("barrier_in_thread", "barrier no. 1 (threading.join)", "all_reduce no. 1 of Float [3]"),
+    ],
+)
+def test_a_seeded_hang_is_reported_with_ranks_lines_and_operations(launch, name, texts):
+    ended = launch("../hangs/seeds.py", name, succeeds=False, environment=LIMIT)
+    _, waited, report = REPORT.search(ended.stderr).groups()
+    assert int(waited) <= 2 + 10
+    places = lines_of(name)
+    assert places and all(text in report for text in (*texts, *places.values())), (places, ended.stderr)
+    # `save_state` has a diagnosis of its own, and raises.
+    assert ended.returncode == (1 if name == "save_on_main_alone" else HUNG), ended.stderr
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_the_same_place_are_one_line(launch):
+    ended = launch("../hangs/seeds.py", "skipped_gather", processes=4, succeeds=False, environment=LIMIT)
+    assert "Hang: ranks 1, 2, 3 have waited for " in ended.stderr and "rank 0 is in all_gather no. 1" in ended.stderr
+
+
+@pytest.mark.slow
+def test_ten_slow_programs_raise_no_false_alarm(launch):
+    ended = launch("../hangs/healthy.py", environment={"ACCELERATE_HANG_REPORT_AFTER": "2"})
+    assert len(re.findall(r"^ok \w+$", ended.stdout, re.M)) == 10
+    assert ended.stderr.count("Slow: ") >= 6
+    assert not re.search("Hang|Likely cause", ended.stderr), ended.stderr
+
+
+def test_stacks_of_a_running_job_and_what_it_leaves(tmp_path):
+    command = [*LAUNCH_ON_CPU, "--num_processes", "2", "--log_dir", str(tmp_path / "logs")]
+    environment = {**os.environ, **LIMIT, "OMP_NUM_THREADS": "1"}
+    cli = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    job = begun([*command, str(PROGRAMS / "seeds.py"), "skipped_gather"], env=environment)
+    until(lambda: list((tmp_path / "logs").rglob("hang.txt")), "a report")
+    stacks = done([*cli, "stacks", "--job", str(job.pid)], env=environment)
+    assert stacks.stdout.count("-- rank ") == 2, stacks
+    assert all(
+        f'"{PROGRAMS}/seeds.py", line {place.split(":")[1]}' in stacks.stdout
+        for place in lines_of("skipped_gather").values()
+    )
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == HUNG and REPORT.search(err)[1] == "Hang"
+    told = done([*cli, "diagnose", str(tmp_path / "logs")], env=environment).stdout
+    assert told.count("most recent call first") >= 4, told
+    assert told.count("Hang: ") == 1 and told.count("ended itself") == 2, told
+    nothing = done([*cli, "diagnose", str(tmp_path / "none")], env=environment)
+    assert nothing.returncode == 2 and "--log_dir" in nothing.stderr
