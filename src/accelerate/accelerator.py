@@ -203,6 +203,7 @@ class Accelerator:
         # 3. What training needs, and signals after which the run saves and leaves.
         self._begin(accumulation)
         preemption.install(self)
+        self._replica_check = setup.replica_check(self)
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
@@ -221,11 +222,17 @@ class Accelerator:
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._activations_peak: int | None = None
+        self._meter: Any = None
         self.flag_tensor: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
         # A copied trainer takes part in the same run as the one it was copied from.
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process measures nothing.
+        replaced = {} if self._meter is None else self._meter.replaced
+        return {**self.__dict__, **replaced, "_meter": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -824,6 +831,56 @@ class Accelerator:
         with memory.measure_activations(self.prepared.models) as peak:
             yield
         self._activations_peak = peak()
+
+    def throughput(
+        self, tokens: float | None = None, samples: float | None = None, flops: float | None = None
+    ) -> None:
+        """End a step of so many tokens and samples, for `throughput_report`. Any rank, alone; the first call starts to measure.
+
+        Without any number it counts no step, and the next one begins here: after an evaluation, say.
+
+        Args:
+            tokens: How many this rank has trained on since the last call.
+            samples: How many this rank has trained on since the last call.
+            flops: Of the model in them, forward and backward, on this rank. None: `FlopCounterMode` counts those of the next
+                step once, which takes longer and is not measured; other steps have as many for each token (or sample).
+
+        Raises:
+            ValueError: No model was prepared yet.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = torch.nn.Linear(4, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> for batch in torch.ones(4, 8, 4):
+            ...     accelerator.backward(model(batch).sum())
+            ...     optimizer.step()
+            ...     accelerator.throughput(samples=8)
+            >>> report = accelerator.throughput_report()
+            >>> print(report)  # doctest: +SKIP
+            >>> accelerator.log(report.values(), step=4)
+        """
+        if self._meter is None:
+            from accelerate.diagnostics.throughput import Meter
+
+            self._meter = Meter(self)
+        self._meter.step(tokens, samples, flops)
+
+    def throughput_report(self, peak_flops: float | None = None) -> Report:
+        """Return each rank's rates, MFU and shares of its time since the last report, and which rank is slow. All ranks.
+
+        Args:
+            peak_flops: Of a device, per second; None takes a known GPU's dense bfloat16 figure.
+
+        Returns:
+            A report with a row per rank; its text is a table, `values()` a dict for `log`, `slowest` the rank or None.
+
+        Raises:
+            RuntimeError: Some rank has measured no step; raised on all ranks.
+        """
+        from accelerate.diagnostics import throughput
+
+        return throughput.report(self._meter, self._communicator.gather_object, self.process_index, peak_flops)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
-from accelerate.precision.footprint import engine_updates, zero_stage
+from accelerate.precision.footprint import engine_updates, shard_groups, zero_stage
 from accelerate.precision.master import local_part, size
 
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
@@ -112,12 +112,10 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
         found += [getattr(zero, "grad_partitions_flat_buffer", None)]
         found += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
     # While nothing is exchanged, whole gradients lie beside the parameters.
+    for item in itertools.chain.from_iterable(group.fsdp_params for group in shard_groups(model)):
+        whole = getattr(item, "_unsharded_param", None)
+        found += [item.unsharded_accumulated_grad, getattr(whole, "grad", None)]
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        for group in state()._fsdp_param_groups if state is not None else ():
-            for item in group.fsdp_params:
-                whole = getattr(item, "_unsharded_param", None)
-                found += [item.unsharded_accumulated_grad, getattr(whole, "grad", None)]
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         found += [getattr(flat, name, None) for name in ("grad", "_saved_grad_shard")]
     return (gradient for gradient in found if gradient is not None)

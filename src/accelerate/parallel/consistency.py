@@ -1,7 +1,6 @@
 """Consistency check of models about to be sharded: torch takes each rank's part from that rank, and compares nothing."""
 
 import logging
-import zlib
 from collections.abc import Collection
 from typing import Any
 
@@ -19,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 # Weights that were drawn or loaded differently differ in almost every element, so a few of each tensor show it.
 _SAMPLES = 64
+# Elements that are summed at a time on a CPU, as its cache holds them, and the whole numbers as wide as an element.
+_PIECE = 1 << 18
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_same_model(
@@ -78,15 +80,21 @@ def _described(tensor: torch.Tensor) -> tuple[str, int | None]:
     """Return shape, dtype and whether it trains, in words, and a checksum of the values; None on the meta device."""
     kind = "trainable" if tensor.requires_grad else "frozen" if isinstance(tensor, nn.Parameter) else "buffer"
     words = f"{tuple(tensor.shape)}, {tensor.dtype}, {kind}"
-    return words, None if tensor.is_meta else _checksum(local_part(tensor).detach())
+    return words, None if tensor.is_meta else int(checksum(tensor, _SAMPLES))
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
+    """Return a 64-bit checksum of what this rank has of a tensor, or of some of its elements, on its device."""
+    tensor = local_part(tensor.detach())
     if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.numel() or tensor.layout is not torch.strided:
-        return 0  # a library's own kind of tensor need not know how to be cut
+        # A library's own kind of tensor need not know how to be cut.
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
-    few = flat[:: max(1, len(flat) // _SAMPLES)][: 2 * _SAMPLES]
-    return zlib.crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    if samples is not None:
+        flat = flat[:: max(1, len(flat) // samples)][: 2 * samples]
+    # x * (2 * x + 1) maps words onto words, so that no single change is lost, and small ones of opposite signs do not cancel.
+    pieces = (piece.view(_BITS[piece.element_size()]) for piece in flat.split(_PIECE if flat.is_cpu else 64 * _PIECE))
+    return sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
 
 
 def _compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any], from_main: bool) -> None:

@@ -93,13 +93,18 @@ def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
 
 def _sharded(model: nn.Module) -> Iterator[tuple[int, tuple[Any, Any]]]:
     """Yield the parameters that fully_shard made, with torch's bookkeeping and the dtypes asked for."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
+    for group in shard_groups(model):
+        for item in group.fsdp_params:
+            yield id(item.sharded_param), (item, group.mp_policy)
+
+
+def shard_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters that fully_shard gathers and reduces together."""
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        for group in state()._fsdp_param_groups if state is not None else ():
-            for item in group.fsdp_params:
-                yield id(item.sharded_param), (item, group.mp_policy)
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+            groups = getattr(state(), "_fsdp_param_groups", None)
+            # Older releases have one group in a module, or None.
+            yield from filter(None, [state()._fsdp_param_group]) if groups is None else groups
 
 
 def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:

@@ -421,7 +421,8 @@ def prepare_optimizer(
         optimizer = optimizer.optimizer
     with own_states(accelerator):
         follow_any(optimizer, prepared.histories(accelerator.prepared))
-        wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+        build = AcceleratedOptimizer if accelerator._replica_check is None else accelerator._replica_check.optimizer
+        wrapped = build(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
@@ -551,5 +552,8 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.step = 0
     accelerator.gradient_state._set_sync_gradients(True)  # the window that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
+    if accelerator._meter is not None:
+        vars(accelerator).update(accelerator._meter.replaced)
+        accelerator._meter = None
     accelerator.deepspeed_engine_wrapped = None
     return release_memory(*objects)

@@ -24,10 +24,13 @@ from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPReci
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
-from accelerate.runtime import storage
+from accelerate.runtime import storage, traits
 from accelerate.state import ENGINE_PLUGINS
-from accelerate.training.prepared import warn_caller
+from accelerate.training.prepared import Facade, warn_caller
+from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
+# Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
+CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
@@ -168,3 +171,16 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
             "the configuration replaces it."
         )
     return given
+
+
+def replica_check(accelerator: Facade) -> Any:
+    """Return what compares the ranks every so many steps, as the environment says; None by default."""
+    every = get_int_from_env([CHECK_EVERY], 0)
+    if not every:
+        return None
+    if traits.of(accelerator.distributed_type).deepspeed:
+        warn_caller(f"{CHECK_EVERY}={every} has no effect with DeepSpeed, whose engine steps by itself.")
+        return None
+    from accelerate.training import divergence
+
+    return divergence.ReplicaCheck(accelerator, every, parse_flag_from_env(CHECK_MODULES))

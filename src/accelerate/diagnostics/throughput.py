@@ -1,0 +1,255 @@
+"""Throughput: tokens and samples per second, MFU, where the time of a step goes, and the rank that the others wait for.
+
+A clock stamps the moments at which a step goes from one part to the next: CUDA events, which are read when a report is asked
+for, elsewhere the host's clock. So the parts add up to the whole, and nothing is synchronised in a step.
+"""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from accelerate.diagnostics.table import Report
+from accelerate.modules.unwrap import is_compiled_module
+from accelerate.precision.footprint import shard_groups
+from accelerate.runtime import traits
+from accelerate.runtime.run import Run
+
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")
+# Where a rank waits for the others; the remainder of a step is its own work.
+_WAITING = ("communication", "checkpoint")
+_RATES = ("tokens", "samples", "flops")
+_COLUMNS = ("rank", "step", "tokens/s", "samples/s", "MFU", *PARTS, "score")
+# Dense TFLOPS in bfloat16 (float16 on the V100) of a word in a device's name, by its maker; SXM boards.
+_PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "V100": 125, "MI300X": 1307}
+_OTHER_BOARDS = {"PCIe", "NVL"}
+# A rank is named from this score on: so many times what chance explains, and as many times 3 % slower than the others.
+NAMED = 3.0
+_LEAST = 0.03
+# Steps that a report is made from at most, the last ones, and stamps of a step.
+_STEPS, _STAMPS = 1000, 1 << 16
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return 2 * sdpa_flop_count(query, key, value)
+
+
+# torch counts no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_COUNTED = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _KERNELS}
+_COUNTED[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu] = _attention
+
+
+@dataclass(frozen=True)
+class ThroughputRow:
+    """What one rank measured; nan is what it was not told or cannot know.
+
+    Attributes:
+        step: seconds of a step, on average.
+        tokens, samples, flops: a second.
+        shares: of the wall time, in the order of `PARTS`; their sum is 1.
+        own: seconds of the middle step without communication and checkpoint, where a rank waits for the others.
+        spread: the standard error of `own`, from its median deviation.
+        score: how much slower it is than the middle of the others, in multiples of what chance explains.
+    """
+
+    rank: int
+    step: float
+    tokens: float
+    samples: float
+    flops: float
+    mfu: float
+    shares: tuple[float, ...]
+    own: float
+    spread: float
+    score: float = math.nan
+
+    def cells(self) -> list[str]:
+        """Return the row as text."""
+        rates = [(self.tokens, ",.0f"), (self.samples, ",.0f"), (self.mfu, ".1%")]
+        numbers = [*rates, *((share, ".1%") for share in self.shares), (self.score, ".1f")]
+        texts = ["-" if math.isnan(number) else format(number, form) for number, form in numbers]
+        return [str(self.rank), f"{1000 * self.step:.1f} ms", *texts]
+
+
+@dataclass(frozen=True)
+class ThroughputReport(Report):
+    """What all ranks measured since the report before; printed, a table.
+
+    Attributes:
+        slowest: the rank that the others wait for; None if none stands out.
+    """
+
+    slowest: int | None = None
+
+    def values(self) -> dict[str, float]:
+        """Return numbers for trackers: rates of all ranks together, means of MFU and shares, the slowest rank (-1: none)."""
+        rates = {f"{name}_per_second": sum(getattr(row, name) for row in self.rows) for name in _RATES}
+        shares = zip(*(row.shares for row in self.rows), strict=True)
+        means = {f"share_{part}": statistics.mean(column) for part, column in zip(PARTS, shares, strict=True)}
+        means |= {
+            "mfu": statistics.mean(row.mfu for row in self.rows),
+            "step_seconds": max(row.step for row in self.rows),
+        }
+        found = {**rates, **means, "slowest_rank": -1 if self.slowest is None else self.slowest}
+        return {f"throughput/{name}": number for name, number in found.items() if not math.isnan(number)}
+
+
+class Meter:
+    """Measures the steps of one rank from its construction on; `step` ends one, `row` reads them."""
+
+    # Of a copy in another process, which measures nothing.
+    _open: deque[tuple[str, Any]] = deque(maxlen=1)
+    _stamp: Callable[[], Any] = staticmethod(time.perf_counter)
+
+    def __init__(self, accelerator: Run) -> None:
+        if not accelerator.prepared.models:
+            raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
+        row = traits.of(accelerator.distributed_type)
+        # Whether what the ranks wait for is inside the passes, where it is not told apart.
+        self.hidden = row.deepspeed or (row.sharded and not accelerator.is_fsdp2)
+        self.device, self._accelerator, self._by_engine = accelerator.device, accelerator, row.deepspeed
+        if self.device.type == "cuda":
+            stream, event = torch.cuda.current_stream, partial(torch.cuda.Event, enable_timing=True)
+            self._stamp = lambda: stream().record_event(event())
+        for model in accelerator.prepared.models:
+            # Before the strategy's own hooks, which gather parameters, and after them.
+            model.register_forward_pre_hook(partial(self.enter, "forward"), prepend=True)
+            model.register_forward_hook(partial(self.enter, "rest"))
+            for group in shard_groups(model):
+                group.wait_for_unshard = partial(self._timed, "communication", group.wait_for_unshard)
+                group.post_backward = partial(self._timed, "communication", group.post_backward)
+        for optimizer in (getattr(outer, "optimizer", None) for outer in accelerator.prepared.optimizers):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_pre_hook(partial(self.enter, "optimizer"))
+                optimizer.register_step_post_hook(partial(self.enter, "rest"))
+        self.replaced = {"backward": accelerator.backward, "save_state": accelerator.save_state}
+        accelerator.backward = partial(self._backward, accelerator.backward)
+        accelerator.save_state = partial(self._timed, "checkpoint", accelerator.save_state)
+        self._flops_each: float | None = None
+        self._counter: FlopCounterMode | None = None
+        self._open = deque(maxlen=0)  # the step before the first call is not measured
+        self._steps: deque[tuple[list[tuple[str, Any]], list[float]]] = deque(maxlen=_STEPS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (Meter,)  # stamps belong to this process
+
+    def enter(self, part: str, *_: Any) -> None:
+        """Go from one part of the step to another."""
+        self._open.append((part, self._stamp()))
+
+    def _timed(self, part: str, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        before = self._open[-1][0] if self._open else "rest"
+        self.enter(part)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.enter(before)
+
+    def _backward(self, method: Callable, loss: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._by_engine and getattr(loss, "requires_grad", False):
+            # The loss has a gradient first, so this comes before the strategy's own wait at the end of the pass. From there on
+            # all gradients are there, and what remains is to wait for their exchange.
+            last = partial(self.enter, "communication")
+            loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(last))
+        self._timed("backward", method, loss, *args, **kwargs)
+        # Without an exchange the step goes on with another micro-batch.
+        self.enter("rest" if self._accelerator.sync_gradients else "data")
+
+    def step(self, *numbers: float | None) -> None:
+        """End a step of so many tokens, samples and FLOPs, or begin anew where all are None."""
+        tokens, samples, flops = numbers
+        given, items = numbers != (None, None, None), tokens or samples or 1
+        # Bounded, for a loop that calls this no more.
+        stamps, self._open = self._open, deque(maxlen=_STAMPS)
+        self.enter("data")
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+            self._flops_each = counter.get_total_flops() / items or math.nan if given else None
+        elif given and stamps:
+            work = (self._flops_each or math.nan) * items if flops is None else flops
+            told = [math.nan if number is None else number for number in (tokens, samples, work)]
+            self._steps.append(([*stamps, self._open[0]], told))
+        if flops is None and self._flops_each is None:
+            # torch.compile runs uncompiled, or not at all, under a mode that looks at each operation.
+            modules = [module for model in self._accelerator.prepared.models for module in model.modules()]
+            if any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules):
+                self._flops_each = math.nan
+            else:
+                self._counter = FlopCounterMode(display=False, custom_mapping=_COUNTED)
+                self._counter.__enter__()
+
+    def row(self, rank: int, peak: float) -> ThroughputRow | None:
+        """Return what was measured since the last call; None if there was no step."""
+        if not self._steps:
+            return None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        totals, own = dict.fromkeys(PARTS, 0.0), []
+        for stamps, _ in self._steps:
+            own.append(0.0)
+            for (part, start), (_, end) in pairwise(stamps):
+                seconds = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+                totals[part] += seconds
+                own[-1] += 0.0 if part in _WAITING else seconds
+        wall, middle = sum(totals.values()), statistics.median(own)
+        # Of a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
+        spread = 1.25 * 1.48 * statistics.median(abs(one - middle) for one in own) / len(own) ** 0.5
+        rates = [sum(numbers) / wall for numbers in zip(*(told for _, told in self._steps), strict=True)]
+        shares = tuple(total / wall for total in totals.values())
+        self._steps.clear()
+        return ThroughputRow(rank, wall / len(own), *rates, rates[2] / peak, shares, middle, spread)
+
+
+def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:
+    """Return the rows with their scores."""
+    chance = statistics.median(row.spread for row in rows)
+    others = [statistics.median([other.own for other in rows if other is not row] or [row.own]) for row in rows]
+    return [
+        replace(row, score=(row.own - other) / max(_LEAST * other, chance))
+        for row, other in zip(rows, others, strict=True)
+    ]
+
+
+def report(
+    meter: Meter | None, gather: Callable[[Any], list[Any]], rank: int, peak_flops: float | None
+) -> ThroughputReport:
+    """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing. All ranks."""
+    cuda = meter is not None and meter.device.type == "cuda"
+    words = set(torch.cuda.get_device_name(meter.device).replace("-", " ").split()) if cuda else set()
+    known = [peak * 1e12 for word, peak in _PEAKS.items() if word in words and not words & _OTHER_BOARDS]
+    peak = peak_flops or (known or [math.nan])[0]
+    rows = gather(None if meter is None else meter.row(rank, peak))
+    if meter is None or None in rows:
+        raise RuntimeError(
+            f"throughput_report() found no measured step on rank(s) {[n for n, row in enumerate(rows) if row is None]}. Call "
+            "accelerator.throughput(tokens=...) at the end of each step: the first call starts the measurement, and the step after it "
+            "counts FLOPs where none are given."
+        )
+    rows, slowest = rows if meter.hidden else scored(rows), None
+    notes = [f"no rank stands out, with a score of {NAMED:.0f} or more."]
+    if meter.hidden:
+        notes = ["score: here the ranks wait for each other inside forward and backward, so none is told apart."]
+    elif (first := max(rows, key=lambda row: row.score)).score >= NAMED:
+        slowest = first.rank
+        notes = [f"rank {slowest} is slow: the others wait for it in communication."]
+    if math.isnan(rows[0].flops):
+        notes.append("MFU: FLOPs were not counted, because the model is compiled or none were seen; pass flops=.")
+    elif math.isnan(peak):
+        notes.append("MFU: the peak FLOPS of this device are not known; pass peak_flops=.")
+    title = f"Throughput, by {'CUDA events' if cuda else 'the clock of the host'}"
+    return ThroughputReport(title, _COLUMNS, tuple(rows), tuple(notes), slowest=slowest)
