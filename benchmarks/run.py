@@ -33,14 +33,18 @@ TITLES = {
     "startup": "Import, help and launch",
 }
 SIZED = ("checkpoint", "double_prepare", "big_models")
-ALONE = ("strategies",)  # beside plain torch instead of the peer
-TORCHRUN = ("collectives", "dispatcher")
+ALONE = ("strategies", "watching")  # beside plain torch, or what the same step costs without it, instead of the peer
+TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
     "The state is a model in float32 and the two moments of AdamW. *fsync left out*: nothing waits for the disk. *And on the "
     "disk*: what the peer leaves in the page cache is synced by the benchmark; ours is there when `save_state` returns. "
     "*New run*: into a model and an optimizer that were just made. *Over a state*: the optimizer has been stepped. Ours "
     "writes checksums and verifies them; the peer does not. Medians of three saves in each round."
+)
+WATCHING = (
+    "A step of four layers of 512 and AdamW under DDP, alone and with `accelerator.throughput` or `ACCELERATE_CHECK_EVERY`, in turns "
+    "in one process; medians of the ratios of neighbours. The watcher of hangs runs beside all of them."
 )
 NOTES = {"startup": RUNS_ONE_PROCESS}
 
@@ -97,6 +101,10 @@ def number(value):
 
 def table(figures, packages):
     """Return a Markdown table of medians, with the ratio of ours to the first peer."""
+    if list(packages) == [OURS]:
+        return "\n".join(
+            ["| figure | |", "|---|---:|", *(f"| {name} | {row[OURS]:.3f} |" for name, row in figures.items())]
+        )
     peer = next(name for name in packages if name != OURS)
     lines = [f"| figure | {' | '.join(packages)} | ours / {peer} |", "|---|" + "---:|" * (len(packages) + 1)]
     for figure, row in figures.items():
@@ -213,6 +221,9 @@ def write_page():
             json.loads(file.read_text())["table"],
             "![time of a step and memory of a rank](img/strategies.png)",
         ]
+    file = RESULTS / "watching.json"
+    if file.exists():
+        parts += ["## What looking on costs, two processes", WATCHING, json.loads(file.read_text())["table"]]
     file = RESULTS / "checkpoint.json"
     if file.exists():
         parts += [
@@ -258,7 +269,10 @@ def main():
     RESULTS.mkdir(exist_ok=True)
     for case in cases:
         extra = {}
-        if case in ALONE:
+        if case == "watching":
+            figures = interleaved({OURS: sys.executable}, arguments.rounds, case, processes=2)
+            text = table(figures, [OURS])
+        elif case == "strategies":
             figures = strategies.run(sys.executable, arguments.rounds, measure)
             text = strategies.table(figures, number)
             strategies.plot(figures, PAGE.parent / "img" / "strategies.png")
