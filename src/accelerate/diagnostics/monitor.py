@@ -170,10 +170,8 @@ class Finding:
             if rank in late and "workers" in status.note and _stands(status):
                 return f"rank {rank} {status.note}", any(word in status.note for word in ("gone", "stopped"))
         if late:
-            still = (
-                any(map(_stands, late.values())) * ", or waits for something else: a lock, a sleep, an input, a disk"
-            )
-            return f"What is missing is slow{still}", False
+            still = any(map(_stands, late.values())) * ", or held by something else: a lock, a sleep, an input, a disk"
+            return f"{_names(late).capitalize()} {'are' if len(late) > 1 else 'is'} slow{still}", False
         if self._others:
             return f"{_names(self._others)} ended before the others: an early exit, or data that was at its end", True
         return self._unlike(), True
