@@ -41,7 +41,17 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
+from accelerate.training import (
+    collectives,
+    gradients,
+    out_of_memory,
+    preemption,
+    prepare,
+    restoring,
+    saving,
+    setup,
+    tracking,
+)
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -200,9 +210,10 @@ class Accelerator:
         self.delayed_fp8_autocast = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
         self.scaler = self._backend.make_scaler(self, self.scaler_handler)
-        # 3. What training needs, and signals after which the run saves and leaves.
+        # 3. What training needs, signals after which the run saves and leaves, and what is said when memory runs out.
         self._begin(accumulation)
         preemption.install(self)
+        out_of_memory.watch(self)
         self._replica_check = setup.replica_check(self)
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
@@ -1144,8 +1155,10 @@ class Accelerator:
         Source:
             https://docs.pytorch.org/docs/stable/profiler.html
         """
+        from accelerate.diagnostics import memory
+
         handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with handler.build() as profiler:
+        with memory.snapshot(handler.snapshot_folder, self.device, self.process_index), handler.build() as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
             name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)

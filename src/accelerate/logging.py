@@ -1,13 +1,67 @@
-"""Loggers that speak once per run instead of once per process."""
+"""Loggers that speak once per run instead of once per process, and the form of what they say: text, or lines of JSON."""
 
+import datetime
 import functools
+import json
 import logging
 import os
+import sys
 from collections.abc import MutableMapping
 from typing import Any
 
 from accelerate import comm
+from accelerate.config import env
 from accelerate.runtime import storage
+
+
+def _tag() -> str:
+    return f"[RANK {storage.process.current.get('process_index')}] "
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line: an object with time, level, logger, rank, world_size, file, line, message and exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; the message is without the rank, which is a field."""
+        process = storage.process.current
+        fields = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc).isoformat(
+                timespec="microseconds"
+            ),
+            "level": record.levelname,
+            "logger": record.name,
+            "rank": process.get("process_index"),
+            "world_size": process.get("num_processes"),
+            "file": record.pathname,
+            "line": record.lineno,
+            "message": record.getMessage().removeprefix(_tag()),
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps(fields)
+
+
+@functools.cache
+def _choose_format() -> None:
+    """Write what all loggers say as JSON if ACCELERATE_LOG_FORMAT asks for it: into a file of the rank, or instead of text."""
+    word = os.environ.get("ACCELERATE_LOG_FORMAT", "").strip().lower()
+    if word not in ("", "text", "json"):
+        raise ValueError(f"ACCELERATE_LOG_FORMAT is {word!r}; set it to json or text.")
+    if word != "json":
+        return
+    root, folder = logging.getLogger(), env.value_of("log_dir")
+    if folder is not None:
+        os.makedirs(folder, exist_ok=True)
+        name = f"rank_{storage.process.current['process_index']}.jsonl"
+        handlers: list[logging.Handler] = [logging.FileHandler(os.path.join(folder, name), encoding="utf-8")]
+        if not root.handlers:  # then Python prints warnings by this one, until there is another
+            root.addHandler(logging.lastResort)
+    else:
+        terminal = (sys.stdout, sys.stderr)
+        handlers = [handler for handler in root.handlers if getattr(handler, "stream", None) in terminal]
+        handlers = handlers or [logging.StreamHandler()]
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter())
+        root.addHandler(handler)  # which knows those that it has
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
@@ -30,6 +84,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             raise RuntimeError(
                 "This logger needs to know which process it runs in. Build `Accelerator()` or `PartialState()` before it logs."
             )
+        _choose_format()  # not before: programs set their handlers up after they have imported this
         main_process_only = kwargs.pop("main_process_only", True)
         if kwargs.pop("in_order", False):
             communicator = comm.for_type(state["distributed_type"])
@@ -56,7 +111,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         """Return message and arguments as the logger takes them: with the rank, and an `extra` joined to the adapter's own."""
         if self.extra:
             kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
-        return f"[RANK {storage.process.current['process_index']}] {msg}", kwargs
+        return f"{_tag()}{msg}", kwargs
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +121,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
     """Return a logger that knows the processes of the run.
+
+    With ACCELERATE_LOG_FORMAT=json, from the first message on, what any logger of the process says is written as one JSON object
+    per line: to ``rank_<rank>.jsonl`` in the folder of ``--log_dir`` (ACCELERATE_LOG_DIR), or instead of text to the terminal.
 
     Args:
         name: usually `__name__`.

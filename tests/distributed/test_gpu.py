@@ -60,6 +60,25 @@ def test_one_gpu_shards(version, offload):
 
 
 @one_gpu
+def test_one_gpu_says_what_holds_its_memory_and_writes_a_snapshot(tmp_path):
+    """The report of an error that ends a program needs no memory of the GPU; a snapshot is written after an error, too."""
+    from accelerate import Accelerator, ProfileKwargs
+    from accelerate.training import out_of_memory
+
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(torch.OutOfMemoryError) as caught, accelerator.profile(ProfileKwargs(memory_snapshot=tmp_path)):
+        accelerator.backward(model(torch.ones(8, 1024, device=accelerator.device)).sum())
+        optimizer.step()
+        torch.empty(1 << 50, device=accelerator.device)
+    assert (tmp_path / "memory_0.pickle").stat().st_size > 0
+    text = out_of_memory.explain(caught.value)
+    assert "Memory on cuda" in text and "4.0 MiB      0 B    4.0 MiB    8.0 MiB" in text
+    assert "8-bit optimizer" in text and "6.0 MiB" in text and "cache: " in text
+
+
+@one_gpu
 def test_two_processes_share_one_gpu_over_gloo(launch):
     done = launch("share_gpu.py", processes=2, cpu=False, environment={"CUDA_VISIBLE_DEVICES": "0"})
     assert "ok shared" in done.stdout

@@ -54,6 +54,9 @@ class Communicator:
         """Replace the elements of a list, in place, by those of rank `src`, and return it."""
         return objects
 
+    def release(self) -> None:
+        """Drop the buffers that are kept for the next exchange. Any rank, alone."""
+
     def barrier(self) -> None:
         """Wait until every rank has come here."""
 

@@ -197,6 +197,10 @@ class Post:
             letter = self._letters[key] = Letter((operation, structure, shapes), header(words), words[3], inline)
         return letter
 
+    def release(self) -> None:
+        """Drop letters and their buffers, which are made again; which one follows which is the same on all ranks, and stays."""
+        self._letters.clear()
+
     def _expected(self) -> tuple[Any, int]:
         return self._follows.get(self._last, (None, 0))
 

@@ -65,6 +65,10 @@ class TorchCommunicator(Communicator):
             ready.append(tensor if tensor.ndim else tensor.reshape(1))
         return ready, self._transport(tensors[0].device) if tensors else self._default_device()
 
+    def release(self) -> None:
+        """Drop the buffers that are kept for the next exchange; what it will be is still known. Any rank, alone."""
+        self._post.release()
+
     # Tensors
 
     def gather_many(

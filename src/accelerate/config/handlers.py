@@ -1,12 +1,13 @@
 """Keyword handlers: small dataclasses whose changed fields become the keyword arguments of a torch object."""
 
 import copy
-import warnings
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from accelerate._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend, at_public_path
 
@@ -105,9 +106,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if wrapper not in (kind.NO, kind.FP16, kind.BF16):
             raise ValueError(f"comm_wrapper is {wrapper}, which wraps no hook. Choose one of: no, fp16, bf16.")
         if hook is kind.NO and wrapper is not kind.NO:
-            warnings.warn(f"comm_wrapper={wrapper} has no effect without a comm_hook; set comm_hook={wrapper}.")
+            warn_user(f"comm_wrapper={wrapper} has no effect without a comm_hook; set comm_hook={wrapper}.")
         if self.comm_state_option and hook not in _POWER_SGD:
-            warnings.warn(f"comm_state_option has no effect with comm_hook={hook}; only the PowerSGD hooks read it.")
+            warn_user(f"comm_state_option has no effect with comm_hook={hook}; only the PowerSGD hooks read it.")
         return hook, wrapper
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _COMMUNICATION) -> dict[str, Any]:
@@ -208,6 +209,9 @@ class ProfileKwargs(KwargsHandler):
         with_flops: estimate floating point operations.
         with_modules: record the module hierarchy.
         output_trace_dir: where `Accelerator.profile` writes one Chrome trace per process; None writes none.
+        memory_snapshot: record every allocation on the device with its stack, and write ``memory_<rank>.pickle`` for
+            https://pytorch.org/memory_viz, after an error too: into this folder, with True into `output_trace_dir`. CUDA
+            and XPU alone; elsewhere `profile_memory` puts allocations into the trace.
 
     Example:
         >>> from accelerate import Accelerator
@@ -225,6 +229,14 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
+    memory_snapshot: bool | str | os.PathLike = False
+
+    @property
+    def snapshot_folder(self) -> str | None:
+        """Where snapshots of memory go, if any; a ValueError if that is not said."""
+        if self.memory_snapshot is True and self.output_trace_dir is None:
+            raise ValueError("memory_snapshot=True needs output_trace_dir, where it goes; or set it to a folder.")
+        return self.output_trace_dir if self.memory_snapshot is True else os.fspath(self.memory_snapshot or "") or None
 
     def build(self) -> Any:
         """Return a `torch.profiler.profile`, not yet started; a ValueError names an activity that is unknown here."""

@@ -3,13 +3,13 @@
 Each field of a recipe that is None is read from the environment variable `ACCELERATE_FP8_` and its name, which the launcher sets.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from accelerate._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import CustomDtype, at_public_path
 from accelerate.config.handlers import KwargsHandler
@@ -68,7 +68,7 @@ class AORecipeKwargs(KwargsHandler):
             raise ImportError("AORecipeKwargs needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
         if self.config is not None:
             if self.pad_inner_dim is not None or self.enable_fsdp_float8_all_gather is not None:
-                warnings.warn("pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config.")
+                warn_user("pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config.")
             return
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
         env.fill(self, {name: (f"fp8_{name}", True) for name in names})
@@ -165,7 +165,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def __post_init__(self) -> None:
         if env.environment():  # empty for the recipe that `to_kwargs` compares with
-            warnings.warn("FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
+            warn_user("FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
         env.fill(self, {"backend": ("fp8_backend", "MSAMP" if is_msamp_available() else "TE")})
         self.backend = _choose("backend", str(self.backend).upper(), ("MSAMP", "TE"))
         if self.backend == "TE":

@@ -1,9 +1,9 @@
 """How a model or a sequence is cut across processes: the options of each kind of parallelism."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options.schema import to_int
@@ -74,7 +74,7 @@ class TorchTensorParallelConfig:
                 "Update it with `pip install -U transformers`."
             )
         if self.enable_async_tp:
-            warnings.warn("enable_async_tp has no effect: asynchronous tensor parallelism is not supported yet.")
+            warn_user("enable_async_tp has no effect: asynchronous tensor parallelism is not supported yet.")
 
 
 @at_public_path

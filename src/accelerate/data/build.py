@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampler
 
 from accelerate import comm
+from accelerate._warn import warn_user
 from accelerate.data import adapter, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
@@ -98,7 +98,7 @@ def prepare_data_loader(
     if type(dataloader) is SkipDataLoader:  # of a stream that nobody has sharded yet
         dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches
     if isinstance(dataloader, PreparedLoader):
-        warnings.warn("dataloader is prepared already; it is returned as it is, not sharded again.", stacklevel=2)
+        warn_user("dataloader is prepared already; it is returned as it is, not sharded again.")
         return dataloader
     state = PartialState()
     num_processes = state.num_processes if num_processes is None else num_processes
@@ -108,9 +108,8 @@ def prepare_data_loader(
     reading = _reading(dataloader, layout.num_shards, shard_iterable_dataset, dispatch_batches, put_on_device)
     dispatch = reading == plan.DISPATCHED
     if slice_fn_for_dispatch is not None and not dispatch:
-        warnings.warn(
-            "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True.",
-            stacklevel=2,
+        warn_user(
+            "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True."
         )
     if split_batches:
         size, batching = dataloader.batch_size, batching_sampler(dataloader)
@@ -169,10 +168,9 @@ def _reading(
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches arrive on a process's device.")
     if dispatch or (dispatch is None and stream and put_on_device and not divided):
         if divided:
-            warnings.warn(
+            warn_user(
                 "dispatch_batches=True reads on the main process only, but the dataset is split by node: the parts of the "
-                "other processes will not be read. Use dispatch_batches=False, or do not split the dataset.",
-                stacklevel=3,
+                "other processes will not be read. Use dispatch_batches=False, or do not split the dataset."
             )
         return plan.DISPATCHED
     if not stream:

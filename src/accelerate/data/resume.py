@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from accelerate._warn import warn_user
 from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler, skips_samples
 from accelerate.devices.table import DEVICES
 from accelerate.runtime import storage
@@ -267,10 +267,9 @@ def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool
             generator = sampler.generator = torch.Generator()
         generator.set_state(generator_state(order["state"]))
     elif in_epoch and kind != "unrecorded":
-        warnings.warn(
+        warn_user(
             f"The saved order of the data ({kind}) does not fit the loader's sampler ({type(sampler).__name__}): the "
-            "interrupted epoch will be continued in another order. Prepare the loader as it was when it was saved.",
-            stacklevel=3,
+            "interrupted epoch will be continued in another order. Prepare the loader as it was when it was saved."
         )
 
 
@@ -289,10 +288,9 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
         if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
             return steps, rest
     if rest:
-        warnings.warn(
+        warn_user(
             f"The interrupted epoch had consumed {behind} {unit}, which is not a multiple of the {size} that a step takes "
-            f"now: its last {rest} {unit} will be seen again, because this kind of loader continues at whole steps only.",
-            stacklevel=3,
+            f"now: its last {rest} {unit} will be seen again, because this kind of loader continues at whole steps only."
         )
     return steps, 0
 

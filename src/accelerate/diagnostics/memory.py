@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,10 +50,14 @@ def memory_report(
     models: Sequence[nn.Module],
     optimizers: Sequence[Any],
     device: torch.device,
-    gather: Callable[[torch.Tensor], torch.Tensor],
+    gather: Callable[[torch.Tensor], torch.Tensor] | None,
     activations: int | None,
+    rank: int = 0,
 ) -> Report:
-    """Return what each rank holds, the same report on every rank; most after a first backward. All ranks."""
+    """Return what each rank holds, the same report on every rank; most after a first backward. All ranks.
+
+    Without a `gather`, the report is of this rank alone, with this number, and needs no memory of the device.
+    """
     counted: dict[Any, None] = {}
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
     engines = [model for model in models if zero_stage(model) is not None]
@@ -77,10 +82,12 @@ def memory_report(
         kind = "the part of the peak that is in no other column, buffers of communication included"
     if activations is not None:
         rest, kind = activations, "what autograd kept for backward at most, inside measure_activations()"
-    numbers = torch.tensor([[*held, -1 if rest is None else rest, peak]], dtype=torch.int64, device=device)
+    lines = [[*held, -1 if rest is None else rest, peak]]
+    if gather is not None:
+        rank, lines = 0, gather(torch.tensor(lines, dtype=torch.int64, device=device)).tolist()
     rows = [
-        MemoryRow(rank, *line[:4], activations=line[4] if line[4] >= 0 else None, peak=line[5])
-        for rank, line in enumerate(gather(numbers).tolist())
+        MemoryRow(number, *line[:4], activations=line[4] if line[4] >= 0 else None, peak=line[5])
+        for number, line in enumerate(lines, rank)
     ]
     return Report(f"Memory on {device.type}", _COLUMNS, tuple(rows), (f"activations: {kind}.", note, *notes))
 
@@ -121,6 +128,34 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     return (gradient for gradient in found if gradient is not None)
 
 
+def cached(device: torch.device) -> int:
+    """Return the bytes that torch has reserved on a device and that no tensor takes."""
+    module = getattr(torch, device.type, None)
+    if not hasattr(module, "memory_reserved"):
+        return 0
+    return module.memory_reserved(device) - module.memory_allocated(device)
+
+
+@contextlib.contextmanager
+def snapshot(folder: str | None, device: torch.device, rank: int) -> Iterator[None]:
+    """Record the allocations on a device inside, and write them to a file in a folder, after an error too; None does nothing."""
+    if folder is None:
+        yield
+        return
+    memory = getattr(getattr(torch, device.type, None), "memory", None)
+    if not hasattr(memory, "_record_memory_history"):
+        raise ValueError(
+            f"memory_snapshot={folder!r}: torch records no allocations on {device.type!r}. Set profile_memory=True instead, "
+            "which puts them into the trace."
+        )
+    os.makedirs(folder, exist_ok=True)
+    with contextlib.ExitStack() as last:
+        last.callback(memory._record_memory_history, enabled=None)
+        memory._record_memory_history()
+        last.callback(memory._dump_snapshot, os.path.join(folder, f"memory_{rank}.pickle"))
+        yield
+
+
 def _resident_peak() -> int:
     try:
         import resource
@@ -154,8 +189,8 @@ def measure_activations(models: Sequence[nn.Module]) -> Iterator[Callable[[], in
     def pack(tensor: torch.Tensor) -> _Kept:
         nonlocal now, peak
         kept, key = _Kept(tensor), id_tensor_storage(local_part(tensor))
-        # ZeRO 3 gathers weights into other memory for each layer, and frees it.
-        gathered = hasattr(tensor, "ds_tensor") or hasattr(tensor._base, "ds_tensor")
+        # ZeRO 3 and FSDP gather weights into other memory for each layer, and free it.
+        gathered = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         if key not in own and not gathered:
             if key not in users:
                 now += key[2]

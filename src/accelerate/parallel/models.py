@@ -1,13 +1,13 @@
 """Models of transformers whose sequences are cut: what they must be, and hooks that act inside the context alone."""
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
+from accelerate._warn import warn_user
 from accelerate.parallel.region import WHAT, Active, Region
 
 # Heads that need the whole sequence in one place, for more than attention.
@@ -123,10 +123,9 @@ class OutsideHook:
             return
         self.done = True
         if self.region.active is None:
-            warnings.warn(
+            warn_user(
                 f"{type(module).__name__} is trained outside `with accelerator.maybe_context_parallel(...)`, although "
-                f"{self.region.axis}_size={self.region.size}: each rank does all work, and nothing is saved. Call it inside.",
-                stacklevel=2,
+                f"{self.region.axis}_size={self.region.size}: each rank does all work, and nothing is saved. Call it inside."
             )
 
 

@@ -5,7 +5,6 @@ cut, and losses weighted by tokens after.
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from accelerate._warn import warn_user
 from accelerate.parallel import mesh, models
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
 from accelerate.runtime.run import Run
@@ -173,10 +173,9 @@ def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | No
             "scaled_dot_product_attention alone. Set it to 'sdpa' or leave it out, or use sp_backend='deepspeed'."
         )
     if handler.sp_seq_length is not None and handler.sp_seq_length_is_variable:
-        warnings.warn(
+        warn_user(
             f"sp_handler.sp_seq_length={handler.sp_seq_length} has no effect with sp_backend='torch' while "
-            "sp_seq_length_is_variable is True. Set that to False to have the length checked.",
-            stacklevel=2,
+            "sp_seq_length_is_variable is True. Set that to False to have the length checked."
         )
     return None if handler.sp_seq_length_is_variable else handler.sp_seq_length
 

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from accelerate._warn import warn_user
 from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.parallel.shard import is_sharded
-from accelerate.precision.base import warn_user
 from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:

@@ -1,12 +1,11 @@
 """The precision table: what each ``mixed_precision`` value means for forward, weights and loss scaling."""
 
 import os
-import sys
-import warnings
 from dataclasses import dataclass
 
 import torch
 
+from accelerate._warn import warn_user
 from accelerate.config.enums import PrecisionType
 from accelerate.utils.environment import parse_flag_from_env
 
@@ -42,14 +41,6 @@ def precision(name: str | PrecisionType) -> Precision:
     if key not in _TABLE:
         raise ValueError(f"mixed_precision={name!r} is unknown. Choose one of {list(_TABLE)}.")
     return _TABLE[key]
-
-
-def warn_user(message: str) -> None:
-    """Issue a UserWarning that points at the first line outside this package."""
-    depth, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
-        depth, frame = depth + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=depth)
 
 
 # torch_xla stores float32 and float64 as bfloat16 under the first; under the second float32 as bfloat16, float64 as float32.

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from accelerate._warn import warn_user
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.low_bit import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.modules.repoint import followed
-from accelerate.precision.base import warn_user
 from accelerate.runtime import storage, traits
 from accelerate.runtime.run import Run
 from accelerate.utils import transformer_engine

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from accelerate.precision.base import warn_user
+from accelerate._warn import warn_user
 from accelerate.runtime import storage
 
 # 8-bit weights are a library's own: it decides what they are updated in.

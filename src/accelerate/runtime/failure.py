@@ -5,6 +5,8 @@ there, an exception that is not caught is written to that file, in the format of
 a part of our own; the launcher prints it. Where the launcher is gone, or the file cannot be written, the traceback is printed
 as ever. So it is in processes that a rank starts, in threads, and in programs that never import this package.
 
+An Accelerator has more to say about some errors: what it says follows the traceback, with a launcher and without one.
+
 Source:
     https://docs.pytorch.org/docs/stable/elastic/errors.html
 """
@@ -46,20 +48,24 @@ _LONGEST_SUMMARY = 2_000
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
-_former: Hook = sys.__excepthook__
+_former: Hook | None = None  # None: this hook was not set
+_explain: Callable[[BaseException], str] | None = None
 _hung = False
 
 
-def watch() -> None:
+def watch(explain: Callable[[BaseException], str] | None = None) -> None:
     """Leave what ends this process to the launcher, if it is one of the launcher's ranks.
 
     A hook that the program had set before is called as well, and prints in its own way. A later one replaces this one.
+    `explain` returns what else to say about an error, with a launcher or without; an empty text is nothing.
     """
-    global _former
-    if not _is_rank() or sys.excepthook is _hook:
+    global _former, _explain
+    _explain = explain or _explain
+    if _former is not None or not (_explain or _is_rank()):
         return
     _former, sys.excepthook = sys.excepthook, _hook
-    _watch_faults()
+    if _is_rank():
+        _watch_faults()
 
 
 def _is_rank() -> bool:
@@ -120,6 +126,14 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         left = _is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
     if prints or not left:
         _former(kind, error, trace)
+        with contextlib.suppress(Exception):
+            sys.stderr.write(_explained(error))
+
+
+def _explained(error: BaseException) -> str:
+    with contextlib.suppress(Exception):
+        return _explain(error) if _explain is not None else ""
+    return ""
 
 
 def record(
@@ -127,11 +141,13 @@ def record(
 ) -> dict[str, Any]:
     """Return what the launcher reads about an exception; `shown`: it is printed here as well."""
     frames = traceback.extract_tb(trace)
-    summary = traceback.format_exception_only(kind, error)[-1].strip()
+    bare = traceback.TracebackException(kind, error, None)
+    bare.__notes__ = None  # from Python 3.11 on they come after the line that is wanted
+    summary = list(bare.format_exception_only())[-1].strip()
     where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     return {
         "summary": _shortened(summary, _LONGEST_SUMMARY),
-        "traceback": _shortened("".join(traceback.format_exception(kind, error, trace)), _LONGEST),
+        "traceback": _shortened("".join(traceback.format_exception(kind, error, trace)), _LONGEST) + _explained(error),
         "where": where,
         "interrupt": issubclass(kind, KeyboardInterrupt),
         "rank": int(os.environ.get("RANK", "0")),

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.data.iterable import uneven_ends
@@ -26,7 +27,7 @@ from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import master
 from accelerate.runtime import traits
-from accelerate.training.prepared import Facade, warn_caller
+from accelerate.training.prepared import Facade
 
 
 @dataclass
@@ -157,7 +158,7 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
     elif not window.warned:
         window.warned = True
         if accelerator.is_main_process:
-            warn_caller(
+            warn_user(
                 f"The last accumulation window of this epoch has {length} micro-batches instead of "
                 f"gradient_accumulation_steps={steps}: it counts {length}/{steps} of a full one. Pass "
                 f"GradientAccumulationPlugin(num_steps={steps}, exact=True) to divide by its real length."
@@ -309,7 +310,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
     if not row.joins_uneven_inputs:
         if row.distributed:
             kind = accelerator.distributed_type
-            warn_caller(f"join_uneven_inputs does nothing with {kind}: it needs data parallelism.")
+            warn_user(f"join_uneven_inputs does nothing with {kind}: it needs data parallelism.")
         yield
         return
     overridden: list[tuple[Any, bool]] = []
@@ -317,7 +318,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
         for loader in accelerator.prepared.dataloaders:
             sampler = getattr(loader, "batch_sampler", None)
             if sampler is None or not hasattr(sampler, "even_batches"):
-                warn_caller(
+                warn_user(
                     f"even_batches={even_batches} does not reach a prepared {type(loader).__name__}: only map-style "
                     "datasets are sharded by batch. Its batches stay as they are."
                 )

@@ -10,7 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accelerate import comm
+from accelerate._warn import warn_user
 from accelerate.backends.registry import resolve
+from accelerate.checkpoint.background import HostBuffers
 from accelerate.config.enums import FP8BackendType
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.modules.repoint import follow_any, followed
@@ -68,7 +71,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
             )
         contents = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ()
         if inside := [type(item).__name__ for item in contents if kind_of(item) is not None]:
-            prepared.warn_caller(
+            warn_user(
                 f"prepare() got a {type(obj).__name__} as argument {position}, which it does not look into: the {inside[0]} "
                 "in it is not prepared. Unpack it: `accelerator.prepare(*objects)`."
             )
@@ -231,7 +234,7 @@ def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) ->
             f"This {entry.kind} ({type(obj).__name__}) is the inner object of one that this Accelerator already prepared "
             f"({type(outer).__name__}); the prepared one is returned"
         )
-    prepared.warn_caller(
+    warn_user(
         f"{what}. {_WOULD_HAVE[entry.kind]}. Call `prepare` once and use what it returned; to prepare it afresh, call "
         "`accelerator.free_memory()` first."
     )
@@ -257,7 +260,7 @@ def _adopt(accelerator: Facade, entry: Entry) -> Any:
         if entry.settings[name] != now
     ]
     if changes:
-        prepared.warn_caller(
+        warn_user(
             f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({', '.join(changes)}). "
             "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
             "if these settings shall hold."
@@ -323,7 +326,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     if (known := again(accelerator, model, "model", evaluation_mode)) is not None:
         return known
     if shared := prepared.shared_part(accelerator.prepared, model):
-        prepared.warn_caller(
+        warn_user(
             f"This model ({type(model).__name__}) shares modules with one that is already prepared: {shared}. It is "
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
             "and reach its parts through `accelerator.unwrap_model`."
@@ -556,4 +559,7 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
         vars(accelerator).update(accelerator._meter.replaced)
         accelerator._meter = None
     accelerator.deepspeed_engine_wrapped = None
+    accelerator.flag_tensor = accelerator._activations_peak = None
+    accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
+    comm.release()
     return release_memory(*objects)

@@ -5,8 +5,6 @@ compiled one, the optimizer inside a prepared optimizer). References are weak, a
 alone: tensors, modules and lists define ``==`` as they like, and two models with the same weights are two models.
 """
 
-import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,12 +174,3 @@ def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
             if id(parameter) in trained:
                 return f"it shares the parameter {name!r} with the prepared {type(prepared).__name__}"
     return None
-
-
-def warn_caller(message: str) -> None:
-    """Issue a UserWarning that points at the first line outside this package."""
-    depth, frame = 2, sys._getframe(1)
-    inside = ("accelerate", "contextlib")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
-        depth, frame = depth + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=depth)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.background import snapshot
@@ -21,7 +22,7 @@ from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
-from accelerate.training.prepared import Facade, warn_caller
+from accelerate.training.prepared import Facade
 from accelerate.utils import other
 from accelerate.utils.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -62,7 +63,7 @@ def save_state(
     backend = accelerator._backend
     save = Save(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
-        warn_caller("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
+        warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
@@ -140,7 +141,7 @@ def _warn_of_open_window(accelerator: Facade) -> None:
     if state.sync_gradients:
         return
     if done := accelerator.step % state.num_steps:
-        warn_caller(
+        warn_user(
             f"save_state() in the middle of an accumulation window, after {done} of {state.num_steps} micro-batches: their "
             "gradients are not in the checkpoint, so a run resumed from it takes one step on fewer samples. Save where "
             "accelerator.sync_gradients is True."
@@ -161,7 +162,7 @@ def _path(accelerator: Facade, output_dir: Folder | None) -> Folder:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
     path = os.path.join(project.project_dir, CHECKPOINTS_FOLDER, numbered_folder(project.iteration))
     if output_dir is not None:
-        warn_caller(
+        warn_user(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "
             f"{storage_of(path).location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
         )
@@ -182,7 +183,7 @@ def _collect(
     for hook in hooks:
         hook(models, states, plan.folder)
     if unused := sorted(model_options.keys() - set(backend.save_options)):
-        warn_caller(f"save_state got {unused}, which the strategy {backend.name!r} does not use.")
+        warn_user(f"save_state got {unused}, which the strategy {backend.name!r} does not use.")
     options = {name: value for name, value in model_options.items() if name in backend.save_options}
     options.update(safe_serialization=safe_serialization, save_on_each_node=each_node)
     if backend.saves_shards:
@@ -254,7 +255,7 @@ def save_model(
     if not writes(accelerator.project_configuration.save_on_each_node):
         return
     if accelerator._backend.saves_shards and not accelerator.is_main_process:
-        warn_caller(
+        warn_user(
             "save_model with save_on_each_node=True writes on the first node only here: the weights are gathered by the main "
             f"process. Copy {os.fspath(save_directory)!r} from there if other nodes need it."
         )
@@ -265,7 +266,7 @@ def save_model(
     formats.replace_weights(save_directory, state, pattern, convert_file_size_to_int(max_shard_size))
     readers_first = [os.path.join(save_directory, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     if not safe_serialization and any(map(os.path.exists, readers_first)):
-        warn_caller(
+        warn_user(
             f"save_model wrote {WEIGHTS_NAME}, but {os.fspath(save_directory)!r} also has safetensors of an earlier save, which "
             "readers prefer. Remove them, or save with safe_serialization=True."
         )

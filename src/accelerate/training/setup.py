@@ -3,11 +3,11 @@
 import contextlib
 import importlib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from accelerate._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import RNGType
 from accelerate.config.handlers import (
@@ -26,7 +26,7 @@ from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import storage, traits
 from accelerate.state import ENGINE_PLUGINS
-from accelerate.training.prepared import Facade, warn_caller
+from accelerate.training.prepared import Facade
 from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
@@ -51,7 +51,7 @@ def project(config: ProjectConfiguration | None, folder: str | os.PathLike | Non
     if folder is not None and config.project_dir is None:
         config.set_directories(folder)
     elif folder is not None and os.fspath(folder) != os.fspath(config.project_dir):
-        warn_caller(
+        warn_user(
             f"project_dir={os.fspath(folder)!r} is not used, because project_config.project_dir is "
             f"{os.fspath(config.project_dir)!r}. Set it in one of the two places."
         )
@@ -120,10 +120,9 @@ def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) 
             raise ValueError(
                 "split_batches=False and dataloader_config.split_batches=True were both given; set it in the config alone."
             )
-        warnings.warn(
+        warn_user(
             "Accelerator(split_batches=...) is deprecated: use dataloader_config=DataLoaderConfiguration(split_batches=...).",
             FutureWarning,
-            stacklevel=3,
         )
         config.split_batches = split_batches
     return config
@@ -159,10 +158,9 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
         return given
     wanted = tensor_parallel.tp_size
     if given is None:
-        warnings.warn(
+        warn_user(
             f"torch_tp_plugin is superseded: pass parallelism_config=ParallelismConfig(tp_size={wanted}).",
             FutureWarning,
-            stacklevel=3,
         )
         return make(tp_size=wanted)
     if wanted > 1 and given.tp_size != wanted:
@@ -179,7 +177,7 @@ def replica_check(accelerator: Facade) -> Any:
     if not every:
         return None
     if traits.of(accelerator.distributed_type).deepspeed:
-        warn_caller(f"{CHECK_EVERY}={every} has no effect with DeepSpeed, whose engine steps by itself.")
+        warn_user(f"{CHECK_EVERY}={every} has no effect with DeepSpeed, whose engine steps by itself.")
         return None
     from accelerate.training import divergence
 

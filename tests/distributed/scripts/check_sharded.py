@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor
 
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint.manifest import NAME
 from accelerate.parallel import shard
-from accelerate.training import saving
+from accelerate.precision import master
+from accelerate.training import out_of_memory, saving
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -24,6 +25,7 @@ from accelerate.utils import (
     find_executable_batch_size,
     fsdp2_load_full_state_dict,
 )
+from leaks import left_behind
 
 TWO_BY_TWO = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
 CONSISTENCY = "accelerate.parallel.consistency"
@@ -212,6 +214,31 @@ def check_a_full_state_dict_need_not_have_what_none_has():
     with raised(RuntimeError, "scale is missing"):
         del wanted["scale"]
         fsdp2_load_full_state_dict(accelerator, model, wanted if rank() == 0 else {})
+
+
+def check_nothing_is_left_behind():
+    dispatches = DataLoaderConfiguration(dispatch_batches=True)
+    shards = FullyShardedDataParallelPlugin(fsdp_version=2)
+    for options in {"mixed_precision": "fp16", "dataloader_config": dispatches}, {"fsdp_plugin": shards}:
+        with shared_folder() as folder:
+            left_behind(
+                fresh_accelerator(**options), folder
+            )  # a device mesh has its ranks, for the life of the process
+            assert everywhere(left_behind(fresh_accelerator(**options), folder)) == [[]] * world(), options
+
+
+def check_what_sharding_would_save_is_said_when_memory_runs_out():
+    error, kept = torch.OutOfMemoryError("CUDA out of memory."), []
+    for options, saves in ({}, True), ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, False):
+        accelerator = fresh_accelerator(**options)
+        model, optimizer = accelerator.prepare(*build())
+        with accelerator.measure_activations():
+            learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
+        text, (row, *_) = out_of_memory.explain(error), accelerator.memory_report().rows
+        assert f"\n   {rank()}  " in text and ("--use_fsdp" in text) is saves
+        assert not saves or master.size(row.parameters // 2) in text  # no gradients after the step, and no moments
+        kept.append(row.activations)
+    assert kept[0] == kept[1], "weights that were gathered for a layer are no activations"
 
 
 def check_regions_are_compiled_where_shards_find_their_state():

@@ -8,7 +8,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.enums import FP8BackendType
-from accelerate.diagnostics.memory import memory_report
+from accelerate.diagnostics.memory import cached, memory_report
 from accelerate.diagnostics.precision import precision_report
 from precision_table import Net, check, rows
 
@@ -95,3 +95,6 @@ def test_a_device_with_an_allocator(monkeypatch):
     report = memory_report([nn.Linear(2, 2)], [], torch.device("mtia"), lambda numbers: numbers, None)
     assert (report.rows[0].peak, report.rows[0].activations) == (1000, 1000)  # the model is on the CPU
     assert "torch.mtia.reset_peak_memory_stats()" in str(report)
+    monkeypatch.setattr(torch.mtia, "memory_reserved", lambda device: 900, raising=False)
+    monkeypatch.setattr(torch.mtia, "memory_allocated", lambda device: 400, raising=False)
+    assert cached(torch.device("mtia")) == 500 and cached(torch.device("cpu")) == 0

@@ -141,7 +141,7 @@ OPTIONS: tuple[Option, ...] = (
         flags=("-t", "--tee"),
         default="0",
     ),
-    _runner("log_dir", "Directory of those files."),
+    _runner("log_dir", "Directory of those files.", env="ACCELERATE_LOG_DIR"),
     _runner("role", "Name of the group of processes in torch's logs.", default="default"),
     _distributed(
         "rdzv_backend",
