@@ -30,7 +30,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-deepspeed \
-	test-upstream test-crash bench bench-peer docs reference size interface clean
+	test-trackers test-upstream test-crash bench bench-peer docs reference size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .cache/upstream/%/.ready
@@ -72,6 +72,12 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	# Its build script looks for torch.
 	.venv-deepspeed/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation \
 		-c constraints.txt -e '.[deepspeed]'
+	@touch $@
+
+.venv-trackers/.ready: setup.py constraints.txt
+	@echo "setting up .venv-trackers (once)"
+	$(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[testing,trackers]'
 	@touch $@
 
 .cache/upstream/%/.ready: $(VENV)/.ready
@@ -121,6 +127,9 @@ test-deepspeed: .venv-deepspeed/.ready ## DeepSpeed's tests, in an environment o
 	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest \
 		-k deepspeed tests/distributed/test_deepspeed.py tests/distributed/test_conformance.py tests/interop/test_deepspeed.py $(ARGS)
 
+test-trackers: .venv-trackers/.ready ## a real run of each tracker, offline, in an environment of its own: their libraries patch what they meet
+	.venv-trackers/bin/python -m pytest tests/interop/test_trackers.py $(ARGS)
+
 test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)
 
@@ -160,4 +169,4 @@ interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-peer-* .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-trackers .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -8,7 +8,19 @@ from setuptools import find_packages, setup
 HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "src/accelerate/__init__.py").read_text("utf-8"), re.M)[1]
 
-TRACKERS = ["tensorboard"]
+TENSORBOARD = ["tensorboard"]
+TRACKERS = [
+    *TENSORBOARD,
+    "wandb",
+    "mlflow",
+    "aim>=3.29",
+    "comet_ml",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "trackio",
+    "pillow",
+]
 STORES = ["fsspec"]
 MENUS = ["questionary>=2"]
 TESTING = [
@@ -23,13 +35,14 @@ TESTING = [
         "scikit-learn",
         "torchdata",
     ],
-    *[*TRACKERS, *STORES, "s3fs", "moto[server]>=5"],
+    *[*TENSORBOARD, *STORES, "s3fs", "moto[server]>=5"],
     *["argcomplete", "cloudpickle", "ipykernel", "jsonschema", "jupyter_client", *MENUS, "torchao"],
 ]
 EXTRAS = {
     "quality": ["ruff==0.17.5", "vulture>=2.14"],
     "testing": TESTING,
-    "test_trackers": TRACKERS,
+    "test_trackers": TENSORBOARD,
+    "trackers": TRACKERS,
     "docs": ["mkdocs-material", "mkdocstrings[python]"],
     "transformers": ["transformers>=4.46"],
     "interop": [

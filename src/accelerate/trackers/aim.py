@@ -3,12 +3,11 @@
 import os
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in, mention
+from accelerate.trackers.base import LibraryTracker, plain
 
 
-@built_in
 class AimTracker(LibraryTracker):
-    """Logs to an Aim repository.
+    """Logs numbers and Aim's own objects to an Aim repository; ``log`` passes its ``kwargs`` to the run's ``track``.
 
     Args:
         run_name: Name of the run.
@@ -19,7 +18,7 @@ class AimTracker(LibraryTracker):
         https://aimstack.readthedocs.io/en/latest/refs/sdk.html
     """
 
-    name = "aim"
+    name = library = "aim"
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
@@ -28,39 +27,27 @@ class AimTracker(LibraryTracker):
 
     def start(self) -> None:
         """Start the run."""
-        from aim import Run
-
-        self.writer = Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer = self._library().Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration with the run."""
-        self.writer["hparams"] = values
+        """Store the configuration with the run; what Aim cannot store is stored as text."""
+        self.writer["hparams"] = plain(values)
 
-    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers or Aim's own objects; what Aim refuses is left out, and warned about once.
-
-        ``kwargs`` go to the run's ``track``, such as ``context``.
-        """
-        for name, value in values.items():
-            try:
-                self.writer.track(value, name=name, step=step, **kwargs)
-            except (TypeError, ValueError):
-                mention("Aim", name, value)
+    def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> bool:
+        try:
+            self.writer.track(value, name=name, step=step, **kwargs)
+        except (TypeError, ValueError):
+            return False
+        return True
 
     def log_images(self, values: dict, step: int | None = None, kwargs: dict[str, dict] | None = None) -> None:
         """Log images: arrays, PIL images, or pairs of an image and its caption.
 
         ``kwargs`` has under ``"aim_image"`` what is passed to ``aim.Image``, and under ``"track"`` what is passed to ``track``.
         """
-        from aim import Image
-
         options = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            picture = Image(image, caption=caption, **options.get("aim_image", {}))
+            picture = self._library().Image(image, caption=caption, **options.get("aim_image", {}))
             self.writer.track(picture, name=name, step=step, **options.get("track", {}))
-
-    def finish(self) -> None:
-        """End the run."""
-        self.writer.close()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in, numbers_of
+from accelerate.trackers.base import LibraryTracker
 
 # A metric's prefix chooses the series of its chart, so that training and evaluation are drawn together.
 _SERIES = ("eval", "test", "train")
@@ -13,9 +13,11 @@ def _title_and_series(name: str) -> tuple[str, str]:
     return (rest, prefix) if separator and prefix in _SERIES else (name, "train")
 
 
-@built_in
 class ClearMLTracker(LibraryTracker):
-    """Logs to ClearML, to the current task if there is one.
+    """Logs numbers to ClearML, to the current task if there is one.
+
+    With a step they are points of a chart, and without one single values. A name such as ``eval_loss`` is the series
+    ``eval`` of the chart ``loss``. ``log`` passes its ``kwargs`` to the logger's ``report_scalar`` or ``report_single_value``.
 
     Args:
         run_name: Name of the project and of the task.
@@ -25,7 +27,7 @@ class ClearMLTracker(LibraryTracker):
         https://clear.ml/docs/latest/docs/references/sdk/task
     """
 
-    name = "clearml"
+    name = library = "clearml"
     handle = "task"
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -35,32 +37,25 @@ class ClearMLTracker(LibraryTracker):
 
     def start(self) -> None:
         """Join the current task, or start one."""
-        from clearml import Task
-
-        self.task = Task.current_task()
+        self.task = self._library().Task.current_task()
         self._owns_task = self.task is None
         if self._owns_task:
             names = {"project_name": self.run_name, "task_name": self.run_name}
-            self.task = Task.init(**{**names, **self.init_kwargs})
+            self.task = self._library().Task.init(**{**names, **self.init_kwargs})
 
     def store_init_configuration(self, values: dict) -> None:
         """Connect the configuration to the task."""
         # A copy: ClearML may write values set in its web page back into what it was given.
         self.task.connect_configuration(dict(values))
 
-    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers: with a step as points of a chart, without one as single values.
-
-        A name such as ``eval_loss`` is the series ``eval`` of the chart ``loss``. ``kwargs`` go to the logger's ``report_scalar`` or
-        ``report_single_value``.
-        """
-        logger = self.task.get_logger()
-        for name, number in numbers_of(values, "ClearML").items():
-            if step is None:
-                logger.report_single_value(name=name, value=number, **kwargs)
-            else:
-                title, series = _title_and_series(name)
-                logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
+    def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> bool:
+        is_number = isinstance(value, (int, float))
+        if is_number and step is None:
+            self.task.get_logger().report_single_value(name=name, value=value, **kwargs)
+        elif is_number:
+            title, series = _title_and_series(name)
+            self.task.get_logger().report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+        return is_number
 
     def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log arrays, PIL images or paths; ``kwargs`` go to the logger's ``report_image``."""

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, as_number, built_in, mention
+from accelerate.trackers.base import LibraryTracker
 
 
-@built_in
 class CometMLTracker(LibraryTracker):
-    """Logs to Comet.
+    """Logs numbers and dicts of numbers to Comet as metrics, and text as other information.
+
+    ``log`` passes its ``kwargs`` to the experiment's ``log_metric``, ``log_metrics`` or ``log_other``.
 
     Args:
         run_name: Name of the project.
@@ -19,6 +20,7 @@ class CometMLTracker(LibraryTracker):
     """
 
     name = library = "comet_ml"
+    ending = "end"
 
     def start(self) -> None:
         """Start the experiment."""
@@ -34,23 +36,16 @@ class CometMLTracker(LibraryTracker):
         self.writer.log_parameters(values)
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and dicts of numbers as metrics, text as other information.
-
-        ``kwargs`` go to the experiment's ``log_metric``, ``log_metrics`` or ``log_other``.
-        """
+        """Log what Comet takes, at the step given or at Comet's own."""
         if step is not None:
             self.writer.set_step(step)
-        for name, value in values.items():
-            number = as_number(value)
-            if number is not None:
-                self.writer.log_metric(name, number, step=step, **kwargs)
-            elif isinstance(value, str):
-                self.writer.log_other(name, value, **kwargs)
-            elif isinstance(value, Mapping):
-                self.writer.log_metrics(value, step=step, **kwargs)
-            else:
-                mention("Comet", name, value)
+        super().log(values, step=step, **kwargs)
 
-    def finish(self) -> None:
-        """End the experiment."""
-        self.writer.end()
+    def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> bool:
+        if isinstance(value, (int, float)):
+            self.writer.log_metric(name, value, step=step, **kwargs)
+        elif isinstance(value, str):
+            self.writer.log_other(name, value, **kwargs)
+        elif isinstance(value, Mapping):
+            self.writer.log_metrics(value, step=step, **kwargs)
+        return isinstance(value, (int, float, str, Mapping))

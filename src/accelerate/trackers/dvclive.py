@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in, mention
+from accelerate.trackers.base import LibraryTracker, plain
 
 
-@built_in
 class DVCLiveTracker(LibraryTracker):
-    """Logs to DVCLive.
+    """Logs numbers and text to DVCLive; ``log`` passes its ``kwargs`` to ``log_metric``.
 
     Args:
         run_name: Not used by DVCLive; here because every tracker takes it.
@@ -18,8 +17,9 @@ class DVCLiveTracker(LibraryTracker):
         https://dvc.org/doc/dvclive/live
     """
 
-    name = "dvclive"
+    name = library = "dvclive"
     handle = "live"
+    ending = "end"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -28,30 +28,22 @@ class DVCLiveTracker(LibraryTracker):
     def start(self) -> None:
         """Start logging."""
         if self.live is None:
-            from dvclive import Live
-
-            self.live = Live(**self.init_kwargs)
+            self.live = self._library().Live(**self.init_kwargs)
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration as parameters."""
-        self.live.log_params(values)
+        """Store the configuration as parameters; what DVCLive cannot store is stored as text."""
+        self.live.log_params(plain(values))
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log what DVCLive can log as metrics, and go on to its next step, by default the one after the last.
-
-        ``kwargs`` go to ``log_metric``.
-        """
-        from dvclive.plots import Metric
-
+        """Log what DVCLive takes as metrics, and go on to its next step, by default the one after the last."""
         if step is not None:
             self.live.step = step
-        for name, value in values.items():
-            if Metric.could_log(value):
-                self.live.log_metric(name, value, **kwargs)
-            else:
-                mention("DVCLive", name, value)
+        super().log(values, step=step, **kwargs)
         self.live.next_step()
 
-    def finish(self) -> None:
-        """End logging."""
-        self.live.end()
+    def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> bool:
+        from dvclive.plots import Metric
+
+        if takes := Metric.could_log(value):
+            self.live.log_metric(name, value, **kwargs)
+        return takes

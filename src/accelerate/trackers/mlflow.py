@@ -6,13 +6,12 @@ import os
 from itertools import islice
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in, numbers_of
+from accelerate.trackers.base import LibraryTracker, numbers_of
 from accelerate.utils.environment import parse_flag_from_env
 
 logger = logging.getLogger(__name__)
 
 
-@built_in
 class MLflowTracker(LibraryTracker):
     """Logs to MLflow.
 

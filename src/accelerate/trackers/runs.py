@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from accelerate.trackers.base import LibraryTracker, built_in
+from accelerate.trackers.base import LibraryTracker, number_or_same
 
 
-@built_in
 class RunTracker(LibraryTracker):
     """The base of trackers for libraries that are called like their trackers and return a run; every rank may log."""
 
     handle = "run"
+    ending = "finish"
     main_process_only = False
 
     def start(self) -> None:
@@ -22,14 +22,9 @@ class RunTracker(LibraryTracker):
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log values of any kind that the library takes; ``kwargs`` go to the run's ``log``."""
-        self.run.log(values, step=step, **kwargs)
-
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()
+        self.run.log({name: number_or_same(value) for name, value in values.items()}, step=step, **kwargs)
 
 
-@built_in
 class TrackioTracker(RunTracker):
     """Logs to Trackio.
 
@@ -44,7 +39,6 @@ class TrackioTracker(RunTracker):
     name = library = "trackio"
 
 
-@built_in
 class _ImageTracker(RunTracker):
     """The base of those whose library has images."""
 
@@ -55,7 +49,6 @@ class _ImageTracker(RunTracker):
             self.log({name: [image(one) for one in images]}, step=step, **kwargs)
 
 
-@built_in
 class SwanLabTracker(_ImageTracker):
     """Logs to SwanLab.
 
@@ -75,7 +68,6 @@ class SwanLabTracker(_ImageTracker):
         self._library().config["FRAMEWORK"] = "Accelerate"
 
 
-@built_in
 class WandBTracker(_ImageTracker):
     """Logs to Weights & Biases.
 

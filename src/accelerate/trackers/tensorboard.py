@@ -7,23 +7,15 @@ from typing import Any
 
 import torch
 
-from accelerate.trackers.base import LibraryTracker, as_number, built_in, mention, numbers_of
+from accelerate.trackers.base import LibraryTracker, numbers_of, plain
 
 _HPARAM_TYPES = (int, float, str, bool, torch.Tensor)
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as YAML can hold it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-@built_in
 class TensorBoardTracker(LibraryTracker):
-    """Logs to TensorBoard's event files.
+    """Logs to TensorBoard's event files: numbers as scalars, text as text, and dicts of numbers as scalars in one chart.
+
+    ``log`` passes its ``kwargs`` to ``add_scalar``, ``add_text`` or ``add_scalars``.
 
     Args:
         run_name: Name of the run, and of its folder.
@@ -69,30 +61,23 @@ class TensorBoardTracker(LibraryTracker):
         folder = os.path.join(self.logging_dir, str(time.time()))
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, "hparams.yml"), "w", encoding="utf-8") as file:
-            yaml.safe_dump(_plain(values), file)
+            yaml.safe_dump(plain(values), file)
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as scalars, text as text, and dicts of numbers as scalars in one chart.
-
-        A tensor or array of one element is a number; what is none of these is left out, and warned about once. ``kwargs`` go to
-        ``add_scalar``, ``add_text`` or ``add_scalars``.
-        """
-        for name, value in values.items():
-            if isinstance(value, str):
-                self.writer.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, numbers_of(value, f"TensorBoard ({name})"), global_step=step, **kwargs)
-            elif (number := as_number(value)) is not None:
-                self.writer.add_scalar(name, number, global_step=step, **kwargs)
-            else:
-                mention("TensorBoard", name, value)
+        """Log what TensorBoard takes, and write it out."""
+        super().log(values, step=step, **kwargs)
         self.writer.flush()
+
+    def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> bool:
+        if isinstance(value, str):
+            self.writer.add_text(name, value, global_step=step, **kwargs)
+        elif isinstance(value, Mapping):
+            self.writer.add_scalars(name, numbers_of(value, f"TensorBoard ({name})"), global_step=step, **kwargs)
+        elif isinstance(value, (int, float)):
+            self.writer.add_scalar(name, value, global_step=step, **kwargs)
+        return isinstance(value, (int, float, str, Mapping))
 
     def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log tensors or arrays of shape (N, C, H, W), or as ``dataformats`` says; ``kwargs`` go to ``add_images``."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
-
-    def finish(self) -> None:
-        """Close the event file."""
-        self.writer.close()
