@@ -20,7 +20,7 @@ from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, affinity, detect, row
 from accelerate.devices.table import DEVICES
-from accelerate.diagnostics import hang
+from accelerate.diagnostics import hang, monitor
 from accelerate.runtime import failure, rendezvous, storage, traits
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 
@@ -413,7 +413,8 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     if hardware.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and (ranks.local_world_size or 1) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
     crowded = hardware.type != "cpu" and (ranks.local_world_size or 1) > max(hardware.count(), 1)
-    rendezvous.init_process_group(ranks, backend, **settings)
+    meeting = partial(monitor.meeting, ranks.rank, ranks.world_size)
+    rendezvous.init_process_group(ranks, backend, meeting, **settings)
     if crowded and backend != "gloo":
         rendezvous.check_devices_are_distinct(ranks, hardware.torch_device(ranks.local_rank), backend)
     return ranks

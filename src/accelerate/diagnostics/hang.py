@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from accelerate.diagnostics import threads
 from accelerate.diagnostics.monitor import Monitor, limits
-from accelerate.diagnostics.status import PREFIX, SAMPLE_PAUSE_S, SAMPLES, Question, RankStatus, interval
+from accelerate.diagnostics.status import PREFIX, SAMPLE_PAUSE_S, SAMPLES, Question, RankStatus, connection, interval
 from accelerate.diagnostics.threads import call_site
 from accelerate.runtime import failure
 
@@ -114,11 +114,7 @@ class Watcher:
         if origin is None:
             return None
         if self._clone is None:
-            # A connection of its own: one that waits in `store.wait` lets no other request through.
-            try:
-                clone = origin.clone()
-            except Exception:  # older torch, and stores written in Python, have none
-                clone = origin
+            clone = connection(origin)
             if clone is origin:
                 return dist.PrefixStore(PREFIX, origin)
             self._clone = clone

@@ -5,10 +5,12 @@ Each rank's watcher looks at its training thread (`Monitor.look`). Where that ha
 `ACCELERATE_HANG_ABORT_AFTER` ends all ranks, after a report. A rank that runs is slow, and nothing is claimed about it.
 """
 
+import contextlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.diagnostics import threads
-from accelerate.diagnostics.status import PREFIX, Question, RankStatus
+from accelerate.diagnostics.status import PREFIX, Question, RankStatus, connection
 from accelerate.runtime import failure
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,38 @@ def limits() -> tuple[float, float]:
             raise ValueError(f"{name} is {text!r}; write seconds, such as 30, or 0 for never.")
         found.append(seconds or float("inf"))
     return min(found), found[1]
+
+
+@contextlib.contextmanager
+def meeting(rank: int, world_size: int, store: Any) -> Iterator[None]:
+    """Report once, from one rank, which ranks have not come to the process group that is made inside. Every rank."""
+    after, _ = limits()
+    over, site = threading.Event(), threads.call_site()
+    dist.PrefixStore(PREFIX, store).set(f"come/{rank}", "")
+
+    def report() -> None:
+        if over.wait(after):
+            return
+        try:
+            keys = dist.PrefixStore(PREFIX, connection(store))
+            come = {other for other in range(world_size) if keys.check([f"come/{other}"])}
+            missing = [other for other in range(world_size) if other not in come]
+            if missing and not over.is_set() and keys.compare_set("waits", "", str(rank)).decode() == str(rank):
+                logger.warning(
+                    "Slow: %s waited for %.0f s at %s for %s to join the process group. `accelerate stacks` shows where a rank of this "
+                    "machine is.",
+                    f"{_names(come)} {'have' if len(come) > 1 else 'has'}",
+                    *(after, site, _names(missing)),
+                )
+        except Exception as error:  # the store is gone: the training thread has the error
+            logger.debug("Rank %d cannot say who is missing: %s", rank, error)
+
+    if world_size > 1 and after < threading.TIMEOUT_MAX:
+        threading.Thread(target=report, name="accelerate-meeting", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 class Monitor:

@@ -77,6 +77,14 @@ def interval(world_size: int) -> float:
     return max(INTERVAL_S, world_size / _PER_SECOND)
 
 
+def connection(store: Any) -> Any:
+    """Return a store with a connection of its own, if it can have one: a thread in `store.wait` lets no other request through."""
+    try:
+        return store.clone()
+    except Exception:  # older torch, and stores written in Python, cannot
+        return store
+
+
 class Question:
     """One question to all ranks: where are you? The answers of `ranks` matter."""
 

@@ -1,11 +1,13 @@
 """How a process finds the others: from ranks to a process group. `runtime.ranks` reads the ranks from the environment."""
 
 import atexit
+import contextlib
 import functools
 import gc
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FunctionType
@@ -19,9 +21,14 @@ from accelerate import comm
 from accelerate.runtime import storage
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
 
+Meeting = Callable[[Any], contextlib.AbstractContextManager]
 
-def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
-    """Join the other processes, with settings of torch's function; None is torch's default. Every rank must call it."""
+
+def init_process_group(ranks: Ranks, backend: str, meeting: Meeting = contextlib.nullcontext, **settings: Any) -> None:
+    """Join the other processes, with settings of torch's function; None is torch's default. Every rank must call it.
+
+    Inside ``meeting(store)`` the ranks wait for each other.
+    """
     settings = {name: value for name, value in settings.items() if value is not None}
     if ranks == ALONE:
         # A group of one needs no meeting point, so it cannot collide with another job's port either.
@@ -31,7 +38,8 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
         export(ranks)
     if "store" not in settings:
         settings["store"] = _meet(ranks, settings.pop("init_method", "env://"), settings.get("timeout"))
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, **settings)
+    with meeting(settings["store"]):
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, **settings)
     fork_when_quiet()
     global _leaves_at_exit
     if backend == "gloo" and not _leaves_at_exit:

@@ -1,5 +1,6 @@
 """Ten programs in which a rank is slow, and all come to their end."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,9 @@ HEALTHY = [step, sleep, backward, loader, main_process_first, save, evaluation, 
 
 
 def main():
-    """Run them one after another."""
+    """Run them one after another, on ranks of which one comes late."""
+    if os.environ["RANK"] == "1":
+        time.sleep(SLOW_S)
     accelerator = Accelerator(cpu=True)
     for function in HEALTHY:
         function(accelerator, accelerator.process_index)

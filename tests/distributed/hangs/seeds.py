@@ -66,7 +66,7 @@ def early_break(accelerator, rank):
 def uneven_loader(accelerator, rank):
     """Train on loaders of different lengths, without a join."""
     model = accelerator.prepare(nn.Linear(4, 1))
-    for batch in DataLoader(torch.ones(8 - 4 * rank, 4), batch_size=2):
+    for batch in DataLoader(torch.ones(8 - 4 * (rank == 1), 4), batch_size=2):
         accelerator.backward(model(batch).sum())  # rank 0
     accelerator.wait_for_everyone()  # rank 1
 
@@ -83,7 +83,7 @@ def other_order(accelerator, rank):
 
 def other_shapes(accelerator, rank):
     """Reduce tensors of other shapes; torch does not compare them."""
-    dist.all_reduce(torch.ones(2 - rank))  # rank 0 # rank 1
+    dist.all_reduce(torch.ones(2 - (rank == 1)))  # rank 0 # rank 1
 
 
 def caught_exception(accelerator, rank):
