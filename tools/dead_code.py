@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 USERS = ["src", "examples", "tools", "benchmarks"]
 # Names that others call, and who does.
 CALLED: dict[str, str] = {
+    "__notes__": "read by `traceback.TracebackException.format_exception_only`",
     **dict.fromkeys(["memo", "objtype", "protocol"], "Python: parameters of __deepcopy__, __get__ and __reduce_ex__"),
     **dict.fromkeys(["persistent_id", "persistent_load"], "Python: pickle"),
     **dict.fromkeys(["_missing_", "__dir__", "find_class", "__signature__"], "Python: enum, dir(), pickle, inspect"),

@@ -110,3 +110,14 @@ def test_one_rank_reports_and_says_nothing_twice(monkeypatch, caplog):
         each.stop()
     over.set()
     assert [record.getMessage()[:34] for record in caplog.records] == ["Slow: all ranks have been in all_r"]
+
+
+def test_ranks_that_have_not_joined_are_named_once(monkeypatch, caplog):
+    monkeypatch.setenv(monitor.REPORT_AFTER, "0.05")
+    store = dist.HashStore()
+    for rank in (0, 2):
+        with monitor.meeting(rank, 3, store):
+            next(thread for thread in threading.enumerate() if thread.name == "accelerate-meeting").join()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Slow: rank 0 has waited for 0 s at ")
+    assert " for ranks 1, 2 to join the process group." in record.getMessage()
