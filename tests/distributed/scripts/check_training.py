@@ -97,8 +97,9 @@ def check_windows_that_are_short():
 
 def check_items_are_counted_over_all_ranks():
     """Every rank and micro-batch has another number of items; the mean is over all of them."""
-    for steps, in_backward in itertools.product((1, 2, 3), (False, True)):
-        accelerator = fresh_accelerator(gradient_accumulation_steps=steps)
+    for steps, in_backward, each in itertools.product((1, 2, 3), (False, True), (False, True)):
+        plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=each)
+        accelerator = fresh_accelerator(gradient_accumulation_plugin=plugin)
         pieces = [inputs_of(place, 1 + 3 * place % 5) for place in range(steps * accelerator.num_processes)]
         model = accelerator.prepare(network())
         for _ in range(2):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 import sharded_io
 from accelerate import Accelerator
 from accelerate.checkpoint import layouts, shards, state
-from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.manifest import DamagedCheckpoint, rank_file
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 from cases import cases
@@ -73,6 +73,12 @@ def test_the_layout_that_was_asked_for_is_taken(tmp_path):
     for layout, model in saved.items():
         sharded_io.load_model(found, tmp_path, prefer=layout)
         assert same(dict(found.state_dict()), dict(model.state_dict()))
+
+
+def test_local_files_of_the_first_model_have_no_number():
+    files = {rank_file("pytorch_model_fsdp", 0)}
+    assert [found.layout for found in layouts.candidates("", files, "model", 0)] == ["local"]
+    assert layouts.candidates("", files, "model", 1) == []
 
 
 def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):

@@ -107,3 +107,7 @@ def test_a_state_that_does_not_fit_is_told():
         resume.restore(loader, state[resume.KEY], continuing=False)
     with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
         loader.load_state_dict({"_num_yielded": 3})
+    for saved, now in (("seedable", "default shuffle"), ("default shuffle", "seedable")):
+        _, (state, _) = interrupted(LOADERS[saved], 1, 0, 4)
+        with pytest.warns(UserWarning, match="continued in another order"):
+            resume.restore(build(LOADERS[now], 1), state[resume.KEY], continuing=False)
