@@ -77,6 +77,14 @@ def check_rows_of_any_width_are_dispatched():
         assert sorted(sum(everywhere(mine), [])) == list(range(16 * world())) and loader.iteration == epoch + 1
 
 
+def check_the_length_of_a_dispatched_loader_is_its_steps():
+    data = torch.arange(2 * (2 * world() + 1))  # one batch more than two steps take
+    for drop_last, steps in ((False, 3), (True, 2)):
+        accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+        loader = accelerator.prepare(DataLoader(data, batch_size=2, drop_last=drop_last))
+        assert len(loader) == len(list(loader)) == (steps if world() > 1 else 3), (drop_last, len(loader))
+
+
 def check_dispatched_loops_are_left_early_or_fail_together():
     fresh_accelerator()
     loader = dispatched(24, 2 * world(), split_batches=True)
