@@ -10,6 +10,7 @@ Source:
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -70,7 +71,8 @@ class Watcher:
 
     def start(self) -> None:
         """Start answering; others can look for the process from now on, even if its thread never runs."""
-        dist.PrefixStore(PREFIX, self._origin()).set(f"process/{self.rank}", json.dumps(threads.process()))
+        with contextlib.suppress(RuntimeError):  # torch's FakeStore keeps nothing
+            dist.PrefixStore(PREFIX, self._origin()).set(f"process/{self.rank}", json.dumps(threads.process()))
         self._thread.start()
 
     def serves(self, store: Any) -> bool:

@@ -7,6 +7,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+import torch
+
 from accelerate.process import PartialState
 
 logger = logging.getLogger(__name__)
@@ -154,7 +157,7 @@ _mentioned: set[tuple[str, str]] = set()
 
 def number_or_same(value: Any) -> Any:
     """Return a tensor or array of one element that is a number as a Python number, and anything else as it is."""
-    if hasattr(value, "item") and hasattr(value, "shape"):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         try:
             number = value.item()
         except (RuntimeError, ValueError, TypeError):  # more than one element

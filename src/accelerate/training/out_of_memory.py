@@ -14,7 +14,7 @@ from accelerate.runtime import failure, traits
 from accelerate.training.prepared import Facade
 from accelerate.utils.memory import should_reduce_batch_size
 
-_LIVE: "weakref.WeakSet[Facade]" = weakref.WeakSet()
+_LIVE: "weakref.WeakKeyDictionary[Facade, None]" = weakref.WeakKeyDictionary()  # the newest is last
 # Smaller states stay in float32 in 8-bit optimizers.
 _SMALL = 4096
 
@@ -33,7 +33,7 @@ class Setting:
 
 def watch(accelerator: Facade) -> None:
     """Explain an error that ends the program, if it means that memory ran out, for as long as the Accelerator lives."""
-    _LIVE.add(accelerator)
+    _LIVE[accelerator] = None
     failure.watch(explain)
 
 
@@ -42,7 +42,7 @@ def explain(error: BaseException) -> str:
     runs = list(_LIVE)
     if not runs or not isinstance(error, Exception) or not should_reduce_batch_size(error):
         return ""
-    run = runs[0]  # they share one state
+    run = runs[-1]
     models = [model for each in runs for model in each.prepared.models]
     optimizers = [optimizer for each in runs for optimizer in each.prepared.optimizers]
     activations = max((each._activations_peak for each in runs if each._activations_peak is not None), default=None)

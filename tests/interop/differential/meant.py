@@ -299,6 +299,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("DamagedCheckpoint", None, "checkpoints.places(folder='empty', method='load_state')*")],
     "A value that a tracker cannot log": [("", None, "trackers.log(*")],
     "TensorBoard gets a nested configuration": [("", None, "trackers.configuration(tracker='TensorBoardTracker',*")],
+    "Configuration values that Aim or DVCLive cannot store": [("", None, "trackers.configuration(tracker='<AimTracker|DVCLiveTracker>',*")],
     "Functions for nested data take every mapping": [
         (None, None, "operations.*value=default dict*"),
         ("", "IndexError", "operations.pad_input_tensors_otherwise(value=scalar, *")],

@@ -22,7 +22,10 @@ STRATEGIES = [
     "FULL_SHARD", "full_shard", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2",
     "_HYBRID_SHARD_ZERO2",
 ]  # fmt: skip
-ADDED = {"shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan", "ep_size"}
+ADDED = {
+    *("shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan", "ep_size"),
+    "memory_snapshot",
+}
 
 
 def named(value):
