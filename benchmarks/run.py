@@ -43,8 +43,8 @@ CHECKPOINTS = (
     "writes checksums and verifies them; the peer does not. Medians of three saves in each round."
 )
 WATCHING = (
-    "A step of four layers of 512 and AdamW under DDP, alone and with `accelerator.throughput` or `ACCELERATE_CHECK_EVERY`, in turns "
-    "in one process; medians of the ratios of neighbours. The watcher of hangs runs beside all of them."
+    "A step of four layers of 512 and AdamW under DDP, alone and with `accelerator.throughput` or `ACCELERATE_CHECK_EVERY`, new models "
+    "in turns in one process; ratios of medians. The watcher of hangs runs beside all of them."
 )
 NOTES = {"startup": RUNS_ONE_PROCESS}
 
