@@ -34,8 +34,6 @@ def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
     """A method that moves weights, without `torch.compile`, which would compile nothing of it and fail at some; its
     own decorator would take a second to import for those who never compile.
     """
-    if not torch.compiler.is_compiling():
-        return method
     if method not in _uncompiled:
         _uncompiled[method] = torch.compiler.disable(method)
     return _uncompiled[method]
@@ -149,7 +147,10 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Bring offloaded weights and the inputs to the execution device."""
         if self.leads is not None or self.offload:
-            _outside_graphs(AlignDevicesHook._arrive)(self, module)
+            if torch.compiler.is_compiling():
+                _outside_graphs(AlignDevicesHook._arrive)(self, module)
+            else:
+                self._arrive(module)
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.execution_device is None:
@@ -240,7 +241,10 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Drop offloaded weights again, and bring the output to the inputs' device."""
         if self.leads is not None or self.offload:
-            _outside_graphs(AlignDevicesHook._leave)(self, module)
+            if torch.compiler.is_compiling():
+                _outside_graphs(AlignDevicesHook._leave)(self, module)
+            else:
+                self._leave(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output

@@ -50,11 +50,11 @@ def as_device(device: Device) -> torch.device:
 
 def exact_device(device: Device) -> torch.device:
     """Return a device of a map with the index that tensors on it tell, so that the two compare equal."""
-    if device not in _EXACT:  # hooks ask at each forward
+    if (known := _EXACT.get(device)) is None:  # hooks ask at each forward
         found = as_device(device)
         indexed = found.index is not None or found.type in ("cpu", "meta")
-        _EXACT[device] = found if indexed else torch.empty(0, device=found).device
-    return _EXACT[device]
+        known = _EXACT[device] = found if indexed else torch.empty(0, device=found).device
+    return known
 
 
 def any_elsewhere(value: Any, device: torch.device) -> bool:

@@ -311,7 +311,10 @@ class PrefixedDataset(Mapping):
         return key if key.startswith(self.prefix) and full not in self.dataset else full
 
     def __getitem__(self, key: str) -> Any:
-        return self.dataset[self.full_name(key)]
+        try:  # hooks ask for each weight at each forward
+            return self.dataset[self.prefix + key]
+        except KeyError:
+            return self.dataset[self.full_name(key)]
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.full_name(key) in self.dataset
@@ -373,7 +376,8 @@ class OffloadedWeightsLoader(Mapping):
         tensor, entry = self.stored(key), self.index[key]
         if self.device is not None and entry.get("safetensors_file") is not None:
             tensor = tensor.to(self.device)
-        return tensor if entry.get("dtype") is None else tensor.to(getattr(torch, entry["dtype"]))
+        dtype = entry.get("dtype")
+        return tensor if dtype is None or tensor.dtype is getattr(torch, dtype) else tensor.to(getattr(torch, dtype))
 
     def stored(self, key: str) -> torch.Tensor:
         """Return a weight as it is kept, the same tensor until this process writes files or the entry is replaced."""
