@@ -68,6 +68,7 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
     ) -> None:
         self.execution_device = execution_device
+        self._target: tuple[Any, Any] = (None, None)
         self.offload = offload
         self.io_same_device = io_same_device
         self.weights_map = weights_map
@@ -155,7 +156,11 @@ class AlignDevicesHook(ModelHook):
             self.input_device = find_device([args, kwargs])
         if self.execution_device is None:
             return args, kwargs
-        target = exact_device(self.execution_device)
+        given, target = self._target
+        if (
+            given is not self.execution_device
+        ):  # others may replace it at any time; to look a device up takes as long as the rest
+            given, target = self._target = self.execution_device, exact_device(self.execution_device)
         if any_elsewhere(args, target):
             args = send_to_device(args, self.execution_device)
         if kwargs and any_elsewhere(kwargs, target):
