@@ -20,6 +20,8 @@ TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transform
 	tests/interop/test_libraries.py::test_training_arguments_leave_a_live_accelerator_whole
 # Upstream's source distributions that the exported patches are proved on.
 UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0
+# Of the downstream libraries the only source distribution that carries the tests of its trainer.
+SUITES := pytorch_accelerated-0.1.61
 UPSTREAM_READY := $(VENV)/.ready-interop $(PEER)/.ready .venv-transformers-4.57.6/.ready \
 	$(UPSTREAM_SOURCES:%=.cache/upstream/%/.ready)
 
@@ -153,7 +155,7 @@ test-crash: $(VENV)/.ready ## kill runs and break disks while they save and load
 bench: $(VENV)/.ready-bench ## measure this package and upstream's wheels, interleaved; writes docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-bench-peer: $(VENV)/.ready-interop $(PEER)/.ready ## train with downstream libraries on both packages: equal losses
+bench-peer: $(VENV)/.ready-interop $(PEER)/.ready $(SUITES:%=.cache/upstream/%/.ready) ## train with downstream libraries, and run their suites, on both packages: equal losses, equal outcomes
 	$(PYTEST) -m slow tests/interop $(ARGS)
 
 docs: $(VENV)/.ready-docs ## build the documentation into site/

@@ -54,6 +54,7 @@ EXTRAS = {
         "datasets",
         "optuna",
         "bitsandbytes",
+        "pytest-mock",
     ],
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],

@@ -1,4 +1,4 @@
-"""Fetch the source distributions that the exported patches are proved on, and unpack them.
+"""Fetch the source distributions that the exported patches are proved on and whose test suites run here, and unpack them.
 
     python tools/fetch_sources.py [--out DIR] [NAME-VERSION ...]
 
@@ -19,6 +19,7 @@ SOURCES = {
     "accelerate-1.12.0": "70988c352feb481887077d2ab845125024b2a137a5090d6d7a32b57d03a45df6",
     "accelerate-1.15.0": "5654f8c5eaa0d4fa68b33e287a97765da6849bf6d51dcac874e73fbbddfb6134",
     "transformers-4.57.6": "55e44126ece9dc0a291521b7e5492b572e6ef2766338a610b9ab5afbb70689d3",
+    "pytorch_accelerated-0.1.61": "3a2c598fdf2f0f148be1a1388bfab7f04bb5f2b23cc1f69d6f8f6ffeb60668e6",
     "transformers-5.23.0": "19d647a4d5d903a7c644ca5cde2d86efc3dde7d8c687ae7988806ff2205efa71",
 }
 
