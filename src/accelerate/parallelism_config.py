@@ -10,6 +10,7 @@ from accelerate.config.parallel import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate.runtime import torch_private
 from accelerate.utils.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION, BETA_TP_AVAILABLE_PYTORCH_VERSION
 from accelerate.utils.versions import is_torch_version
 
@@ -252,7 +253,7 @@ class ParallelismConfig:
             ("dp_cp", self.dp_cp_dim_names),
         ):
             if dims:
-                mesh[tuple(dims)]._flatten(name)
+                torch_private.flatten(mesh, dims, name)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":

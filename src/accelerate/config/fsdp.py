@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options.schema import to_bool, to_enum, to_int, to_names
+from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP2_PYTORCH_VERSION, FSDP_AUTO_WRAP_POLICY
 from accelerate.utils.versions import is_torch_version
 
@@ -245,7 +246,7 @@ class FullyShardedDataParallelPlugin:
         policies = dict(zip(FSDP_AUTO_WRAP_POLICY, named, strict=True))
         policy = self._said("auto_wrap_policy", "NO_WRAP")
         known = isinstance(policy, str) and policy.upper() in policies
-        if not known and not callable(policy) and not isinstance(policy, wrap._Policy):
+        if not known and not callable(policy) and not torch_private.is_wrap_policy(policy):
             raise ValueError(
                 f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, a callable or one of torch's policies."
             )

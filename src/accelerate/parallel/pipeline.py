@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
-from torch.utils import _pytree as pytree
 
 from accelerate import comm
 from accelerate.process import PartialState
+from accelerate.runtime.torch_private import pytree
 
 # What may be an input or an output beside tensors: it is part of the traced graph.
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

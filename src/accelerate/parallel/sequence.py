@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from accelerate._warn import warn_user
 from accelerate.parallel import mesh, models
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
 from accelerate.runtime.run import Run
+from accelerate.runtime.torch_private import all_to_all_single_autograd
 
 if TYPE_CHECKING:
     from accelerate.config.parallel import DeepSpeedSequenceParallelConfig
@@ -105,7 +105,8 @@ def _torch_parts() -> tuple[Callable, Callable]:
     """Return torch's context manager and the setter of its rotation."""
     try:
         from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+        from accelerate.runtime.torch_private import set_rotate_method
     except ImportError as error:
         raise ImportError(
             f"torch {torch.__version__} has no torch.distributed.tensor.experimental.context_parallel with set_rotate_method. "

@@ -1,0 +1,336 @@
+"""What this package takes of torch that torch keeps private: the only file that names it, beside `launch.torch_compat`.
+
+A release may drop any of these names. Functions ask whether a name is there, and fall back on the next best. What stands in
+`_HOMES` is imported when it is first asked for: a torch that lacks it loses the feature, by name, and goes on otherwise.
+
+Seen on: torch 2.6.0, 2.9.1, 2.13.0, 2.15.0 (`make test-versions`).
+"""
+
+import math
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_COLLECTIVES = "torch.distributed._functional_collectives"
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_HOMES = {
+    "ActivationWrapper": f"{_WRAPPERS}:ActivationWrapper",
+    "EXTRA_STATE": "torch.nn.modules.module:_EXTRA_STATE_KEY_SUFFIX",
+    "IncompatibleKeys": "torch.nn.modules.module:_IncompatibleKeys",
+    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "all_reduce": f"{_COLLECTIVES}:all_reduce",
+    "all_to_all_single_autograd": f"{_COLLECTIVES}:all_to_all_single_autograd",
+    "apply_activation_checkpointing": f"{_WRAPPERS}:apply_activation_checkpointing",
+    # The operator itself: torch's own context parallelism replaces the name in `torch.nn.functional` for a time.
+    "attention": "torch:_C._nn.scaled_dot_product_attention",
+    "backward_engine": "torch.autograd:Variable._execution_engine",
+    "checkpoint_wrapper": f"{_WRAPPERS}:checkpoint_wrapper",
+    "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    "flatten_dense_tensors": "torch._utils:_flatten_dense_tensors",
+    "make_subclass": "torch:Tensor._make_subclass",
+    "neg_view": "torch:_neg_view",
+    "offload_wrapper": f"{_WRAPPERS}:offload_wrapper",
+    "pytree": "torch.utils._pytree",
+    "set_rotate_method": "torch.distributed.tensor.experimental._attention:set_rotate_method",
+    "take_tensors": "torch._utils:_take_tensors",
+    "unflatten_dense_tensors": "torch._utils:_unflatten_dense_tensors",
+    "unflatten_state_dict": "torch.distributed.checkpoint._nested_dict:unflatten_state_dict",
+    "wait_tensor": f"{_COLLECTIVES}:wait_tensor",
+    "without_torch_function": "torch:_C.DisableTorchFunction",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = globals()[name] = pkgutil.resolve_name(_HOMES[name])
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"torch {torch.__version__} has no {_HOMES[name].replace(':', '.')}, which this feature of accelerate needs. Install "
+            "another torch: it was last seen in 2.15.0."
+        ) from error
+    return value
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def groups() -> list[Any]:
+    """Return this rank's process groups; none where torch does not list them."""
+    world = getattr(dist.distributed_c10d, "_world", None) if dist.is_available() else None
+    return list(getattr(world, "pg_map", ()))
+
+
+def backends(group: Any) -> Iterator[Any]:
+    """Yield what carries out the collectives of a group, by kind of device; nothing where torch does not say."""
+    for device in getattr(group, "_device_types", ()):
+        yield group._get_backend(device)
+
+
+def collectives_started(backend: Any) -> int:
+    """Return how many operations a backend has started; RuntimeError or AttributeError if it does not count."""
+    return backend._get_sequence_number_for_group()
+
+
+def live_timeout() -> timedelta | None:
+    """Return how long collectives of the live process group may wait, or None if torch does not say."""
+    options = (getattr(backend, "options", None) for backend in backends(dist.group.WORLD))
+    return next((one._timeout for one in options if hasattr(one, "_timeout")), None)
+
+
+def set_live_timeout(timeout: timedelta) -> bool:
+    """Change how long collectives of the live process group may wait; say whether torch could."""
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is None:
+        return False
+    change(timeout, dist.group.WORLD)
+    return live_timeout() in (timeout, None)
+
+
+def flight_recorders() -> list[Callable[[bool, bool], str]]:
+    """Return the functions that write a recorder of collectives as JSON, of those that this torch has."""
+    module = getattr(torch._C, "_distributed_c10d", None)
+    found = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    return [dump for dump in found if dump]
+
+
+# -- meshes and DTensors -----------------------------------------------------------------------------------------------
+
+
+def flatten(mesh: Any, names: Sequence[str], name: str) -> None:
+    """Let a mesh know several of its dimensions, as one, under a name of its own."""
+    mesh[tuple(names)]._flatten(name)
+
+
+def dimension(mesh: Any, names: str | Sequence[str]) -> Any:
+    """Return dimensions of a mesh, flattened ones included; None where it has them not."""
+    # Slicing a flattened dimension out of its root warns since torch 2.11; the mesh itself keeps it under its name.
+    kept = getattr(mesh, "_flatten_mapping", {})
+    if names in kept:
+        return kept[names]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        try:
+            return mesh[names]
+        except KeyError:
+            return None
+
+
+def forget_groups(mesh: Any) -> None:
+    """Let a mesh find its groups by name again, and hold none meanwhile."""
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: the local shard of a DTensor, else the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Set `data`; of a DTensor also what it wraps and describes, where torch changes the outer tensor alone."""
+    tensor.data = value
+    if hasattr(value, "_local_tensor"):
+        tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Let go of the memory of a tensor, or of a DTensor's shard."""
+    if hasattr(tensor, "_local_tensor"):
+        tensor._local_tensor = torch.empty(0, dtype=tensor.dtype)
+    else:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def group_of(sharded: Any) -> Any:
+    """Return the process group of a ShardedTensor."""
+    return sharded._process_group
+
+
+def gathering_device(sharded: Any) -> torch.device:
+    """Return where a ShardedTensor is gathered."""
+    return sharded._get_preferred_device()
+
+
+# -- fully_shard -------------------------------------------------------------------------------------------------------
+
+
+class Sharded(NamedTuple):
+    """A parameter that `fully_shard` made: its shard, elements while it is gathered, dtypes, gradients that this rank holds whole."""
+
+    shard: nn.Parameter
+    whole: int
+    compute: torch.dtype
+    reduce: torch.dtype
+    unreduced: torch.dtype
+    gradients: list[torch.Tensor]
+
+
+def shard_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters that `fully_shard` gathers and reduces together."""
+    for module in model.modules():
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+            groups = getattr(state(), "_fsdp_param_groups", None)
+            # Up to 2.9 a module has one group, or None.
+            yield from filter(None, [getattr(state(), "_fsdp_param_group", None)]) if groups is None else groups
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[Sharded]:
+    """Yield the parameters that `fully_shard` made, as far as torch shows them."""
+    for group in shard_groups(model):
+        for item in getattr(group, "fsdp_params", ()):
+            shard = item.sharded_param
+            policy = getattr(item, "mp_policy", None) or getattr(group, "mp_policy", None)
+            compute = getattr(policy, "param_dtype", None) or shard.dtype
+            reduce = getattr(policy, "reduce_dtype", None)
+            # While nothing is exchanged, gradients add up in the dtype of the exchange; since 2.15 in the shard's if none was asked for.
+            native = shard.dtype if hasattr(type(item), "unsharded_grad_dtype") else compute
+            whole = getattr(item, "_unsharded_param", None)
+            found = [getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None)]
+            held = list({id(gradient): gradient for gradient in found if gradient is not None}.values())
+            size = math.prod(getattr(item, "_orig_size", shard.shape))
+            yield Sharded(shard, size, compute, reduce or compute, reduce or native, held)
+
+
+def wrap_exchanges(model: nn.Module, around: Callable[[Callable], Callable]) -> None:
+    """Put something around the methods of `fully_shard` that wait for gathered parameters and reduce gradients."""
+    for group in shard_groups(model):
+        for name in ("wait_for_unshard", "post_backward"):
+            if hasattr(group, name):
+                setattr(group, name, around(getattr(group, name)))
+
+
+def shards_own_class(model: nn.Module) -> type:
+    """Return the class of a module that the user wrote: `fully_shard` derives one from it."""
+    return type(model).__bases__[-1] if hasattr(model, "_get_fsdp_state") else type(model)
+
+
+def output_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that `fully_shard` casts the outputs of a module to, or None."""
+    state = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else getattr(getattr(state(), "_mp_policy", None), "output_dtype", None)
+
+
+# -- FullyShardedDataParallel ------------------------------------------------------------------------------------------
+
+
+def is_wrap_policy(policy: Any) -> bool:
+    """Say whether a policy is an object of torch's, such as `ModuleWrapPolicy`."""
+    return hasattr(policy, "_run_policy")
+
+
+def chosen_modules(policy: Any, model: nn.Module) -> set[nn.Module]:
+    """Return the modules that such a policy chooses."""
+    return set(policy._run_policy(model, set(), {}))
+
+
+def member_names(parameter: nn.Parameter) -> Sequence[str] | None:
+    """Return the names, below its module, of the parameters in a flat one; None for any other."""
+    return getattr(parameter, "_fqns", None)
+
+
+def shared_members(module: nn.Module) -> Sequence[Any]:
+    """Return torch's records of the parameters that share memory with another in the flat one of a module."""
+    return getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ())
+
+
+def flat_gradients(module: nn.Module) -> list[Any]:
+    """Return the gradients, or None, that the flat parameter of a module holds."""
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return [getattr(flat, name, None) for name in ("grad", "_saved_grad_shard")]
+
+
+def flat_parameters(wrapper: nn.Module) -> Iterator[tuple[set[int], dict[str, Any]]]:
+    """Yield what FSDP1 flattened in a wrapper: identities under which `named_parameters` shows it, and what it is."""
+    handle = getattr(wrapper, "_handle", None)
+    if handle is None:
+        return
+    flat = handle.flat_param
+    originals = flat._params if flat._params is not None else [flat] * len(flat._shapes)
+    shown = {id(flat), *map(id, originals), *map(id, getattr(flat, "_shared_params", None) or ())}
+    dtype, compute = handle._orig_param_dtype, handle._fwd_bwd_param_dtype
+    for name, shape, shard, original in zip(flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True):
+        count = math.prod(shape)
+        yield (
+            shown,
+            {
+                "name": name,
+                "dtype": dtype,
+                "trainable": original.requires_grad,
+                "numel": count,
+                "here": (shard.numel_in_shard or 0) if handle.uses_sharded_strategy else count,
+                "whole": count,
+                "compute": compute,
+                "reduce": handle._reduce_dtype,
+                "unreduced": compute,  # FSDP1 leaves them as backward computes them
+                "gradient": handle._reduce_dtype if handle._keep_low_precision_grads else dtype,
+            },
+        )
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def skip_when_compiling(code: Any) -> None:
+    """Keep torch.compile, where it is loaded, from compiling a function, given by its code object."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and hasattr(compiler, "skip_code"):
+        compiler.skip_code(code)
+
+
+def attention_operators(ending: str) -> list[Any]:
+    """Return the attention operators with such an ending of the name, of those that this torch has."""
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    names = (f"_scaled_dot_product_{kernel}{ending}" for kernel in kernels)
+    return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+
+
+def let_batched_power_sgd_run() -> None:
+    """Let torch's helper take the single matrix that its batched PowerSGD hook passes (seen on 2.13)."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    batched = getattr(powerSGD_hook, "_orthogonalize", None)
+    try:
+        if batched is not None:
+            batched(torch.eye(2))
+    except AssertionError:
+
+        def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+            batched(matrices if matrices.ndim == 3 else matrices.unsqueeze(0), epsilon)
+
+        powerSGD_hook._orthogonalize = orthogonalize
+
+
+def draws(sampler: Any) -> int | None:
+    """Return how many samples a `RandomSampler` was told to draw; None for as many as there are."""
+    return getattr(sampler, "_num_samples", None)
+
+
+def workers_awaited(frame: FrameType) -> list[Any]:
+    """Return the worker processes whose next batch the function of a frame waits for."""
+    waits = frame.f_code.co_name == "_try_get_data"
+    return getattr(frame.f_locals.get("self"), "_workers", []) if waits else []
+
+
+def on_first_use(namespace: Any, call: Callable[[], None]) -> None:
+    """Let `torch.cuda` or the like call a function when its device is used first; nothing if it is in use, or cannot."""
+    if hasattr(namespace, "_lazy_call") and not namespace.is_initialized():
+        namespace._lazy_call(call)
+
+
+def end_with_the_parent(number: int) -> None:
+    """Ask the system to send this process a signal when its parent ends, where torch offers that."""
+    getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)(number)
