@@ -191,7 +191,7 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify
 
 def is_extra(name: str) -> bool:
     """Say whether a name is that of a module's extra state, which may be anything."""
-    return name.rpartition(".")[2] == torch_private.EXTRA_STATE
+    return name.rpartition(".")[2] == torch_private.EXTRA_STATE_KEY_SUFFIX
 
 
 def model_values(stored: "Stored") -> dict[str, Any]:

@@ -12,8 +12,7 @@ from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options.schema import to_bool, to_enum, to_int, to_names
 from accelerate.runtime import torch_private
-from accelerate.utils.constants import FSDP2_PYTORCH_VERSION, FSDP_AUTO_WRAP_POLICY
-from accelerate.utils.versions import is_torch_version
+from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
 if TYPE_CHECKING:
     import torch
@@ -68,11 +67,8 @@ def _materialize(module: "nn.Module") -> None:
     import torch
 
     device = None
-    if not env.setting(None, "cpu", False):
-        if hasattr(torch, "accelerator"):
-            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        elif torch.cuda.is_available():
-            device = torch.device("cuda")
+    if not env.setting(None, "cpu", False) and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
     if device is None or device.type == "mps":
         device = torch.device("cpu")
     module.to_empty(device=device, recurse=False)
@@ -190,8 +186,6 @@ class FullyShardedDataParallelPlugin:
         self.fsdp_version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
         if self.fsdp_version not in (1, 2):
             raise ValueError(f"fsdp_version is {self.fsdp_version}; torch has versions 1 and 2.")
-        if self.fsdp_version == 2 and is_torch_version("<", FSDP2_PYTORCH_VERSION):
-            raise ValueError(f"fsdp_version=2 needs torch {FSDP2_PYTORCH_VERSION}; upgrade it, or set fsdp_version=1.")
 
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy

@@ -159,7 +159,7 @@ class Meter:
             # The loss has a gradient first, so this comes before the strategy's own wait at the end of the pass. From there on
             # all gradients are there, and what remains is to wait for their exchange.
             last = partial(self.enter, "communication")
-            loss.register_hook(lambda gradient: torch_private.backward_engine.queue_callback(last))
+            loss.register_hook(lambda gradient: torch_private.execution_engine.queue_callback(last))
         self._timed("backward", method, loss, *args, **kwargs)
         # Without an exchange the step goes on with another micro-batch.
         self.enter("rest" if self._accelerator.sync_gradients else "data")

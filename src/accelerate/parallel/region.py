@@ -19,7 +19,7 @@ from accelerate.runtime import torch_private
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ATTENTION = torch_private.attention
+ATTENTION = torch_private.scaled_dot_product_attention
 WHAT = {"cp": "context parallelism", "sp": "sequence parallelism"}
 NO_MASK = (
     "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns, and "
@@ -159,7 +159,7 @@ class Region:
         if attn_mask is not None:
             raise ValueError(NO_MASK.format(what=self.what))
         # Called by its name, the mode is still on, and would catch the plain attention within.
-        with torch_private.without_torch_function():
+        with torch_private.DisableTorchFunction():
             return self._attend(query, key, value, dropout_p, is_causal, scale, enable_gqa)
 
     def _attend(

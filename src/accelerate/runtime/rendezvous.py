@@ -116,8 +116,7 @@ def _leave() -> None:
 def abort() -> None:
     """Call this rank out of the collectives that it waits in, where the backend can; gloo cannot. Any rank, in any thread."""
     for group in torch_private.groups():
-        if hasattr(group, "abort"):  # since torch 2.8
-            group.abort()
+        group.abort()
 
 
 def leave() -> dict[str, Any]:

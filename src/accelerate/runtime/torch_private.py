@@ -3,7 +3,7 @@
 A release may drop any of these names. Functions ask whether a name is there, and fall back on the next best. What stands in
 `_HOMES` is imported when it is first asked for: a torch that lacks it loses the feature, by name, and goes on otherwise.
 
-Seen on: torch 2.6.0, 2.9.1, 2.13.0, 2.15.0 (`make test-versions`).
+Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.15.0 (`make test-versions`).
 """
 
 import math
@@ -19,44 +19,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-_COLLECTIVES = "torch.distributed._functional_collectives"
-_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+# By the place in torch, names that are read there, with an underscore before them where torch has one.
 _HOMES = {
-    "ActivationWrapper": f"{_WRAPPERS}:ActivationWrapper",
-    "EXTRA_STATE": "torch.nn.modules.module:_EXTRA_STATE_KEY_SUFFIX",
-    "IncompatibleKeys": "torch.nn.modules.module:_IncompatibleKeys",
-    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
-    "all_reduce": f"{_COLLECTIVES}:all_reduce",
-    "all_to_all_single_autograd": f"{_COLLECTIVES}:all_to_all_single_autograd",
-    "apply_activation_checkpointing": f"{_WRAPPERS}:apply_activation_checkpointing",
+    "torch": "neg_view",
+    "torch.Tensor": "make_subclass",
+    "torch._C": "DisableTorchFunction",
     # The operator itself: torch's own context parallelism replaces the name in `torch.nn.functional` for a time.
-    "attention": "torch:_C._nn.scaled_dot_product_attention",
-    "backward_engine": "torch.autograd:Variable._execution_engine",
-    "checkpoint_wrapper": f"{_WRAPPERS}:checkpoint_wrapper",
-    "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
-    "flatten_dense_tensors": "torch._utils:_flatten_dense_tensors",
-    "make_subclass": "torch:Tensor._make_subclass",
-    "neg_view": "torch:_neg_view",
-    "offload_wrapper": f"{_WRAPPERS}:offload_wrapper",
-    "pytree": "torch.utils._pytree",
-    "set_rotate_method": "torch.distributed.tensor.experimental._attention:set_rotate_method",
-    "take_tensors": "torch._utils:_take_tensors",
-    "unflatten_dense_tensors": "torch._utils:_unflatten_dense_tensors",
-    "unflatten_state_dict": "torch.distributed.checkpoint._nested_dict:unflatten_state_dict",
-    "wait_tensor": f"{_COLLECTIVES}:wait_tensor",
-    "without_torch_function": "torch:_C.DisableTorchFunction",
+    "torch._C._nn": "scaled_dot_product_attention",
+    "torch._utils": "take_tensors flatten_dense_tensors unflatten_dense_tensors",
+    "torch.autograd.Variable": "execution_engine",
+    "torch.distributed._functional_collectives": "all_reduce all_to_all_single_autograd wait_tensor",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (
+        "ActivationWrapper apply_activation_checkpointing checkpoint_wrapper offload_wrapper"
+    ),
+    "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
+    "torch.distributed.checkpoint.filesystem": "StorageInfo",
+    "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset",
+    "torch.distributed.tensor.experimental._attention": "set_rotate_method",
+    "torch.nn.modules.module": "EXTRA_STATE_KEY_SUFFIX IncompatibleKeys",
+    "torch.utils": "pytree",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = globals()[name] = pkgutil.resolve_name(_HOMES[name])
+        home = pkgutil.resolve_name(_HOME_OF[name])
+        value = globals()[name] = getattr(home, name) if hasattr(home, name) else getattr(home, f"_{name}")
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"torch {torch.__version__} has no {_HOMES[name].replace(':', '.')}, which this feature of accelerate needs. Install "
-            "another torch: it was last seen in 2.15.0."
+            f"torch {torch.__version__} has no {name} in {_HOME_OF[name]}, which this feature of accelerate needs. It was last "
+            "seen in torch 2.15.0: install that, or a newer accelerate."
         ) from error
     return value
 
