@@ -239,13 +239,8 @@ class ParallelismConfig:
             return None
         names, shape = layout
         mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
-        for name, dims in (
-            ("dp", self.dp_dim_names),
-            ("dp_shard_cp", self.dp_shard_cp_dim_names),
-            ("dp_cp", self.dp_cp_dim_names),
-        ):
-            if dims:
-                torch_private.flatten(mesh, dims, name)
+        several = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        torch_private.flatten(mesh, several)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":

@@ -6,11 +6,12 @@ A release may drop any of these names. Functions ask whether a name is there, an
 Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.15.0 (`make test-versions`).
 """
 
+import contextlib
 import math
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple
@@ -106,9 +107,15 @@ def flight_recorders() -> list[Callable[[bool, bool], str]]:
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
 
 
-def flatten(mesh: Any, names: Sequence[str], name: str) -> None:
-    """Let a mesh know several of its dimensions, as one, under a name of its own."""
-    mesh[tuple(names)]._flatten(name)
+def flatten(mesh: Any, dimensions: Mapping[str, Sequence[str]]) -> None:
+    """Let a new mesh know several of its dimensions, as one, under names of their own; those without dimensions are left out."""
+    # Up to 2.9 torch keeps them by what the mesh looks like, with groups of a former process group.
+    known = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
+    for kept in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):
+        getattr(known, kept, {}).pop(mesh, None)
+    for name, names in dimensions.items():
+        if names:
+            mesh[tuple(names)]._flatten(name)
 
 
 def dimension(mesh: Any, names: str | Sequence[str]) -> Any:
@@ -284,6 +291,21 @@ def skip_when_compiling(code: Any) -> None:
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and hasattr(compiler, "skip_code"):
         compiler.skip_code(code)
+
+
+@contextlib.contextmanager
+def exporting_by_running() -> Iterator[None]:
+    """Let torch's pipelines trace a model as since 2.10, by running it: up to 2.9 they compile it, which few models bear."""
+    before = {name: getattr(torch.export, name, None) for name in ("export", "export_for_training")}
+    for name, export in before.items():
+        if export is not None:
+            setattr(
+                torch.export, name, lambda *args, export=export, **kwargs: export(*args, **{**kwargs, "strict": False})
+            )
+    try:
+        yield
+    finally:
+        vars(torch.export).update({name: export for name, export in before.items() if export is not None})
 
 
 def attention_operators(ending: str) -> list[Any]:
