@@ -11,7 +11,7 @@ ALLOWED = {
     "torch's tables of a module's and an optimizer's parts and hooks, which every extension of torch reads": (
         "_parameters _buffers _modules _non_persistent_buffers_set _apply _forward_pre_hooks _compiled_call_impl _orig_mod "
         "_load_from_state_dict _load_state_dict_pre_hooks _load_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks "
-        "_optimizer_load_state_dict_post_hooks _get_iterator _metadata"
+        "_optimizer_load_state_dict_post_hooks _get_iterator _num_samples _metadata"
     ),
     "documented by torch": (
         "_foreach_norm _foreach_mul_ _foreach_clamp_min_ _foreach_clamp_max_ _HYBRID_SHARD_ZERO2 _record_memory_history "

@@ -234,9 +234,7 @@ def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None
 def _upcast(model: nn.Module, plugin: Any) -> None:
     """Keep trained weights in float32. Frozen ones follow where a flat parameter may hold both, which has one dtype."""
     if master.upcast(model) and plugin.use_orig_params:
-        for parameter in model.parameters():
-            if not parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.to(torch.float32)
+        master.upcast_frozen(model)
 
 
 def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:

@@ -24,7 +24,7 @@ from accelerate.data.resume import Pending, is_stateful
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
-from accelerate.runtime import torch_private, traits
+from accelerate.runtime import traits
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int
     seedable = SeedableRandomSampler(
         data_source=sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=torch_private.draws(sampler),
+        num_samples=sampler._num_samples,
         generator=torch.Generator() if sampler.generator is None else sampler.generator,
         data_seed=seed,
     )

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from accelerate.runtime import torch_private
-
 # The order of samples ------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +71,7 @@ class ReplayableRandomSampler(RandomSampler):
             return
         self.seed, self.replay = (draw_seed() if self.replay is None else self.replay), None
         generator = torch.Generator().manual_seed(self.seed)
-        yield from RandomSampler(self.data_source, self.replacement, torch_private.draws(self), generator)
+        yield from RandomSampler(self.data_source, self.replacement, self._num_samples, generator)
 
 
 def draw_seed() -> int:

@@ -120,7 +120,7 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
         found += [getattr(zero, "grad_partitions_flat_buffer", None)]
         found += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
     # While nothing is exchanged, whole gradients lie beside the parameters.
-    found += itertools.chain.from_iterable(known.gradients for known in torch_private.sharded_parameters(model))
+    found += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
     found += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
     return (gradient for gradient in found if gradient is not None)
 

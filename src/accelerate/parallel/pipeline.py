@@ -244,7 +244,9 @@ def trace(
 
     with _as_before(model, split_points), torch.no_grad(), exporting_by_running(), warnings.catch_warnings():
         # Of torch about torch.
-        warnings.filterwarnings("ignore", message=".*(isinstance.treespec, LeafSpec|export_for_training. is)", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*(isinstance.treespec, LeafSpec|export_for_training. is)", category=FutureWarning
+        )
         model.forward = flat
         try:
             points = dict.fromkeys(split_points, SplitPoint.BEGINNING)

@@ -15,6 +15,7 @@ from accelerate.precision import four_bit, master
 from accelerate.precision.master import local_part
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.utils.versions import is_torch_version
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,8 +96,8 @@ def shard(
 
     plugin = accelerator.state.fsdp_plugin
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    if accelerator.mixed_precision != "no":
-        master.upcast(model)
+    if accelerator.mixed_precision != "no" and master.upcast(model) and is_torch_version("<", "2.8"):
+        master.upcast_frozen(model)  # its `fully_shard` takes one dtype in a unit, that of frozen weights included
     four_bit.require_shardable(model, ignored or (), getattr(plugin.mixed_precision_policy, "param_dtype", None))
     experts = _experts(accelerator, model)
     if not experts:  # whole models were compared before their experts were split

@@ -46,7 +46,7 @@ def pieces(model: nn.Module) -> list[Piece]:
     """Return the parameters of a model, prepared or not, tied ones once. Any rank, alone."""
     flat = list(_flat_pieces(model))
     members = {identity for _, identities in flat for identity in identities}
-    sharded = {id(known.shard): known for known in torch_private.sharded_parameters(model)}
+    sharded = {id(shard): known for shard, known, _ in torch_private.sharded_parameters(model)}
     found = [piece for piece, _ in flat]
     for name, parameter in model.named_parameters():
         if id(parameter) not in members:
@@ -81,10 +81,7 @@ def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
     piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), here, here, dtype, dtype, dtype, dtype)
     if (part := getattr(parameter, "ds_tensor", None)) is not None:
         return replace(piece, numel=parameter.ds_numel, here=part.numel(), whole=parameter.ds_numel, strategy="zero3")
-    if owner is None:
-        return piece
-    use = {"compute": owner.compute, "reduce": owner.reduce, "unreduced": owner.unreduced}
-    return replace(piece, whole=owner.whole, strategy="fsdp2", **use)
+    return piece if owner is None else replace(piece, strategy="fsdp2", **owner)
 
 
 def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:

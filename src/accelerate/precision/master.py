@@ -63,6 +63,13 @@ def remember(model: nn.Module) -> None:
         model._accelerate_loaded = {name: tensor.dtype for name, tensor in tensors}  # type: ignore[assignment]
 
 
+def upcast_frozen(model: nn.Module) -> None:
+    """Let frozen 16-bit parameters follow into float32, where a strategy wants one dtype in a unit."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.dtype in LOW:
+            _change(parameter, torch.float32)
+
+
 def _change(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     gradient, parameter.grad = parameter.grad, None  # torch refuses data of another dtype than the gradient's
     wider = parameter.detach().to(dtype)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,17 +170,6 @@ def gathering_device(sharded: Any) -> torch.device:
 # -- fully_shard -------------------------------------------------------------------------------------------------------
 
 
-class Sharded(NamedTuple):
-    """A parameter that `fully_shard` made: its shard, elements while it is gathered, dtypes, gradients that this rank holds whole."""
-
-    shard: nn.Parameter
-    whole: int
-    compute: torch.dtype
-    reduce: torch.dtype
-    unreduced: torch.dtype
-    gradients: list[torch.Tensor]
-
-
 def shard_groups(model: nn.Module) -> Iterator[Any]:
     """Yield the groups of parameters that `fully_shard` gathers and reduces together."""
     for module in model.modules():
@@ -190,8 +179,8 @@ def shard_groups(model: nn.Module) -> Iterator[Any]:
             yield from filter(None, [getattr(state(), "_fsdp_param_group", None)]) if groups is None else groups
 
 
-def sharded_parameters(model: nn.Module) -> Iterator[Sharded]:
-    """Yield the parameters that `fully_shard` made, as far as torch shows them."""
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, Any], list[torch.Tensor]]]:
+    """Yield what `fully_shard` made: a shard, what its parameter is meanwhile, and the whole gradients that this rank holds."""
     for group in shard_groups(model):
         for item in getattr(group, "fsdp_params", ()):
             shard = item.sharded_param
@@ -199,12 +188,12 @@ def sharded_parameters(model: nn.Module) -> Iterator[Sharded]:
             compute = getattr(policy, "param_dtype", None) or shard.dtype
             reduce = getattr(policy, "reduce_dtype", None)
             # While nothing is exchanged, gradients add up in the dtype of the exchange; since 2.15 in the shard's if none was asked for.
-            native = shard.dtype if hasattr(type(item), "unsharded_grad_dtype") else compute
+            unreduced = reduce or (shard.dtype if hasattr(type(item), "unsharded_grad_dtype") else compute)
+            known = {"whole": math.prod(getattr(item, "_orig_size", shard.shape)), "compute": compute}
             whole = getattr(item, "_unsharded_param", None)
-            found = [getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None)]
-            held = list({id(gradient): gradient for gradient in found if gradient is not None}.values())
-            size = math.prod(getattr(item, "_orig_size", shard.shape))
-            yield Sharded(shard, size, compute, reduce or compute, reduce or native, held)
+            held = (getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
+            distinct = {id(gradient): gradient for gradient in held if gradient is not None}
+            yield shard, {**known, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
 
 
 def wrap_exchanges(model: nn.Module, around: Callable[[Callable], Callable]) -> None:
@@ -329,11 +318,6 @@ def let_batched_power_sgd_run() -> None:
             batched(matrices if matrices.ndim == 3 else matrices.unsqueeze(0), epsilon)
 
         powerSGD_hook._orthogonalize = orthogonalize
-
-
-def draws(sampler: Any) -> int | None:
-    """Return how many samples a `RandomSampler` was told to draw; None for as many as there are."""
-    return getattr(sampler, "_num_samples", None)
 
 
 def workers_awaited(frame: FrameType) -> list[Any]:
