@@ -18,6 +18,13 @@ LIMIT_S ?= 300
 TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
 TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py \
 	tests/interop/test_libraries.py::test_training_arguments_leave_a_live_accelerator_whole
+# The oldest torch that setup.py takes, one in the middle and the newest; by each, the transformers and torchao of its time.
+TORCH_VERSIONS := 2.7.1 2.9.1 2.15.0
+BESIDE_2.7.1   := transformers==4.57.6 torchao==0.11.0
+BESIDE_2.9.1   := transformers==5.0.0 torchao==0.14.1
+BESIDE_2.15.0  := transformers==5.23.0 torchao==0.18.0
+# Every part of the package in one process, and each strategy, checkpoints and the launcher on several.
+VERSIONS_TESTS := tests/unit tests/architecture $(addprefix tests/distributed/test_,conformance.py checkpoint.py launch.py self_check.py)
 # Upstream's source distributions that the exported patches are proved on.
 UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0
 # Of the downstream libraries the only source distribution that carries the tests of its trainer.
@@ -31,11 +38,11 @@ export TOKENIZERS_PARALLELISM ?= false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-deepspeed \
-	test-trackers test-upstream test-crash bench bench-peer docs reference size interface clean
+.PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
+	test-deepspeed test-trackers test-upstream test-crash bench bench-peer docs reference size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
-.PRECIOUS: .venv-transformers-%/.ready .cache/upstream/%/.ready
+.PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 20
@@ -64,6 +71,14 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	grep -v '^transformers==' constraints.txt > .venv-transformers-$*/constraints.txt
 	.venv-transformers-$*/bin/python -m pip --disable-pip-version-check install --quiet \
 		-c .venv-transformers-$*/constraints.txt -e . transformers==$* 'pytest>=8' optuna
+	@touch $@
+
+.venv-torch-%/.ready: setup.py constraints.txt
+	@echo "setting up .venv-torch-$* (once; several GiB)"
+	$(PYTHON) -m venv .venv-torch-$*
+	grep -vE '^(torch|torchao|transformers)==' constraints.txt > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip --disable-pip-version-check install --quiet \
+		-c .venv-torch-$*/constraints.txt -e '.[testing]' torch==$* $(BESIDE_$*)
 	@touch $@
 
 .venv-deepspeed/.ready: setup.py constraints.txt
@@ -146,6 +161,12 @@ test-transformers: $(TRANSFORMERS_VERSIONS:%=test-transformers-%) ## the shim ag
 test-transformers-%: .venv-transformers-%/.ready
 	PATH="$(CURDIR)/.venv-transformers-$*/bin:$$PATH" .venv-transformers-$*/bin/python -m pytest -m 'not slow and not gpu' $(TRANSFORMERS_TESTS) $(ARGS)
 
+test-versions: $(TORCH_VERSIONS:%=test-versions-%) ## the quick tests on the oldest, a middle and the newest torch; several GiB each
+
+test-versions-%: .venv-torch-%/.ready
+	PATH="$(CURDIR)/.venv-torch-$*/bin:$$PATH" .venv-torch-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup \
+		--timeout $(LIMIT_S) -m 'not slow and not gpu' $(VERSIONS_TESTS) $(ARGS)
+
 test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
 	$(PYTEST) tests/interop/test_upstream.py $(ARGS)
 
@@ -171,4 +192,4 @@ interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-trackers .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-torch-* .venv-trackers .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -86,7 +86,7 @@ setup(
         "packaging>=20.0",
         "psutil",
         "pyyaml",
-        "torch>=2.4",
+        "torch>=2.7",
         "huggingface_hub>=0.21.0",
         "safetensors>=0.4.3",
         "xxhash>=3.0",
@@ -111,6 +111,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -5,8 +5,11 @@ looked up in its home module at the first access (PEP 562).
 """
 
 from accelerate._lazy import front as _front
+from accelerate._lazy import require_torch as _require_torch
 
 __version__ = "1.15.0+fork.1"
+
+_require_torch((2, 7))
 
 _HOMES = {
     "accelerate.accelerator": "Accelerator",

@@ -1,7 +1,11 @@
 """Fronts that import a name from its home when it is first used (PEP 562)."""
 
+import contextlib
 import gc
 import importlib
+import importlib.util
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -17,6 +21,19 @@ def _imported(module: str) -> ModuleType:
     finally:
         if collecting:
             gc.enable()
+
+
+def require_torch(oldest: tuple[int, int]) -> None:
+    """Raise ImportError if the installed torch is older, as its own file says: importing it would take seconds."""
+    torch = sys.modules.get("torch") or importlib.util.find_spec("torch")
+    for folder in getattr(torch, "submodule_search_locations", None) or getattr(torch, "__path__", ()):
+        with contextlib.suppress(OSError), open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
+            found = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", file.read())
+            if found and (int(found[2]), int(found[3])) < oldest:
+                needed = "torch>={}.{}".format(*oldest)
+                raise ImportError(
+                    f"accelerate needs {needed}, and torch {found[1]} is installed: pip install '{needed}'"
+                )
 
 
 def front(

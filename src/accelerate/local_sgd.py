@@ -5,10 +5,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import _utils, nn
+from torch import nn
 
 from accelerate import comm
 from accelerate.backends.registry import resolve
+from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -87,7 +88,7 @@ class LocalSGD:
     def _average(self) -> None:
         communicator = comm.for_type(self.accelerator.distributed_type)
         trained = [parameter for parameter in self.model.parameters() if parameter.is_floating_point()]
-        for piece in _utils._take_tensors(trained, _PIECE):  # of one dtype and kind of device each
-            flat = communicator.all_reduce(_utils._flatten_dense_tensors(piece), op="mean")
-            for parameter, mean in zip(piece, _utils._unflatten_dense_tensors(flat, piece), strict=True):
+        for piece in torch_private.take_tensors(trained, _PIECE):  # of one dtype and kind of device each
+            flat = communicator.all_reduce(torch_private.flatten_dense_tensors(piece), op="mean")
+            for parameter, mean in zip(piece, torch_private.unflatten_dense_tensors(flat, piece), strict=True):
                 parameter.copy_(mean)

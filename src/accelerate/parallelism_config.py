@@ -10,8 +10,7 @@ from accelerate.config.parallel import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate.utils.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION, BETA_TP_AVAILABLE_PYTORCH_VERSION
-from accelerate.utils.versions import is_torch_version
+from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,12 +19,8 @@ if TYPE_CHECKING:
 # belong; https://arxiv.org/abs/2104.04473, section 3.
 _MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-# The settings of each dimension, and the release of torch that it needs.
-_HANDLERS = {
-    "tp": (TorchTensorParallelConfig, BETA_TP_AVAILABLE_PYTORCH_VERSION),
-    "cp": (TorchContextParallelConfig, BETA_CP_AVAILABLE_PYTORCH_VERSION),
-    "sp": (DeepSpeedSequenceParallelConfig, "0"),
-}
+# The settings of each dimension.
+_HANDLERS = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
 
 
 @dataclass
@@ -106,10 +101,8 @@ class ParallelismConfig:
                 f"ep_size is {self.ep_size}, with dp_shard_size={self.dp_shard_size} and tp_size={self.tp_size}. It must divide their product "
                 "and be a multiple of tp_size: experts are spread over the ranks that share one copy of the model."
             )
-        for axis, (kind, version) in _HANDLERS.items():
+        for axis, kind in _HANDLERS.items():
             name, size = f"{axis}_handler", self._sizes[axis]
-            if size > 1 and is_torch_version("<", version):
-                raise ValueError(f"{axis}_size={size} needs torch {version} or newer.")
             handler = getattr(self, name)
             if handler is None and size > 1:
                 setattr(self, name, kind())
@@ -246,13 +239,8 @@ class ParallelismConfig:
             return None
         names, shape = layout
         mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
-        for name, dims in (
-            ("dp", self.dp_dim_names),
-            ("dp_shard_cp", self.dp_shard_cp_dim_names),
-            ("dp_cp", self.dp_cp_dim_names),
-        ):
-            if dims:
-                mesh[tuple(dims)]._flatten(name)
+        several = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        torch_private.flatten(mesh, several)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":

@@ -21,7 +21,7 @@ from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, affinity, detect, row
 from accelerate.devices.table import DEVICES
 from accelerate.diagnostics import hang, monitor
-from accelerate.runtime import failure, rendezvous, storage, traits
+from accelerate.runtime import failure, rendezvous, storage, torch_private, traits
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class PartialState(ProcessView):
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
             # So that a rank which waits for this one can learn where it is.
-            hang.watch(dist.distributed_c10d._get_default_store(), ranks.rank, ranks.world_size)
+            hang.watch(torch_private.default_store(), ranks.rank, ranks.world_size)
             if abilities.deepspeed:
                 rendezvous.join_deepspeed(backend, hardware.type, ranks.local_rank or 0)
         self._cpu = cpu
@@ -354,7 +354,7 @@ def _check_unchanged(state: ProcessView, settings: dict[str, Any]) -> None:
     if settings.get("backend", state.backend) != state.backend:
         raise _cannot_change("backend", settings["backend"], state.backend)
     if "timeout" in settings and dist.is_available() and dist.is_initialized():
-        live = rendezvous.live_timeout()
+        live = torch_private.live_timeout()
         if live not in (None, settings["timeout"]):
             raise _cannot_change("timeout", settings["timeout"], live)
 
@@ -398,8 +398,8 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     """Join the others, or adopt the group that is alive. Every rank comes here."""
     if dist.is_initialized():
         timeout = settings.get("timeout")
-        live = rendezvous.live_timeout()
-        if timeout is not None and live not in (None, timeout) and not rendezvous.set_live_timeout(timeout):
+        live = torch_private.live_timeout()
+        if timeout is not None and live not in (None, timeout) and not torch_private.set_live_timeout(timeout):
             raise _cannot_change("timeout", timeout, live)
         return rendezvous.live_ranks()
     ranks = rendezvous.resolve() or rendezvous.ALONE

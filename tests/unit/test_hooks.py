@@ -20,6 +20,7 @@ from accelerate.hooks import (
 )
 from accelerate.offload.hooks_base import guard_method
 from accelerate.utils.modeling import align_module_device
+from accelerate.utils.versions import is_torch_version
 from offload_models import Net
 
 
@@ -203,6 +204,7 @@ def test_whatever_is_put_in_its_place_the_stored_weight_stays():
         assert (layer(x) == 2).all() and layer.weight.is_meta
 
 
+@pytest.mark.skipif(is_torch_version("<", "2.9"), reason="torch.compile before 2.9 stops at the hooks' generators")
 def test_models_that_hooks_leave_in_place_compile_without_a_break(recwarn):
     model, inputs = Net().eval(), torch.randn(2, 3)
     plain = model(inputs)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.parallel.mesh import submesh
 from accelerate.parallelism_config import ParallelismConfig
 from cases import cases
 
@@ -57,10 +58,10 @@ def test_mesh_with_flattened_dimensions(world):
     mesh = config.build_device_mesh("cpu")
     assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "cp", "tp")
     assert tuple(mesh.shape) == (2, 2, 2, 2)
-    flat = mesh._flatten_mapping
-    assert flat["dp"].mesh.tolist() == [0, 4, 8, 12]
-    assert flat["dp_shard_cp"].mesh.tolist() == [0, 2, 4, 6]
-    assert flat["dp_cp"].mesh.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert submesh(mesh, "dp").mesh.tolist() == [0, 4, 8, 12]
+    assert submesh(mesh, "dp_shard_cp").mesh.tolist() == [0, 2, 4, 6]
+    assert submesh(mesh, "dp_cp").mesh.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert submesh(mesh, "sp") is None
     assert config.device_mesh is None
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate import process
 from accelerate.config.enums import DistributedType
 from accelerate.process import PartialState, do_nothing
-from accelerate.runtime import rendezvous, storage
+from accelerate.runtime import storage, torch_private
 
 KEYS = {
     *("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
@@ -115,7 +115,7 @@ def test_settings_that_cannot_take_effect_name_both_values(pair):
 def test_after_a_reset_a_timeout_takes_effect_on_the_live_group(pair):
     PartialState._reset_state()
     PartialState(timeout=timedelta(seconds=7))
-    assert rendezvous.live_timeout() == timedelta(seconds=7)
+    assert torch_private.live_timeout() == timedelta(seconds=7)
     PartialState._reset_state()
     with pytest.raises(ValueError, match=r"backend='nccl'.*'gloo'"):
         PartialState(backend="nccl")

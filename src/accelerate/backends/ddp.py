@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.backends.base import Backend
 from accelerate.config.enums import DDPCommunicationHookType
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
 
@@ -39,7 +40,7 @@ class DataParallel(Backend):
         wrapped = DistributedDataParallel(model, **options)
         if handler is not None:
             if handler.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
-                _let_batched_power_sgd_run()
+                torch_private.let_batched_power_sgd_run()
             handler.register_comm_hook(wrapped)
         return wrapped
 
@@ -51,21 +52,6 @@ class DataParallel(Backend):
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
         """Return torch's Join context over the wrapped models."""
         return Join(joinables, enable=True, throw_on_early_termination=False)
-
-
-def _let_batched_power_sgd_run() -> None:
-    """Let torch's helper take the single matrix that its batched PowerSGD hook passes (2.13)."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    batched = powerSGD_hook._orthogonalize
-    try:
-        batched(torch.eye(2))
-    except AssertionError:
-
-        def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-            batched(matrices if matrices.ndim == 3 else matrices.unsqueeze(0), epsilon)
-
-        powerSGD_hook._orthogonalize = orthogonalize
 
 
 class XLA(Backend):

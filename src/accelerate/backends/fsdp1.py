@@ -18,6 +18,7 @@ from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, master
 from accelerate.precision.base import precision
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
 
@@ -233,17 +234,10 @@ def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None
 def _upcast(model: nn.Module, plugin: Any) -> None:
     """Keep trained weights in float32. Frozen ones follow where a flat parameter may hold both, which has one dtype."""
     if master.upcast(model) and plugin.use_orig_params:
-        for parameter in model.parameters():
-            if not parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.to(torch.float32)
+        master.upcast_frozen(model)
 
 
 def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-        checkpoint_wrapper,
-        offload_wrapper,
-    )
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel) and part is not model]
@@ -252,11 +246,13 @@ def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
         return
 
     def wrap(module: nn.Module) -> nn.Module:
-        made = checkpoint_wrapper(module)
-        return offload_wrapper(made) if plugin.activation_checkpointing_offload else made
+        made = torch_private.checkpoint_wrapper(module)
+        return torch_private.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
 
     chosen = {part.module for part in units}
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in chosen)
+    torch_private.apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in chosen
+    )
 
 
 def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
@@ -264,7 +260,7 @@ def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Param
     moved, seen = accelerator.prepared.moved, set()
     for name, flat in named(model).items():
         prefix = name.rpartition(".")[0]
-        members = getattr(flat, "_fqns", None)
+        members = torch_private.member_names(flat)
         for member in members if members is not None else [name.rpartition(".")[2]]:
             full = f"{prefix}.{member}" if prefix else member
             old = before.get(full)

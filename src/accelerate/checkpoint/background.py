@@ -24,7 +24,7 @@ import torch
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import is_spread, like, part, quietly
-from accelerate.runtime import durable
+from accelerate.runtime import durable, torch_private
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class _Snapshot:
         made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
             made = made.conj()
-        return made._neg_view() if tensor.is_neg() else made
+        return torch_private.neg_view(made) if tensor.is_neg() else made
 
 
 def _deep(obj: Any) -> Any:

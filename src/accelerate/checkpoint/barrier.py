@@ -30,6 +30,7 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def default_store() -> Any | None:
     """Return the key-value store of the process group, or None when there is no group of several processes."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
-    return dist.distributed_c10d._get_default_store()
+    return torch_private.default_store()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names
+from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify
 
 def is_extra(name: str) -> bool:
     """Say whether a name is that of a module's extra state, which may be anything."""
-    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+    return name.rpartition(".")[2] == torch_private.EXTRA_STATE_KEY_SUFFIX
 
 
 def model_values(stored: "Stored") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, requi
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_spread, mapped_leaves, together
 from accelerate.modules.unwrap import match_names
+from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
@@ -91,7 +92,7 @@ def target(optimizer: torch.optim.Optimizer, model: nn.Module) -> Target:
     groups = state.parameter_names(optimizer, model)
     own = [parameter for group in state.inner_optimizer(optimizer).param_groups for parameter in group["params"]]
     if state.is_fsdp1(model):
-        flat = any(hasattr(parameter, "_fqns") for parameter in own)
+        flat = any(torch_private.member_names(parameter) is not None for parameter in own)
         return Target(groups, state.model_state(model).values, {}, state.tied_names(model), flat)
     named = dict(zip((name for group in groups for name in group), own, strict=True))
     kept = state.inner_optimizer(optimizer).state

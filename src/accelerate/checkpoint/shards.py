@@ -24,8 +24,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from accelerate.checkpoint import formats
@@ -33,6 +32,7 @@ from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntr
 from accelerate.checkpoint.state import is_spread, mapped_leaves
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable
+from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
 from accelerate.utils.other import load
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         # Subclasses for each pickle, so that one which sets attributes of a class spoils only its own.
         named = [getattr(dcp.metadata, name) for name in self._RECORDS]
-        records = {one.__name__: one for one in (Metadata, MetadataIndex, TensorStorageMetadata, _StorageInfo, *named)}
+        records = {one.__name__: one for one in (Metadata, MetadataIndex, TensorStorageMetadata, StorageInfo, *named)}
         records["TensorProperties"] = _Properties
         self._classes = {name: type(name, (record,), {}) for name, record in records.items()}
         self._classes |= {"Size": torch.Size, "OrderedDict": dict}
@@ -358,7 +358,7 @@ def read_metadata(folder: durable.Path) -> Metadata:
         return Metadata(found.state_dict_metadata, paths, places)
 
 
-def _problem_of_files(places: Mapping[MetadataIndex, _StorageInfo], folder: durable.Path) -> str:
+def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: durable.Path) -> str:
     """Say which file does not have what it should; an empty text if all have."""
     sizes: dict[str, int] = {}
     for index, place in places.items():

@@ -17,12 +17,12 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate.checkpoint import manifest
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.resume import is_stateful
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
 
@@ -145,7 +145,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
         groups.setdefault(id(parameter), []).append(canonical_name(name))
     flat = []
     for prefix, module in model.named_modules():
-        shared = getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ())
+        shared = torch_private.shared_members(module)
         for info in shared:  # name, module's name and module; then the same of the parameter it shares
             inside = [(info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)]
             flat.append([canonical_name(".".join(part for part in (prefix, *pair) if part)) for pair in inside])
@@ -250,7 +250,7 @@ def names_text(known: Mapping[int, Sequence[Sequence[str]]]) -> bytes:
 def _names_in_modules(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in _unwrapped(model).named_parameters():
-        inside = getattr(parameter, "_fqns", None)  # of FSDP1's flat parameter: the names below its module
+        inside = torch_private.member_names(parameter)  # of FSDP1's flat parameter: the names below its module
         prefix = name.rpartition(".")[0]
         names[id(parameter)] = [name] if inside is None else [f"{prefix}.{n}" if prefix else n for n in inside]
     found: list[list[str]] = []
@@ -322,17 +322,17 @@ def gathered(state: Any) -> Any:
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
     """Return what a wrapper around one tensor holds: torchao's weights that are gathered in 8 bits are such."""
-    parts = value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else []
+    parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
     return getattr(value, parts[0]) if parts == ["_tensor"] else value
 
 
 def _gather_shards(value: Any) -> torch.Tensor | None:
     """Return the whole of a ShardedTensor on rank 0; where each node has all shards, the node of rank 0 gathers them."""
-    if 0 not in dist.get_process_group_ranks(value._process_group):
+    if 0 not in dist.get_process_group_ranks(torch_private.group_of(value)):
         return None
     whole = None
     if dist.get_rank() == 0:
-        whole = torch.empty(value.size(), dtype=value.dtype, device=value._get_preferred_device())
+        whole = torch.empty(value.size(), dtype=value.dtype, device=torch_private.gathering_device(value))
     value.gather(0, whole, dtype=value.dtype)
     return whole
 
@@ -415,7 +415,7 @@ def apply_model(
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 part(own.values[name]).copy_(part(value))
-        return nn.modules.module._IncompatibleKeys([], [])
+        return torch_private.IncompatibleKeys([], [])
     options, missing = StateDictOptions(strict=strict), []
     if is_fsdp1(model):
         options = None
@@ -431,7 +431,7 @@ def apply_model(
         else:
             keys = set_model_state_dict(model, state, options=options)
     if missing:
-        keys = nn.modules.module._IncompatibleKeys([*keys.missing_keys, *missing], keys.unexpected_keys)
+        keys = torch_private.IncompatibleKeys([*keys.missing_keys, *missing], keys.unexpected_keys)
     return keys
 
 

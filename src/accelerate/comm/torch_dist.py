@@ -120,8 +120,8 @@ class TorchCommunicator(Communicator):
             results = [view[src].clone() for view in outcome.views]
         else:
             results = [tensor.to(device, copy=True).contiguous() for tensor in ready]
-            for value in results:
-                dist.broadcast(value, src, group=self.group)
+            for value in results:  # as bytes, for gloo before torch 2.9 knows no complex numbers
+                dist.broadcast(value.view(torch.uint8), src, group=self.group)
         return _returned([value.view(tensor.shape) for value, tensor in zip(results, tensors, strict=True)], tensors)
 
     # Objects

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options.schema import to_bool, to_enum, to_int, to_names
-from accelerate.utils.constants import FSDP2_PYTORCH_VERSION, FSDP_AUTO_WRAP_POLICY
-from accelerate.utils.versions import is_torch_version
+from accelerate.runtime import torch_private
+from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +67,8 @@ def _materialize(module: "nn.Module") -> None:
     import torch
 
     device = None
-    if not env.setting(None, "cpu", False):
-        if hasattr(torch, "accelerator"):
-            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        elif torch.cuda.is_available():
-            device = torch.device("cuda")
+    if not env.setting(None, "cpu", False) and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
     if device is None or device.type == "mps":
         device = torch.device("cpu")
     module.to_empty(device=device, recurse=False)
@@ -189,8 +186,6 @@ class FullyShardedDataParallelPlugin:
         self.fsdp_version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
         if self.fsdp_version not in (1, 2):
             raise ValueError(f"fsdp_version is {self.fsdp_version}; torch has versions 1 and 2.")
-        if self.fsdp_version == 2 and is_torch_version("<", FSDP2_PYTORCH_VERSION):
-            raise ValueError(f"fsdp_version=2 needs torch {FSDP2_PYTORCH_VERSION}; upgrade it, or set fsdp_version=1.")
 
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy
@@ -245,7 +240,7 @@ class FullyShardedDataParallelPlugin:
         policies = dict(zip(FSDP_AUTO_WRAP_POLICY, named, strict=True))
         policy = self._said("auto_wrap_policy", "NO_WRAP")
         known = isinstance(policy, str) and policy.upper() in policies
-        if not known and not callable(policy) and not isinstance(policy, wrap._Policy):
+        if not known and not callable(policy) and not torch_private.is_wrap_policy(policy):
             raise ValueError(
                 f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, a callable or one of torch's policies."
             )

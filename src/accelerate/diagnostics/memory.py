@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
-from accelerate.precision.footprint import engine_updates, shard_groups, zero_stage
+from accelerate.precision.footprint import engine_updates, zero_stage
 from accelerate.precision.master import local_part, size
+from accelerate.runtime import torch_private
+from accelerate.runtime.torch_private import pytree
 
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")
@@ -119,12 +120,8 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
         found += [getattr(zero, "grad_partitions_flat_buffer", None)]
         found += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
     # While nothing is exchanged, whole gradients lie beside the parameters.
-    for item in itertools.chain.from_iterable(group.fsdp_params for group in shard_groups(model)):
-        whole = getattr(item, "_unsharded_param", None)
-        found += [item.unsharded_accumulated_grad, getattr(whole, "grad", None)]
-    for module in model.modules():
-        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-        found += [getattr(flat, name, None) for name in ("grad", "_saved_grad_shard")]
+    found += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
+    found += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
     return (gradient for gradient in found if gradient is not None)
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from accelerate.config.enums import FP8BackendType
@@ -16,6 +15,8 @@ from accelerate.precision.base import precision
 from accelerate.precision.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
 from accelerate.precision.fp8 import ENGINES
 from accelerate.precision.master import local_part, size
+from accelerate.runtime import torch_private
+from accelerate.runtime.torch_private import pytree
 
 _COLUMNS = ("copy", "before prepare", "now", "elements", "whole", "on this rank")
 _LOW = (torch.float16, torch.bfloat16)
@@ -108,8 +109,7 @@ def precision_report(
             f"note: prepare() turned {len(changed.before)} trainable parameters into {short(changed.dtype)}, which took "
             f"{size(changed.added)} more on each rank before sharding."
         )
-    # fully_shard derives a class of the user's.
-    kind = type(inner).__bases__[-1] if hasattr(inner, "_get_fsdp_state") else type(inner)
+    kind = torch_private.shards_own_class(inner)
     title = f"{kind.__name__}: strategy {strategy}, mixed_precision={mixed_precision!r}"
     return PrecisionReport(title, _COLUMNS, tuple(rows), tuple(notes), 3, kind.__name__, strategy, len(alarms))
 
@@ -187,9 +187,8 @@ def _model_rows(model: nn.Module, inner: nn.Module, parts: Sequence[Piece]) -> I
         yield PrecisionRow("gathered parameters", "-", handed)
     outputs = "float32" if autocast_of(inner.__dict__.get("forward")) is not None else handed
     for module in (inner, model):  # torch.compile lies around what fully_shard made
-        state = getattr(module, "_get_fsdp_state", None)
-        if state is not None and state()._mp_policy.output_dtype is not None:
-            outputs = short(state()._mp_policy.output_dtype)
+        if (dtype := torch_private.output_dtype(module)) is not None:
+            outputs = short(dtype)
     yield PrecisionRow("outputs", at_rest, outputs)
 
 

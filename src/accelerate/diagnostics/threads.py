@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate.runtime import torch_private
+
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
@@ -36,14 +38,13 @@ def call_site(frame: FrameType | None = None) -> str:
 def counters() -> dict[str, int]:
     """Return how many operations this rank has started in each of its process groups; groups that do not count are left out."""
     found: dict[str, int] = {}
-    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []:
+    for group in torch_private.groups():
         try:
             # Groups that `split_group` makes have one name and different ranks.
             members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
-            for device in group._device_types:
-                backend = group._get_backend(device)
+            for backend in torch_private.backends(group):
                 key = f"{backend.name()}:{group.group_name}:{members:x}"
-                found[key] = backend._get_sequence_number_for_group()
+                found[key] = torch_private.collectives_started(backend)
         except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
             continue
     return found
@@ -178,7 +179,7 @@ def _called_in_torch(frame: FrameType) -> str:
 def loader_workers(frame: FrameType) -> str:
     """Say how the worker processes are that a thread waits for in a loader; empty if it waits for none."""
     for each in _outward(frame):
-        if each.f_code.co_name == "_try_get_data" and (workers := getattr(each.f_locals.get("self"), "_workers", [])):
+        if workers := torch_private.workers_awaited(each):
             states = (f"pid {worker.pid} ({state(worker.pid)})" for worker in workers)
             return f"waits for its loader's workers: {', '.join(states)}"
     return ""
@@ -190,9 +191,8 @@ def _in_flight(since_ns: int) -> dict[str, Any] | None:
     It is read from torch's flight recorder, which torch 2.13 has on by itself for gloo and NCCL (TORCH_FR_BUFFER_SIZE; formerly
     TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out all of a recorder takes 60 ms, so nobody asks without need.
     """
-    module = getattr(torch._C, "_distributed_c10d", None)
-    dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
-    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, True)).get("entries", ())]
+    dumps = torch_private.flight_recorders()
+    entries = [entry for dump in dumps for entry in json.loads(dump(True, True)).get("entries", ())]
     return oldest_open(entries, since_ns) if entries else {}
 
 

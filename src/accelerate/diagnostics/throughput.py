@@ -15,13 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.precision.footprint import shard_groups
-from accelerate.runtime import traits
+from accelerate.runtime import torch_private, traits
 from accelerate.runtime.run import Run
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")
@@ -48,9 +46,8 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 # torch counts no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
-_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-_COUNTED = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _KERNELS}
-_COUNTED[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu] = _attention
+_COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
+_COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
 
 
 @dataclass(frozen=True)
@@ -129,9 +126,7 @@ class Meter:
             # Before the strategy's own hooks, which gather parameters, and after them.
             model.register_forward_pre_hook(partial(self.enter, "forward"), prepend=True)
             model.register_forward_hook(partial(self.enter, "rest"))
-            for group in shard_groups(model):
-                group.wait_for_unshard = partial(self._timed, "communication", group.wait_for_unshard)
-                group.post_backward = partial(self._timed, "communication", group.post_backward)
+            torch_private.wrap_exchanges(model, lambda method: partial(self._timed, "communication", method))
         for optimizer in (getattr(outer, "optimizer", None) for outer in accelerator.prepared.optimizers):
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_pre_hook(partial(self.enter, "optimizer"))
@@ -164,7 +159,7 @@ class Meter:
             # The loss has a gradient first, so this comes before the strategy's own wait at the end of the pass. From there on
             # all gradients are there, and what remains is to wait for their exchange.
             last = partial(self.enter, "communication")
-            loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(last))
+            loss.register_hook(lambda gradient: torch_private.execution_engine.queue_callback(last))
         self._timed("backward", method, loss, *args, **kwargs)
         # Without an exchange the step goes on with another micro-batch.
         self.enter("rest" if self._accelerator.sync_gradients else "data")

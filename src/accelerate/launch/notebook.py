@@ -35,7 +35,7 @@ from accelerate.config.options import BY_NAME
 from accelerate.launch import elastic, machine_rendezvous
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import Machines, Rendezvous
-from accelerate.runtime import failure
+from accelerate.runtime import failure, torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.runtime.ranks import DEFAULT_PORT
 
@@ -88,8 +88,7 @@ def watch() -> None:
     """Note which line uses a GPU first; torch keeps a list of what to call then."""
     for name in ("cuda", "xpu"):
         namespace = getattr(torch, name, None)
-        if hasattr(namespace, "_lazy_call") and not namespace.is_initialized():
-            namespace._lazy_call(functools.partial(_note, name))
+        torch_private.on_first_use(namespace, functools.partial(_note, name))
 
 
 def _note(name: str) -> None:
@@ -251,8 +250,7 @@ class Worker:
 
     def _begin_afresh(self) -> None:
         # Torch requests SIGINT, which waits for Python; a process inside a collective would stay, with its memory on the GPU.
-        end_with_the_parent = getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
-        end_with_the_parent(signal.SIGTERM)
+        torch_private.end_with_the_parent(signal.SIGTERM)
         # Signals do what they do in a fresh process: the launcher's handlers came along with the fork.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (getattr(signal, name) for name in _SIGNALS):

@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate.devices.probe import detect
 from accelerate.offload.tensors import _get_proper_dtype, tensor_at
-from accelerate.runtime import storage
+from accelerate.runtime import storage, torch_private
 
 Device = int | str | torch.device
 
@@ -106,7 +106,7 @@ def as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
         kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*PLAIN, kind)
     ):
         # The class's own constructor may ask for arguments that nobody here knows.
-        parameter = torch.Tensor._make_subclass(kind, value, trainable)
+        parameter = torch_private.make_subclass(kind, value, trainable)
     else:
         # nn.Parameter() keeps tensor subclasses (torchao, quanto) what they are.
         parameter = nn.Parameter(value.detach(), requires_grad=trainable)
@@ -441,7 +441,7 @@ def _take_scales_back(owner: nn.Module, weight: torch.Tensor) -> None:
 
 
 def _remade(old: nn.Parameter, data: torch.Tensor, attributes: dict[str, Any]) -> nn.Parameter:
-    made = torch.Tensor._make_subclass(type(old), data.detach(), False)
+    made = torch_private.make_subclass(type(old), data.detach(), False)
     made.__dict__.update({**old.__dict__, **attributes})
     made.__dict__.pop(_AT_REST, None)
     return made

@@ -21,6 +21,7 @@ from accelerate.offload.store import (
     resolved,
 )
 from accelerate.offload.tensors import device_of, entry_of, format_bytes, listed, named_module_tensors
+from accelerate.runtime import torch_private
 
 logger = logging.getLogger("accelerate.big_modeling")
 
@@ -347,7 +348,7 @@ def device_map_report(model: nn.Module) -> DeviceMapReport:
             continue
         counted.add(identity)
         place = places.setdefault((device, kept, runs_on), Place(device, kept, runs_on))
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = torch_private.local_part(tensor)
         setattr(place, kind, getattr(place, kind) + local.numel() * local.element_size())
     return DeviceMapReport(tuple(places.values()), tuple(tensors_without_data(model)))
 

@@ -1,12 +1,12 @@
 """Questions to the device mesh: which ranks belong together, and where this rank stands among them."""
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.master import local_part
+from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -16,16 +16,7 @@ def submesh(mesh: "DeviceMesh | None", name: str) -> "DeviceMesh | None":
     """Return one dimension of a mesh, a flattened one ("dp_shard_cp") included; None where it is not active."""
     if mesh is None:
         return None
-    if name in (mesh.mesh_dim_names or ()):
-        return mesh[name]
-    # Slicing a flattened dimension out of its root warns since torch 2.11; the mesh itself keeps it under this name.
-    flattened = getattr(mesh, "_flatten_mapping", None)
-    if flattened is not None:
-        return flattened.get(name)
-    try:
-        return mesh[name]
-    except KeyError:
-        return None
+    return torch_private.dimension(mesh, name)
 
 
 def rank(mesh: "DeviceMesh | None", name: str) -> int:
@@ -42,10 +33,7 @@ def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
         return mesh[(*replicas, *shards)]
     if not replicas:
         return submesh(mesh, "dp_shard_cp")
-    with warnings.catch_warnings():
-        # There is no other public way to put a dimension before a flattened one.
-        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-        return mesh[(*replicas, "dp_shard_cp")]
+    return torch_private.dimension(mesh, (*replicas, "dp_shard_cp"))
 
 
 @torch.no_grad()

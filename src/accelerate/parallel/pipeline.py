@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
-from torch.utils import _pytree as pytree
 
 from accelerate import comm
 from accelerate.process import PartialState
+from accelerate.runtime.torch_private import exporting_by_running, pytree
 
 # What may be an input or an output beside tensors: it is part of the traced graph.
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -242,9 +242,11 @@ def trace(
         output = inputs.call(forward, [torch.ops.aten.alias.default(tensor) for tensor in tensors])
         return tuple(torch.ops.aten.alias.default(tensor) for tensor in outputs.record(output))
 
-    with _as_before(model, split_points), torch.no_grad(), warnings.catch_warnings():
+    with _as_before(model, split_points), torch.no_grad(), exporting_by_running(), warnings.catch_warnings():
         # Of torch about torch.
-        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*(isinstance.treespec, LeafSpec|export_for_training. is)", category=FutureWarning
+        )
         model.forward = flat
         try:
             points = dict.fromkeys(split_points, SplitPoint.BEGINNING)

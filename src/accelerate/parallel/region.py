@@ -3,7 +3,6 @@
 A region belongs to one Accelerator and is entered once for every batch.
 """
 
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from torch import Tensor, distributed
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from accelerate.runtime import torch_private
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The operator itself: torch's own context parallelism replaces the name in `torch.nn.functional` for a time.
-ATTENTION = torch._C._nn.scaled_dot_product_attention
+ATTENTION = torch_private.scaled_dot_product_attention
 WHAT = {"cp": "context parallelism", "sp": "sequence parallelism"}
 NO_MASK = (
     "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns, and "
@@ -116,10 +116,8 @@ class Region:
 
     @contextmanager
     def _attending(self, length: int | None, places: Tensor | None) -> Iterator[None]:
-        compiler = sys.modules.get("torch._dynamo.eval_frame")
-        if compiler is not None and hasattr(compiler, "skip_code"):
-            # It must not compile the handler of operations that run between two graphs.
-            compiler.skip_code(Attention.__torch_function__.__code__)
+        # torch.compile must not compile the handler of operations that run between two graphs.
+        torch_private.skip_when_compiling(Attention.__torch_function__.__code__)
         self.active = Active(length, places)
         try:
             with self._mode, self._renamed():
@@ -161,7 +159,7 @@ class Region:
         if attn_mask is not None:
             raise ValueError(NO_MASK.format(what=self.what))
         # Called by its name, the mode is still on, and would catch the plain attention within.
-        with torch._C.DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             return self._attend(query, key, value, dropout_p, is_causal, scale, enable_gqa)
 
     def _attend(

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from accelerate._warn import warn_user
 from accelerate.parallel import mesh, models
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
@@ -103,15 +103,9 @@ class TorchRegion(Region):
 
 def _torch_parts() -> tuple[Callable, Callable]:
     """Return torch's context manager and the setter of its rotation."""
-    try:
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
-    except ImportError as error:
-        raise ImportError(
-            f"torch {torch.__version__} has no torch.distributed.tensor.experimental.context_parallel with set_rotate_method. "
-            "Install torch 2.7 to 2.13, or set cp_size=1."
-        ) from error
-    return context_parallel, set_rotate_method
+    from torch.distributed.tensor.experimental import context_parallel
+
+    return context_parallel, torch_private.set_rotate_method
 
 
 class GatheringRegion(Region):
@@ -139,7 +133,7 @@ class GatheringRegion(Region):
 
 def _all_to_all(parts: Tensor, group: Any) -> Tensor:
     """Give rank i of a group the i-th of the parts, and return what all ranks gave this one, differentiably."""
-    return all_to_all_single_autograd(parts.contiguous(), None, None, group)
+    return torch_private.all_to_all_single_autograd(parts.contiguous(), None, None, group)
 
 
 # -- sequence parallelism -------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import four_bit, master
 from accelerate.precision.master import local_part
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.utils.versions import is_torch_version
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +58,7 @@ def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list
     covered: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
         # What recomputes activations is around a unit, and none itself.
-        around = hasattr(module, "_checkpoint_wrapped_module")
+        around = isinstance(module, torch_private.ActivationWrapper)
         if not name or around or isinstance(module, CONTAINERS) or not is_unit(module):
             continue
         inside = _holders(module)
@@ -94,8 +96,8 @@ def shard(
 
     plugin = accelerator.state.fsdp_plugin
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    if accelerator.mixed_precision != "no":
-        master.upcast(model)
+    if accelerator.mixed_precision != "no" and master.upcast(model) and is_torch_version("<", "2.8"):
+        master.upcast_frozen(model)  # its `fully_shard` takes one dtype in a unit, that of frozen weights included
     four_bit.require_shardable(model, ignored or (), getattr(plugin.mixed_precision_policy, "param_dtype", None))
     experts = _experts(accelerator, model)
     if not experts:  # whole models were compared before their experts were split
@@ -177,15 +179,9 @@ def _held(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Paramet
 
 def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
     """Free the whole tensors that shards took the place of: optimizers made before still hold them."""
-    from torch.distributed.tensor import DTensor
-
     for (module, name), old in held:
-        if module._parameters.get(name) is old:
-            continue
-        if isinstance(old, DTensor):  # of tensor parallelism
-            old._local_tensor = torch.empty(0, dtype=old.dtype)
-        else:
-            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+        if module._parameters.get(name) is not old:
+            torch_private.free(old)
 
 
 # -- weights that only rank 0 has ------------------------------------------------------------------------------------
@@ -258,9 +254,10 @@ def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Te
 def _box(tensor: torch.Tensor) -> tuple[slice, ...]:
     """Return which part of the whole tensor this rank has; torch knows it for every kind of placement."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(tensor, DTensor):
         return ()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = torch_private.compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))

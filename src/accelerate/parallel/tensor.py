@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -26,6 +25,7 @@ from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.parallel.shard import is_sharded
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", ctx.group)), None
+        return torch_private.wait_tensor(torch_private.all_reduce(gradient.contiguous(), "sum", ctx.group)), None
 
 
 class LocalView:

@@ -1,6 +1,5 @@
 """What a prepared model's parameters are on this rank: dtypes at rest and in use, whole and local sizes, per strategy."""
 
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from torch import nn
 
 from accelerate.modules.unwrap import canonical_name
 from accelerate.precision.master import local_part, short, size
+from accelerate.runtime import torch_private
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def pieces(model: nn.Module) -> list[Piece]:
     """Return the parameters of a model, prepared or not, tied ones once. Any rank, alone."""
     flat = list(_flat_pieces(model))
     members = {identity for _, identities in flat for identity in identities}
-    sharded = dict(_sharded(model))
+    sharded = {id(shard): known for shard, known, _ in torch_private.sharded_parameters(model)}
     found = [piece for piece, _ in flat]
     for name, parameter in model.named_parameters():
         if id(parameter) not in members:
@@ -81,64 +81,16 @@ def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
     piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), here, here, dtype, dtype, dtype, dtype)
     if (part := getattr(parameter, "ds_tensor", None)) is not None:
         return replace(piece, numel=parameter.ds_numel, here=part.numel(), whole=parameter.ds_numel, strategy="zero3")
-    if owner is None:
-        return piece
-    item, policy = owner
-    compute = policy.param_dtype or dtype
-    # While nothing is exchanged fully_shard adds gradients up in the dtype of the exchange.
-    reduce = policy.reduce_dtype or compute
-    whole = math.prod(item._orig_size)
-    return replace(piece, whole=whole, compute=compute, reduce=reduce, unreduced=reduce, strategy="fsdp2")
-
-
-def _sharded(model: nn.Module) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """Yield the parameters that fully_shard made, with torch's bookkeeping and the dtypes asked for."""
-    for group in shard_groups(model):
-        for item in group.fsdp_params:
-            yield id(item.sharded_param), (item, group.mp_policy)
-
-
-def shard_groups(model: nn.Module) -> Iterator[Any]:
-    """Yield the groups of parameters that fully_shard gathers and reduces together."""
-    for module in model.modules():
-        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
-            groups = getattr(state(), "_fsdp_param_groups", None)
-            # Older releases have one group in a module, or None.
-            yield from filter(None, [state()._fsdp_param_group]) if groups is None else groups
+    return piece if owner is None else replace(piece, strategy="fsdp2", **owner)
 
 
 def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
     """Yield what FSDP1 flattened, with the identities under which `named_parameters` shows it."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if wrapper is None:
-        return
-    for prefix, module in model.named_modules():
-        handle = module._handle if isinstance(module, wrapper) else None
-        if handle is None:
-            continue
-        flat = handle.flat_param
-        originals = flat._params if flat._params is not None else [flat] * len(flat._shapes)
-        shown = {id(flat), *map(id, originals), *map(id, getattr(flat, "_shared_params", None) or ())}
-        dtype, compute = handle._orig_param_dtype, handle._fwd_bwd_param_dtype
-        for name, shape, shard, original in zip(
-            flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True
-        ):
-            count = math.prod(shape)
-            piece = Piece(
-                name=canonical_name(f"{prefix}.{name}" if prefix else name),
-                dtype=dtype,
-                trainable=original.requires_grad,
-                numel=count,
-                here=(shard.numel_in_shard or 0) if handle.uses_sharded_strategy else count,
-                whole=count,
-                compute=compute,
-                reduce=handle._reduce_dtype,
-                # FSDP1 leaves them as backward computes them.
-                unreduced=compute,
-                gradient=handle._reduce_dtype if handle._keep_low_precision_grads else dtype,
-                strategy="fsdp1",
-            )
-            yield piece, shown
+    for prefix, module in model.named_modules() if wrapper is not None else ():
+        for shown, known in torch_private.flat_parameters(module) if isinstance(module, wrapper) else ():
+            name = canonical_name(f"{prefix}.{known['name']}" if prefix else known["name"])
+            yield Piece(**{**known, "name": name, "strategy": "fsdp1"}), shown
 
 
 def no_sync_memory_note(model: nn.Module) -> str:

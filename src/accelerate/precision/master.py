@@ -7,6 +7,7 @@ from torch import nn
 
 from accelerate._warn import warn_user
 from accelerate.runtime import storage
+from accelerate.runtime.torch_private import local_part, set_data
 
 # 8-bit weights are a library's own: it decides what they are updated in.
 LOW = (torch.float16, torch.bfloat16)
@@ -62,20 +63,19 @@ def remember(model: nn.Module) -> None:
         model._accelerate_loaded = {name: tensor.dtype for name, tensor in tensors}  # type: ignore[assignment]
 
 
+def upcast_frozen(model: nn.Module) -> None:
+    """Let frozen 16-bit parameters follow into float32, where a strategy wants one dtype in a unit."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.dtype in LOW:
+            _change(parameter, torch.float32)
+
+
 def _change(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     gradient, parameter.grad = parameter.grad, None  # torch refuses data of another dtype than the gradient's
     wider = parameter.detach().to(dtype)
-    parameter.data = wider
-    if hasattr(wider, "_local_tensor"):
-        # Setting `data` of a DTensor changes the outer tensor alone; what it wraps and describes is in these two.
-        parameter._local_tensor, parameter._spec = wider._local_tensor, wider._spec  # type: ignore[attr-defined]
+    set_data(parameter, wider)
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: the local shard of a DTensor, else the tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def size(count: int) -> str:

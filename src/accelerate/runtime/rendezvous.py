@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate import comm
-from accelerate.runtime import storage
+from accelerate.runtime import storage, torch_private
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
 
 Meeting = Callable[[Any], contextlib.AbstractContextManager]
@@ -115,9 +115,8 @@ def _leave() -> None:
 
 def abort() -> None:
     """Call this rank out of the collectives that it waits in, where the backend can; gloo cannot. Any rank, in any thread."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if hasattr(group, "abort"):  # not in the oldest torch
-            group.abort()
+    for group in torch_private.groups():
+        group.abort()
 
 
 def leave() -> dict[str, Any]:
@@ -128,7 +127,7 @@ def leave() -> dict[str, Any]:
     """
     group = dist.group.WORLD
     settings = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    settings |= {"timeout": live_timeout(), "device_id": getattr(group, "bound_device_id", None)}
+    settings |= {"timeout": torch_private.live_timeout(), "device_id": getattr(group, "bound_device_id", None)}
     comm.forget()
     state = storage.accelerator.current
     if state.get("device_mesh") is not None:
@@ -142,7 +141,7 @@ def leave() -> dict[str, Any]:
             for name in ("reducer", "logger", "process_group"):
                 vars(found).pop(name, None)
         elif issubclass(kind, DeviceMesh):
-            getattr(found, "_pg_registry", {}).clear()  # it finds the next group by its name
+            torch_private.forget_groups(found)
     found = kind = None
     del group
     abort()
@@ -170,25 +169,6 @@ def live_ranks() -> Ranks:
     return Ranks(rank, size, local_rank, local_size, "process group")
 
 
-def live_timeout() -> timedelta | None:
-    """Return how long collectives of the live process group may wait, or None if torch does not say."""
-    group = dist.distributed_c10d._get_default_group()
-    for device in getattr(group, "_device_types", ()):
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None and hasattr(options, "_timeout"):
-            return options._timeout
-    return None
-
-
-def set_live_timeout(timeout: timedelta) -> bool:
-    """Change how long collectives of the live process group may wait; say whether torch could."""
-    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    if change is None:
-        return False
-    change(timeout, dist.distributed_c10d._get_default_group())
-    return live_timeout() in (timeout, None)
-
-
 def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str) -> None:
     """Raise ValueError on every rank if two processes would use one accelerator through a backend that forbids it.
 
@@ -197,7 +177,7 @@ def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str)
     """
     properties = getattr(torch, device.type).get_device_properties(device)
     identity = str(getattr(properties, "uuid", None) or device)
-    store = dist.distributed_c10d._get_default_store()
+    store = torch_private.default_store()
     keys = [f"accelerate/device/{socket.gethostname()}/{rank}" for rank in range(ranks.local_world_size or 1)]
     store.set(keys[ranks.local_rank], identity)
     identities = [store.get(key).decode() for key in keys]

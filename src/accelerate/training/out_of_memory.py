@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.utils._pytree as pytree
 
 from accelerate.diagnostics import memory
 from accelerate.diagnostics.table import Report
 from accelerate.precision.master import local_part, size
 from accelerate.runtime import failure, traits
+from accelerate.runtime.torch_private import pytree
 from accelerate.training.prepared import Facade
 from accelerate.utils.memory import should_reduce_batch_size
 

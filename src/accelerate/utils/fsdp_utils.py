@@ -18,6 +18,7 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
 from accelerate.parallel import shard
+from accelerate.runtime import torch_private
 from accelerate.utils.modeling import is_peft_model
 
 # What this module gives and does not hold itself.
@@ -145,8 +146,8 @@ def fsdp2_prepare_auto_wrap_policy(
     if function is wrap.size_based_auto_wrap_policy:
         smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
         return (lambda module: _numel(module) >= smallest) if smallest else None
-    if isinstance(policy, wrap._Policy):
-        selected = set(policy._run_policy(model, set(), {}))
+    if torch_private.is_wrap_policy(policy):
+        selected = torch_private.chosen_modules(policy, model)
         return lambda module: module in selected
     parameters = inspect.signature(policy).parameters
     if "recurse" in parameters:
@@ -170,7 +171,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Source: https://arxiv.org/abs/1604.06174
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+    from accelerate.runtime.torch_private import checkpoint_wrapper, offload_wrapper
 
     plugin = accelerator.state.fsdp_plugin
     is_part = fsdp2_prepare_auto_wrap_policy(plugin, model)

@@ -70,7 +70,6 @@ def test_the_order_of_parameters_does_not_matter(tmp_path, layout, saved, loadin
     assert loaded.state_dict()["param_groups"][0]["params"] == [0, 1, 2, 3]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.6", reason="optimizers of this torch have no names")
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_names_that_torch_keeps(tmp_path, prefix):
     model, optimizer = job(FORWARD, named=True)

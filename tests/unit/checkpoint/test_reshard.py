@@ -103,7 +103,6 @@ def test_several_models_and_an_optimizer_that_has_not_stepped(tmp_path):
     assert all(loads(made, model, optimizer, index) for index, (model, optimizer) in enumerate(jobs))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.6", reason="optimizers of this torch have no names")
 def test_names_that_torch_keeps_and_its_format_in_several_files(tmp_path):
     model, _ = job()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)

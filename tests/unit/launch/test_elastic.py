@@ -121,7 +121,8 @@ def test_a_rank_that_has_failed_and_does_not_end_is_shown(run, monkeypatch):
 def test_other_ranks_may_save_the_run_and_it_is_not_restarted(run, monkeypatch, patience, last):
     monkeypatch.setattr(elastic, "ENDING_S", patience)
     reporter, error = run(f"both_up(); time.sleep(rank); sys.exit({PREEMPTED})", max_restarts=2)
-    assert [error.failures[rank].exitcode for rank in (0, 1)] == [PREEMPTED, last]
+    # Up to 2.9 torch leaves out those that it has stopped.
+    assert {0: PREEMPTED} | {1: last} == {1: last} | {rank: one.exitcode for rank, one in error.failures.items()}
     assert reporter.started.call_count == 1
 
 
@@ -185,4 +186,5 @@ def test_a_forked_process_has_no_processes_to_forward_signals_to(tmp_path):
     config = elastic.make_config(1, Rendezvous(), str(tmp_path), start_method="fork")
     with pytest.raises(ChildFailedError) as caught:
         elastic.start(config, _ends_itself, (), os.environ)
-    assert caught.value.failures[0].exitcode == -signal.SIGTERM
+    # Up to 2.9 torch leaves its own handler in the child, which raises.
+    assert caught.value.failures[0].exitcode in (-signal.SIGTERM, 1)

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.runtime import rendezvous
+from accelerate.runtime import rendezvous, torch_private
 from accelerate.runtime.rendezvous import Ranks
 
 
 def test_timeout_of_the_live_group_can_be_read_and_changed(process_group):
-    assert rendezvous.live_timeout() == timedelta(minutes=30)
-    assert rendezvous.set_live_timeout(timedelta(seconds=7))
-    assert rendezvous.live_timeout() == timedelta(seconds=7)
+    assert torch_private.live_timeout() == timedelta(minutes=30)
+    assert torch_private.set_live_timeout(timedelta(seconds=7))
+    assert torch_private.live_timeout() == timedelta(seconds=7)
 
 
 @pytest.mark.parametrize(("other", "shared"), [("GPU-1", True), ("GPU-2", False)])

@@ -1,0 +1,337 @@
+"""What this package takes of torch that torch keeps private: the only file that names it, beside `launch.torch_compat`.
+
+A release may drop any of these names. Functions ask whether a name is there, and fall back on the next best. What stands in
+`_HOMES` is imported when it is first asked for: a torch that lacks it loses the feature, by name, and goes on otherwise.
+
+Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.15.0 (`make test-versions`).
+"""
+
+import contextlib
+import math
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# By the place in torch, names that are read there, with an underscore before them where torch has one.
+_HOMES = {
+    "torch": "neg_view",
+    "torch.Tensor": "make_subclass",
+    "torch._C": "DisableTorchFunction",
+    # The operator itself: torch's own context parallelism replaces the name in `torch.nn.functional` for a time.
+    "torch._C._nn": "scaled_dot_product_attention",
+    "torch._utils": "take_tensors flatten_dense_tensors unflatten_dense_tensors",
+    "torch.autograd.Variable": "execution_engine",
+    "torch.distributed._functional_collectives": "all_reduce all_to_all_single_autograd wait_tensor",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (
+        "ActivationWrapper apply_activation_checkpointing checkpoint_wrapper offload_wrapper"
+    ),
+    "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
+    "torch.distributed.checkpoint.filesystem": "StorageInfo",
+    "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset",
+    "torch.distributed.tensor.experimental._attention": "set_rotate_method",
+    "torch.nn.modules.module": "EXTRA_STATE_KEY_SUFFIX IncompatibleKeys",
+    "torch.utils": "pytree",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        home = pkgutil.resolve_name(_HOME_OF[name])
+        value = globals()[name] = getattr(home, name) if hasattr(home, name) else getattr(home, f"_{name}")
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"torch {torch.__version__} has no {name} in {_HOME_OF[name]}, which this feature of accelerate needs. It was last "
+            "seen in torch 2.15.0: install that, or a newer accelerate."
+        ) from error
+    return value
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def groups() -> list[Any]:
+    """Return this rank's process groups; none where torch does not list them."""
+    world = getattr(dist.distributed_c10d, "_world", None) if dist.is_available() else None
+    return list(getattr(world, "pg_map", ()))
+
+
+def backends(group: Any) -> Iterator[Any]:
+    """Yield what carries out the collectives of a group, by kind of device; nothing where torch does not say."""
+    for device in getattr(group, "_device_types", ()):
+        yield group._get_backend(device)
+
+
+def collectives_started(backend: Any) -> int:
+    """Return how many operations a backend has started; RuntimeError or AttributeError if it does not count."""
+    return backend._get_sequence_number_for_group()
+
+
+def live_timeout() -> timedelta | None:
+    """Return how long collectives of the live process group may wait, or None if torch does not say."""
+    options = (getattr(backend, "options", None) for backend in backends(dist.group.WORLD))
+    return next((one._timeout for one in options if hasattr(one, "_timeout")), None)
+
+
+def set_live_timeout(timeout: timedelta) -> bool:
+    """Change how long collectives of the live process group may wait; say whether torch could."""
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is None:
+        return False
+    change(timeout, dist.group.WORLD)
+    return live_timeout() in (timeout, None)
+
+
+def flight_recorders() -> list[Callable[[bool, bool], str]]:
+    """Return the functions that write a recorder of collectives as JSON, of those that this torch has."""
+    module = getattr(torch._C, "_distributed_c10d", None)
+    found = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    return [dump for dump in found if dump]
+
+
+# -- meshes and DTensors -----------------------------------------------------------------------------------------------
+
+
+def flatten(mesh: Any, dimensions: Mapping[str, Sequence[str]]) -> None:
+    """Let a new mesh know several of its dimensions, as one, under names of their own; those without dimensions are left out."""
+    # Up to 2.9 torch keeps them by what the mesh looks like, with groups of a former process group.
+    known = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
+    for kept in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):
+        getattr(known, kept, {}).pop(mesh, None)
+    for name, names in dimensions.items():
+        if names:
+            mesh[tuple(names)]._flatten(name)
+
+
+def dimension(mesh: Any, names: str | Sequence[str]) -> Any:
+    """Return dimensions of a mesh, flattened ones included; None where it has them not."""
+    # Slicing a flattened dimension out of its root warns since torch 2.11; the mesh itself keeps it under its name.
+    kept = getattr(mesh, "_flatten_mapping", {})
+    if names in kept:
+        return kept[names]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        try:
+            return mesh[names]
+        except KeyError:
+            return None
+
+
+def forget_groups(mesh: Any) -> None:
+    """Let a mesh find its groups by name again, and hold none meanwhile."""
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: the local shard of a DTensor, else the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Set `data`; of a DTensor also what it wraps and describes, where torch changes the outer tensor alone."""
+    tensor.data = value
+    if hasattr(value, "_local_tensor"):
+        tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Let go of the memory of a tensor, or of a DTensor's shard."""
+    if hasattr(tensor, "_local_tensor"):
+        tensor._local_tensor = torch.empty(0, dtype=tensor.dtype)
+    else:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def group_of(sharded: Any) -> Any:
+    """Return the process group of a ShardedTensor."""
+    return sharded._process_group
+
+
+def gathering_device(sharded: Any) -> torch.device:
+    """Return where a ShardedTensor is gathered."""
+    return sharded._get_preferred_device()
+
+
+# -- fully_shard -------------------------------------------------------------------------------------------------------
+
+
+def shard_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters that `fully_shard` gathers and reduces together."""
+    for module in model.modules():
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+            groups = getattr(state(), "_fsdp_param_groups", None)
+            # Up to 2.9 a module has one group, or None.
+            yield from filter(None, [getattr(state(), "_fsdp_param_group", None)]) if groups is None else groups
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, Any], list[torch.Tensor]]]:
+    """Yield what `fully_shard` made: a shard, what its parameter is meanwhile, and the whole gradients that this rank holds."""
+    for group in shard_groups(model):
+        for item in getattr(group, "fsdp_params", ()):
+            shard = item.sharded_param
+            policy = getattr(item, "mp_policy", None) or getattr(group, "mp_policy", None)
+            compute = getattr(policy, "param_dtype", None) or shard.dtype
+            reduce = getattr(policy, "reduce_dtype", None)
+            # While nothing is exchanged, gradients add up in the dtype of the exchange; since 2.15 in the shard's if none was asked for.
+            unreduced = reduce or (shard.dtype if hasattr(type(item), "unsharded_grad_dtype") else compute)
+            known = {"whole": math.prod(getattr(item, "_orig_size", shard.shape)), "compute": compute}
+            whole = getattr(item, "_unsharded_param", None)
+            held = (getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
+            distinct = {id(gradient): gradient for gradient in held if gradient is not None}
+            yield shard, {**known, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
+
+
+def wrap_exchanges(model: nn.Module, around: Callable[[Callable], Callable]) -> None:
+    """Put something around the methods of `fully_shard` that wait for gathered parameters and reduce gradients."""
+    for group in shard_groups(model):
+        for name in ("wait_for_unshard", "post_backward"):
+            if hasattr(group, name):
+                setattr(group, name, around(getattr(group, name)))
+
+
+def shards_own_class(model: nn.Module) -> type:
+    """Return the class of a module that the user wrote: `fully_shard` derives one from it."""
+    return type(model).__bases__[-1] if hasattr(model, "_get_fsdp_state") else type(model)
+
+
+def output_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that `fully_shard` casts the outputs of a module to, or None."""
+    state = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else getattr(getattr(state(), "_mp_policy", None), "output_dtype", None)
+
+
+# -- FullyShardedDataParallel ------------------------------------------------------------------------------------------
+
+
+def is_wrap_policy(policy: Any) -> bool:
+    """Say whether a policy is an object of torch's, such as `ModuleWrapPolicy`."""
+    return hasattr(policy, "_run_policy")
+
+
+def chosen_modules(policy: Any, model: nn.Module) -> set[nn.Module]:
+    """Return the modules that such a policy chooses."""
+    return set(policy._run_policy(model, set(), {}))
+
+
+def member_names(parameter: nn.Parameter) -> Sequence[str] | None:
+    """Return the names, below its module, of the parameters in a flat one; None for any other."""
+    return getattr(parameter, "_fqns", None)
+
+
+def shared_members(module: nn.Module) -> Sequence[Any]:
+    """Return torch's records of the parameters that share memory with another in the flat one of a module."""
+    return getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ())
+
+
+def flat_gradients(module: nn.Module) -> list[Any]:
+    """Return the gradients, or None, that the flat parameter of a module holds."""
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return [getattr(flat, name, None) for name in ("grad", "_saved_grad_shard")]
+
+
+def flat_parameters(wrapper: nn.Module) -> Iterator[tuple[set[int], dict[str, Any]]]:
+    """Yield what FSDP1 flattened in a wrapper: identities under which `named_parameters` shows it, and what it is."""
+    handle = getattr(wrapper, "_handle", None)
+    if handle is None:
+        return
+    flat = handle.flat_param
+    originals = flat._params if flat._params is not None else [flat] * len(flat._shapes)
+    shown = {id(flat), *map(id, originals), *map(id, getattr(flat, "_shared_params", None) or ())}
+    dtype, compute = handle._orig_param_dtype, handle._fwd_bwd_param_dtype
+    for name, shape, shard, original in zip(flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True):
+        count = math.prod(shape)
+        yield (
+            shown,
+            {
+                "name": name,
+                "dtype": dtype,
+                "trainable": original.requires_grad,
+                "numel": count,
+                "here": (shard.numel_in_shard or 0) if handle.uses_sharded_strategy else count,
+                "whole": count,
+                "compute": compute,
+                "reduce": handle._reduce_dtype,
+                "unreduced": compute,  # FSDP1 leaves them as backward computes them
+                "gradient": handle._reduce_dtype if handle._keep_low_precision_grads else dtype,
+            },
+        )
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def skip_when_compiling(code: Any) -> None:
+    """Keep torch.compile, where it is loaded, from compiling a function, given by its code object."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and hasattr(compiler, "skip_code"):
+        compiler.skip_code(code)
+
+
+@contextlib.contextmanager
+def exporting_by_running() -> Iterator[None]:
+    """Let torch's pipelines trace a model as since 2.10, by running it: up to 2.9 they compile it, which few models bear."""
+    before = {name: getattr(torch.export, name, None) for name in ("export", "export_for_training")}
+    for name, export in before.items():
+        if export is not None:
+            setattr(
+                torch.export, name, lambda *args, export=export, **kwargs: export(*args, **{**kwargs, "strict": False})
+            )
+    try:
+        yield
+    finally:
+        vars(torch.export).update({name: export for name, export in before.items() if export is not None})
+
+
+def attention_operators(ending: str) -> list[Any]:
+    """Return the attention operators with such an ending of the name, of those that this torch has."""
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    names = (f"_scaled_dot_product_{kernel}{ending}" for kernel in kernels)
+    return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+
+
+def let_batched_power_sgd_run() -> None:
+    """Let torch's helper take the single matrix that its batched PowerSGD hook passes (seen on 2.13)."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    batched = getattr(powerSGD_hook, "_orthogonalize", None)
+    try:
+        if batched is not None:
+            batched(torch.eye(2))
+    except AssertionError:
+
+        def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+            batched(matrices if matrices.ndim == 3 else matrices.unsqueeze(0), epsilon)
+
+        powerSGD_hook._orthogonalize = orthogonalize
+
+
+def workers_awaited(frame: FrameType) -> list[Any]:
+    """Return the worker processes whose next batch the function of a frame waits for."""
+    waits = frame.f_code.co_name == "_try_get_data"
+    return getattr(frame.f_locals.get("self"), "_workers", []) if waits else []
+
+
+def on_first_use(namespace: Any, call: Callable[[], None]) -> None:
+    """Let `torch.cuda` or the like call a function when its device is used first; nothing if it is in use, or cannot."""
+    if hasattr(namespace, "_lazy_call") and not namespace.is_initialized():
+        namespace._lazy_call(call)
+
+
+def end_with_the_parent(number: int) -> None:
+    """Ask the system to send this process a signal when its parent ends, where torch offers that."""
+    getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)(number)
