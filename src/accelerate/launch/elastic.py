@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate.launch.errors import LaunchError, Reporter, follows
-from accelerate.launch.guard import Guard, end_groups
+from accelerate.launch.guard import Guard, bound, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
 from accelerate.runtime import failure, store
@@ -372,7 +372,9 @@ def start(
     # Torch's launcher would build its own agent from the same fields, and takes no other class.
     shared = {name: getattr(config, name) for name in ("role", "max_restarts", "monitor_interval")}
     shared |= {"local_world_size": config.nproc_per_node, "rdzv_handler": handler}
-    spec = WorkerSpec(entrypoint=entrypoint, args=arguments, **shared)
+    if isinstance(entrypoint, str):
+        entrypoint, *arguments = bound([entrypoint, *arguments])
+    spec = WorkerSpec(entrypoint=entrypoint, args=tuple(arguments), **shared)
     rest = {"start_method": config.start_method, "log_line_prefix_template": config.log_line_prefix_template}
     if hasattr(config, "shutdown_timeout"):  # not in all versions of torch
         rest["shutdown_timeout"] = config.shutdown_timeout

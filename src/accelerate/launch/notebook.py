@@ -253,6 +253,8 @@ class Worker:
         # Torch requests SIGINT, which waits for Python; a process inside a collective would stay, with its memory on the GPU.
         end_with_the_parent = getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
         end_with_the_parent(signal.SIGTERM)
+        if os.getppid() != multiprocessing.parent_process().pid:
+            os._exit(1)  # it had ended before that
         # Signals do what they do in a fresh process: the launcher's handlers came along with the fork.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (getattr(signal, name) for name in _SIGNALS):
