@@ -101,15 +101,29 @@ def _note(name: str) -> None:
 
 def method_for(device: Any) -> str:
     """Return how to start processes: "fork", or "spawn" where a fork would not work; then a line says why."""
-    if device.type != "cpu" and getattr(device.namespace(), "is_initialized", lambda: False)():
-        user = _first_uses.get(device.type, "an unknown line, as accelerate was imported later")
-        why = f"this process uses the {device.type} device already, which cannot be forked; used first by {user}"
-    elif hasattr(os, "fork"):
-        return "fork"
-    else:
+    if not hasattr(os, "fork"):
         why = "this system cannot fork"
+    elif device.type != "cpu" and _is_lost_by_forks(device.namespace()):
+        user = _first_uses.get(
+            device.type, "an unknown line: it only looked for devices, or accelerate was imported later"
+        )
+        why = f"this process uses the {device.type} device already, which cannot be forked; used first by {user}"
+    else:
+        return "fork"
     print(f"Starting fresh processes, which takes longer: {why}.")
     return "spawn"
+
+
+def _is_lost_by_forks(namespace: Any) -> bool:
+    """Whether a forked process could not use the device, also because this one has only looked for it; torch says so there alone."""
+    if getattr(namespace, "is_initialized", bool)():
+        return True
+    if (process := os.fork()) == 0:
+        try:
+            os._exit(bool(getattr(namespace, "_is_in_bad_fork", bool)()))
+        finally:
+            os._exit(1)
+    return os.waitpid(process, 0)[1] != 0
 
 
 # -- the request ---------------------------------------------------------------------------------------------------------
