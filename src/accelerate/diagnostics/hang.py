@@ -142,7 +142,7 @@ class Watcher:
             return answered
         asked = store.add("asked", 0)
         # Who reaches the store can write there: a rank ends for what its own user has asked for alone.
-        if asked >= _ABORTING and self._monitor.aborts:
+        if asked >= _ABORTING and self._monitor.abort_after < float("inf"):
             self._end_all(store)
         if asked % _ABORTING >= _CLOSING:
             self._closed = True

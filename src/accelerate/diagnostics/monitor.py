@@ -93,11 +93,6 @@ class Monitor:
         self._asks, self._again, self._reported = False, False, set[str]()
 
     @property
-    def aborts(self) -> bool:
-        """Whether the user lets ranks end that hang."""
-        return self.abort_after < float("inf")
-
-    @property
     def still_s(self) -> float:
         """For how many seconds the thread has stood still."""
         return time.monotonic() - self._since

@@ -20,9 +20,8 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 # and a launcher that had gone already is noticed. What Python does to signals for itself is undone.
 _BOUND = """
 import ctypes, os, signal, sys
-ours = (signal.SIGPIPE, signal.SIGXFSZ, *[signal.SIGINT] * (signal.getsignal(signal.SIGINT) is not signal.SIG_IGN))
-for number in ours:
-    signal.signal(number, signal.SIG_DFL)
+for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+    if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN: signal.signal(number, signal.SIG_DFL)
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 if os.getppid() == int(sys.argv[1]):
     try:

@@ -18,7 +18,6 @@ import string
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -78,25 +77,7 @@ class MeetingError(RunError):
     """The processes could not meet: no answer came in time, the port is taken, or a machine was lost."""
 
 
-# -- who uses a device first ----------------------------------------------------------------------------------------------
-
-# By torch's name of the device.
-_first_uses: dict[str, str] = {}
-
-
-def watch() -> None:
-    """Note which line uses a GPU first; torch keeps a list of what to call then."""
-    for name in ("cuda", "xpu"):
-        namespace = getattr(torch, name, None)
-        if hasattr(namespace, "_lazy_call") and not namespace.is_initialized():
-            namespace._lazy_call(functools.partial(_note, name))
-
-
-def _note(name: str) -> None:
-    with contextlib.suppress(Exception):  # torch gives the device up if this raises
-        stack = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename.replace(os.sep, "/")]
-        user = [frame for frame in stack if frame.filename != __file__][-1]
-        _first_uses[name] = f"{user.filename}, line {user.lineno}, in {user.name}: {user.line}"
+# -- forks and devices --------------------------------------------------------------------------------------------------
 
 
 def method_for(device: Any) -> str:
@@ -104,10 +85,7 @@ def method_for(device: Any) -> str:
     if not hasattr(os, "fork"):
         why = "this system cannot fork"
     elif device.type != "cpu" and _is_lost_by_forks(device.namespace()):
-        user = _first_uses.get(
-            device.type, "an unknown line: it only looked for devices, or accelerate was imported later"
-        )
-        why = f"this process uses the {device.type} device already, which cannot be forked; used first by {user}"
+        why = f"this process uses the {device.type} device already, or has looked for it, and cannot be forked"
     else:
         return "fork"
     print(f"Starting fresh processes, which takes longer: {why}.")
@@ -497,6 +475,3 @@ def run_on_tpu(request: Request) -> None:
     function = functools.partial(on_core, request.function, request.num_processes != 1)
     # It takes one process, or None for as many as there are cores.
     starter.spawn(function, args=tuple(request.args), nprocs=request.num_processes, start_method="fork")
-
-
-watch()
