@@ -1,5 +1,6 @@
 """What a stranger on the network can do to a run on one machine: a program that talks to its store as the ranks do."""
 
+import json
 from datetime import timedelta
 
 import psutil
@@ -42,7 +43,9 @@ def test_a_stranger_reaches_no_store_and_ends_no_rank(tmp_path):
     try:
         port = next(int(line.split()[1]) for line in job.stdout if line.startswith("port"))
         listening = {
-            c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"
+            c.laddr.ip
+            for c in psutil.Process(job.pid).net_connections("tcp")
+            if c.laddr.port == port and c.status == "LISTEN"
         }
         assert listening == {"127.0.0.1"}
         for address in NETWORK:
@@ -53,8 +56,9 @@ def test_a_stranger_reaches_no_store_and_ends_no_rank(tmp_path):
         (keys,) = (key.removesuffix("process/0") for key in map(str, store.list_keys()) if key.endswith(known))
         store.set(f"{keys}report", "\x1b[2Jyou are mine")
         store.add(f"{keys}asked", ABORTING)
-        store.add(f"{keys}asked", 1)  # who answers this has read what stands before it
-        store.wait([f"{keys}answer/0", f"{keys}answer/1"])
+        question = store.add(f"{keys}asked", 1)  # who answers this has read what stands before it
+        for rank in (0, 1):
+            assert json.loads(store.get(f"{keys}answer/{rank}"))["question"] == question
         done.touch()
         output, errors = job.communicate(timeout=60)
     finally:

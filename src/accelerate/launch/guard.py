@@ -29,6 +29,8 @@ if os.getppid() == int(sys.argv[1]):
     except OSError as error:
         sys.exit(f"accelerate launch: {sys.argv[2]} cannot be started: {error.strerror}.")
 """
+# Without the user's modules, unless Python finds its own by a variable of the user's.
+_PYTHON = [sys.executable, "-S", *([] if os.environ.get("PYTHONHOME") else ["-I"])]
 _BLOCKED = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
@@ -36,7 +38,7 @@ def bound(command: Sequence[str]) -> list[str]:
     """Return a command that does the same, and is asked to end when this process is killed, where the kernel can (Linux)."""
     if sys.platform != "linux":
         return list(command)
-    return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *command]
+    return [*_PYTHON, "-c", _BOUND, str(os.getpid()), *command]
 
 
 def end_groups(groups: Iterable[int], grace: float) -> None:
@@ -74,7 +76,7 @@ class Guard:
             # the terminal sends to the launcher is not for it.
             # The text of this module, as a zipped package has no file.
             source = __loader__.get_source(__name__)
-            command = [sys.executable, "-I", "-S", *(["-c", source] if source else [__file__]), str(grace)]
+            command = [*_PYTHON, *(["-c", source] if source else [__file__]), str(grace)]
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             self._process = subprocess.Popen(command, **streams, start_new_session=True)
         finally:
