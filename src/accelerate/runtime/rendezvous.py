@@ -87,9 +87,13 @@ def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
     if place not in _meetings:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         is_here = ranks.world_size == ranks.local_world_size and place[1] in (LOOPBACK, "localhost")
+        store = None
         if url == "env://" and ranks.rank == 0 and is_here and not agents:
-            store = serve_this_machine(int(os.environ["MASTER_PORT"]), timeout or dist.default_pg_timeout)
-        else:
+            limit = timeout or timedelta(minutes=30)  # torch's own
+            # Torch lets stores of one process share a port: the user's groups, before this one or after it, meet there as well.
+            with contextlib.suppress(dist.DistNetworkError):
+                store = serve_this_machine(int(os.environ["MASTER_PORT"]), limit, multi_tenant=True)
+        if store is None:
             limit = {} if timeout is None else {"timeout": timeout}
             store, _, _ = next(dist.rendezvous(url, ranks.rank, ranks.world_size, **limit))
         _meetings[place] = [store, 0]

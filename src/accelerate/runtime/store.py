@@ -20,12 +20,13 @@ def serve(host: str, port: int, timeout: Any, **settings: Any) -> TCPStore:
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=uses_libuv(), **settings)
 
 
-def serve_this_machine(port: int, timeout: Any) -> TCPStore:
+def serve_this_machine(port: int, timeout: Any, **settings: Any) -> TCPStore:
     """Return a new store that no other machine reaches; port 0 takes a free one."""
     if os.name != "posix":
-        return serve(LOOPBACK, port, timeout)
+        return serve(LOOPBACK, port, timeout, **settings)
     try:
         listener = socket.create_server((LOOPBACK, port), backlog=2048)
     except OSError as error:
         raise DistNetworkError(f"{LOOPBACK}, port {port}: {error}") from None
-    return serve(LOOPBACK, listener.getsockname()[1], timeout, master_listen_fd=listener.detach())  # which closes it
+    settings |= {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}  # the store closes it
+    return serve(LOOPBACK, timeout=timeout, **settings)
