@@ -112,7 +112,9 @@ def notebook_launcher(
         )
     from accelerate.devices import probe
 
-    device = probe.detect()
+    # Torch's usual look for GPUs starts the driver, and processes that are forked afterwards cannot use it.
+    with patch_environment(pytorch_nvml_based_cuda_check=1):
+        device = probe.detect()
     variables = {}
     if request.precision != "no" or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         variables["ACCELERATE_MIXED_PRECISION"] = request.precision

@@ -21,7 +21,7 @@ import os, signal, subprocess, sys, time
 for name in {ignored!r}:
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-print("up", os.getpid(), child.pid, flush=True)
+print(f"up {os.getpid()} {child.pid}\\n", end="", flush=True)  # in one piece
 """
 WAITS = RANK + "time.sleep(300)"
 WITH_STATE = "from accelerate import PartialState\nstate = PartialState()" + WAITS

@@ -5,8 +5,10 @@ import sys
 import types
 
 import pytest
+import torch
 
 from accelerate import launchers
+from accelerate.devices import probe
 from accelerate.launch import notebook
 from accelerate.launch.errors import NotAvailableError
 from accelerate.launchers import debug_launcher, notebook_launcher
@@ -107,14 +109,34 @@ def test_one_process_per_device_by_default_and_at_most(device, started, capsys):
     assert capsys.readouterr().out == "Launching training on 3 GPUs.\n"
 
 
-def test_a_device_in_use_means_fresh_processes_and_who_used_it(device, started, capsys, monkeypatch):
+def test_a_device_in_use_means_fresh_processes(device, started, capsys):
     device(Device(in_use=True))
     notebook_launcher(join_only, num_processes=2)
-    monkeypatch.setitem(notebook._first_uses, "cuda", "cell.py, line 3, in f: x.cuda()")
-    notebook_launcher(join_only, num_processes=2)
-    assert [call.method for call in started] == ["spawn", "spawn"]
-    printed = capsys.readouterr().out
-    assert "used first by an unknown line" in printed and "used first by cell.py, line 3, in f: x.cuda()." in printed
+    assert started[0].method == "spawn"
+    assert "takes longer: this process uses the cuda device already" in capsys.readouterr().out
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Torch for CUDA with two GPUs: what it has called, and in a forked process whether the driver had been started before."""
+    calls, home = [], os.getpid()
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: calls.append(os.getpid()) or 2, raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != home in calls)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    probe.forget()
+    yield calls
+    probe.forget()
+
+
+def test_gpus_are_counted_in_a_way_that_lets_processes_be_forked(driver, started, capsys):
+    notebook_launcher(join_only)
+    assert (started[0].method, started[0].num_processes, driver) == ("fork", 2, [])
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in {**os.environ, **started[0].environment}
+    assert torch.cuda.is_available() and driver  # as libraries do when they are imported
+    notebook_launcher(join_only)
+    assert started[1].method == "spawn" and not torch.cuda.is_initialized()
+    assert "this process uses the cuda device already" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("start", [debug_launcher, notebook_launcher])

@@ -7,6 +7,7 @@ Source:
     https://docs.kernel.org/admin-guide/cputopology.html
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -92,6 +93,16 @@ class Topology:
             return int((self._cpus / f"cpu{cpu}/topology/{name}").read_text())
         except (OSError, ValueError):
             return 0
+
+
+def usable_cores(root: pathlib.Path = _ROOT) -> int:
+    """Return how many physical cores this process may use: its affinity mask and the limits of its container count."""
+    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = len(Topology(set(mask), root).cores(set(mask)))
+    with contextlib.suppress(OSError, ValueError):  # a quota of "max" is no number
+        quota, period = (root / "fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
 
 
 def choose(kind: str, index: int, count: int, topology: Topology, devices: Sequence[str] = ()) -> set[int]:

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accelerate._warn import printable
 from accelerate.diagnostics import threads
-from accelerate.diagnostics.monitor import Monitor, limits
+from accelerate.diagnostics.monitor import LONGEST_REPORT, Monitor, limits
 from accelerate.diagnostics.status import PREFIX, SAMPLE_PAUSE_S, SAMPLES, Question, RankStatus, connection, interval
 from accelerate.diagnostics.threads import call_site
 from accelerate.runtime import failure
@@ -140,9 +141,10 @@ class Watcher:
             self._closed = True
             return answered
         asked = store.add("asked", 0)
-        if asked >= _ABORTING:
+        # Who reaches the store can write there: a rank ends for what its own user has asked for alone.
+        if asked >= _ABORTING and self._monitor.abort_after < float("inf"):
             self._end_all(store)
-        if asked >= _CLOSING:
+        if asked % _ABORTING >= _CLOSING:
             self._closed = True
             store.add("left", 1)
         elif asked > answered:
@@ -151,7 +153,7 @@ class Watcher:
 
     def _end_all(self, store: Any) -> None:
         """End this process when all have left their stacks: the first to go would end the others by an error of its connections."""
-        failure.leave_hung(store.get("report").decode())
+        failure.leave_hung(printable(store.get("report").decode(errors="replace"), LONGEST_REPORT))
         deadline = time.monotonic() + interval(self.world_size) + _ENDING_S
         left = store.add("hung", 1)
         while left < self.world_size and time.monotonic() < deadline:

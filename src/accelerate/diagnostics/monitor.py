@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accelerate._warn import printable
 from accelerate.diagnostics import threads
 from accelerate.diagnostics.status import PREFIX, Question, RankStatus, connection
 from accelerate.runtime import failure
@@ -27,6 +28,7 @@ REPORT_AFTER, ABORT_AFTER = "ACCELERATE_HANG_REPORT_AFTER", "ACCELERATE_HANG_ABO
 # A thread that an answer finds in an exchange for so long is taken to wait there.
 _STILL_S = 1.0
 _SHOWN = 4  # stacks in a report
+LONGEST_REPORT = 50_000  # characters
 
 
 def limits() -> tuple[float, float]:
@@ -144,7 +146,7 @@ class Monitor:
     def _report(self, finding: "Finding", keys: Any) -> None:
         if finding.waiting and finding.key not in self._reported:
             self._reported.add(finding.key)
-            text = str(finding)
+            text = printable(str(finding), LONGEST_REPORT)
             keys.set("report", text)
             failure.tell_hang(text)
             logger.warning("%s", text)

@@ -30,14 +30,13 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate.launch.errors import LaunchError, Reporter, follows
-from accelerate.launch.guard import Guard, end_groups
+from accelerate.launch.guard import Guard, bound, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
-from accelerate.runtime import failure
+from accelerate.runtime import failure, store
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.utils.environment import clear_environment
 
-HOST = "127.0.0.1"
 # Signals that are forwarded to the processes, which may need time to save their run. Schedulers send these.
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 # Signals that end the run. The same signal once more kills what is left.
@@ -113,18 +112,10 @@ class StoreRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return a new store: restarted processes must not find the addresses of those before them."""
         # The previous store may still hold the port that the user chose.
-        self._own_store = serve(HOST, self.master_port if self._own_store is None else 0, self.timeout)
-        store = PrefixStore(self.run_id, self._own_store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, self._own_store.port))
-
-
-def serve(host: str, port: int, timeout: Any) -> TCPStore:
-    """Return a new store that listens at an address."""
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=_libuv())
-
-
-def _libuv() -> bool:
-    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"  # torch for Windows has none
+        port = self.master_port if self._own_store is None else 0
+        self._own_store = store.serve_this_machine(port, self.timeout)
+        address = RendezvousStoreInfo(store.LOOPBACK, self._own_store.port)
+        return RendezvousInfo(PrefixStore(self.run_id, self._own_store), 0, 1, address)
 
 
 class Agent(OpenAgent):
@@ -377,11 +368,13 @@ def start(
     handler = config.rdzv_configs["handler"]
     if isinstance(handler, Rendezvous):
         timeout = float(handler.settings.get("timeout", 600))
-        handler = StoreRendezvous(HOST, handler.port, 0, 1, config.run_id, timeout)
+        handler = StoreRendezvous(store.LOOPBACK, handler.port, 0, 1, config.run_id, timeout)
     # Torch's launcher would build its own agent from the same fields, and takes no other class.
     shared = {name: getattr(config, name) for name in ("role", "max_restarts", "monitor_interval")}
     shared |= {"local_world_size": config.nproc_per_node, "rdzv_handler": handler}
-    spec = WorkerSpec(entrypoint=entrypoint, args=arguments, **shared)
+    if isinstance(entrypoint, str):
+        entrypoint, *arguments = bound([entrypoint, *arguments])
+    spec = WorkerSpec(entrypoint=entrypoint, args=tuple(arguments), **shared)
     rest = {"start_method": config.start_method, "log_line_prefix_template": config.log_line_prefix_template}
     if hasattr(config, "shutdown_timeout"):  # not in all versions of torch
         rest["shutdown_timeout"] = config.shutdown_timeout
@@ -390,7 +383,7 @@ def start(
     if isinstance(entrypoint, str):
         environment[failure.LAUNCHER] = str(os.getpid())  # the processes leave their tracebacks to the launcher
         watcher.reporter, watcher.guard = reporter or Reporter(), Guard(watcher.shutdown_timeout)
-        if not _libuv():
+        if not store.uses_libuv():
             environment["USE_LIBUV"] = "0"
         if isinstance(sys.stdout, io.TextIOWrapper):  # torch copies the lines of the processes to it
             sys.stdout.reconfigure(line_buffering=True)

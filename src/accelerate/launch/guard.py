@@ -11,12 +11,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _LOOK_S = 0.02
 # A scheduler that signals every process of a job must not take the guard away.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+# Runs a command that the kernel ends with its launcher, also before a guard knows of it. Nothing of a user runs before that is so,
+# and a launcher that had gone already is noticed. What Python does to signals for itself is undone.
+_BOUND = """
+import ctypes, os, signal, sys
+for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+    if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN: signal.signal(number, signal.SIG_DFL)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"accelerate launch: {sys.argv[2]} cannot be started: {error.strerror}.")
+"""
+# Without the user's modules, unless Python finds its own by a variable of the user's.
+_PYTHON = [sys.executable, "-S", *([] if os.environ.get("PYTHONHOME") else ["-I"])]
 _BLOCKED = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """Return a command that does the same, and is asked to end when this process is killed, where the kernel can (Linux)."""
+    if sys.platform != "linux":
+        return list(command)
+    return [*_PYTHON, "-c", _BOUND, str(os.getpid()), *command]
 
 
 def end_groups(groups: Iterable[int], grace: float) -> None:
@@ -52,7 +74,9 @@ class Guard:
         try:
             # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. A session of its own: what
             # the terminal sends to the launcher is not for it.
-            command = [sys.executable, "-I", "-S", __file__, str(grace)]
+            # The text of this module, as a zipped package has no file.
+            source = __loader__.get_source(__name__)
+            command = [*_PYTHON, *(["-c", source] if source else [__file__]), str(grace)]
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             self._process = subprocess.Popen(command, **streams, start_new_session=True)
         finally:

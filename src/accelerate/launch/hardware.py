@@ -12,15 +12,14 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from accelerate.devices.affinity import usable_cores as usable_cores
 from accelerate.launch.errors import RunError
 
 # Packages that bring a device torch does not know by itself; only torch can then say what is there.
 _PLUGINS = "torch_npu torch_mlu torch_sdaa torch_musa habana_frameworks torch_neuronx intel_extension_for_pytorch"
-_SIBLINGS = pathlib.Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
-_QUOTA = pathlib.Path("/sys/fs/cgroup/cpu.max")
 # Addresses that are set aside for documentation (RFC 5737, RFC 3849): no machine has them, so the way to them is the way out.
 _OUTSIDE = ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9)))
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_NO_DRIVER = 9  # NVML_ERROR_DRIVER_NOT_LOADED: then CUDA does not work either
 
 
 # -- devices and cores -------------------------------------------------------------------------------------------------
@@ -47,7 +46,7 @@ def detect(environ: Mapping[str, str]) -> Hardware:
     """Find the devices of this machine that the variables leave visible.
 
     The driver's own library counts NVIDIA GPUs in a millisecond. Torch is imported only if it was built for other
-    devices, a vendor's plug-in is installed, or a GPU is split (MIG).
+    devices, a vendor's plug-in is installed, a GPU is split (MIG), or that library is missing and CUDA's is not.
     """
     if "torch" in sys.modules or sys.platform == "darwin" or any(map(importlib.util.find_spec, _PLUGINS.split())):
         return _ask_torch()
@@ -62,12 +61,11 @@ def detect(environ: Mapping[str, str]) -> Hardware:
 
 def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
     """Count the visible NVIDIA GPUs; None if only torch can do so."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1" if os.name == "posix" else "nvml.dll")
-    except OSError:
-        return 0
-    if library.nvmlInit_v2() != 0:
-        return 0
+    library = _library("libnvidia-ml.so.1", "nvml.dll")
+    status = library and library.nvmlInit_v2()
+    if status != 0:
+        # Containers without the utility capability and Jetson boards may have CUDA's own library alone.
+        return None if status != _NO_DRIVER and _library("libcuda.so.1", "nvcuda.dll") else 0
     try:
         count = ctypes.c_uint()
         failed = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0
@@ -76,6 +74,13 @@ def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
         return _visible(environ.get("CUDA_VISIBLE_DEVICES"), count.value)
     finally:
         library.nvmlShutdown()
+
+
+def _library(posix: str, windows: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(posix if os.name == "posix" else windows)
+    except OSError:
+        return None
 
 
 def _is_split(library: ctypes.CDLL, index: int) -> bool:
@@ -102,18 +107,6 @@ def _ask_torch() -> Hardware:
     if device.type == "cpu":
         return Hardware("cpu", 0)
     return Hardware(device.type, device.count(), device.visible_env, device.shareable)
-
-
-def usable_cores() -> int:
-    """Return how many physical cores this process may use (its affinity mask and container limits count)."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError):
-        ranges = re.findall(r"(\d+)(?:-(\d+))?", _SIBLINGS.read_text())
-        allowed //= sum(int(last or first) - int(first) + 1 for first, last in ranges) or 1
-    with contextlib.suppress(OSError, ValueError):  # a quota of "max" is no number
-        quota, period = _QUOTA.read_text().split()
-        allowed = min(allowed, int(quota) // int(period))
-    return max(1, allowed)
 
 
 def is_bound() -> bool:
@@ -144,21 +137,20 @@ def local_address(towards: str, port: int) -> str:
 
 
 def gloo_variables(address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that make gloo, tensorpipe and NCCL talk through the interface of a local address.
+    """Return the variable that makes gloo talk through the interface of a local address.
 
-    Left alone, gloo and tensorpipe listen at the address of the machine's own name, which Debian writes down as
-    127.0.1.1, and NCCL takes the first interface that is up, perhaps one of a container engine. Returns nothing where
-    the user has set one of the variables, for a loopback address, and where no interface has the address.
+    Left alone, gloo listens at the address of the machine's own name, which Debian writes down as 127.0.1.1. NCCL is left alone:
+    a variable would override what an administrator has written into nccl.conf. Returns nothing where the user has set the
+    variable, for a loopback address, and where no interface has the address.
     """
     environ = os.environ if environ is None else environ
-    if any(environ.get(name) for name in _INTERFACES) or _is_loopback(address):
+    if environ.get("GLOO_SOCKET_IFNAME") or _is_loopback(address):
         return {}
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
         if address in [entry.address for entry in entries]:
-            # NCCL takes a name for a prefix, unless it begins with an equals sign.
-            return dict(zip(_INTERFACES, (name, name, f"={name}"), strict=True))
+            return {"GLOO_SOCKET_IFNAME": name}
     return {}
 
 

@@ -33,10 +33,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from accelerate._warn import printable
 from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime.failure import PREEMPTED
+from accelerate.runtime.store import serve
 
 # How often a launcher looks for the others, and how often it reports that it waits.
 _LOOK_S = 0.1
@@ -51,6 +53,8 @@ _STALE_S = 5.0
 _FOLLOWING_S = 5.0
 # How often a launcher publishes its heartbeat.
 _BEAT_S = 1.0
+# Characters of what another machine says.
+_LONGEST = 500
 # What all machines must say alike, and the option that says it.
 _CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
 
@@ -150,7 +154,7 @@ class MachineRendezvous(StaticTCPRendezvous):
     def _listen(self) -> None:
         if self._server is None:
             try:
-                self._server = elastic.serve(self.host, self.port, _ANSWER_S)
+                self._server = serve(self.host, self.port, _ANSWER_S)
             except (RuntimeError, ValueError) as error:
                 hint = "Choose a free --main_process_port, and let --main_process_ip be an address of machine 0."
                 raise RunError(f"Machine 0 cannot listen at {self._place}: {_line_of(error)}. {hint}") from error
@@ -233,7 +237,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         """Begin a round: let the machines know who takes part, and at which port the processes meet."""
         # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
         first = name.endswith("/0")
-        self._round_server = self._server if first else elastic.serve(self.host, 0, _ANSWER_S)
+        self._round_server = self._server if first else serve(self.host, 0, _ANSWER_S)
         for machine in here:
             store.set(f"state/{name}/{machine}", "{}")
         members = [here[machine] for machine in sorted(here)]
@@ -276,7 +280,7 @@ class MachineRendezvous(StaticTCPRendezvous):
 
 
 def _named(member: Record) -> str:
-    return f"machine {member['machine']} ({member['host']}, {member['address']})"
+    return printable(f"machine {member['machine']} ({member['host']}, {member['address']})", _LONGEST)
 
 
 def _value(store: Store, key: str) -> str | None:
@@ -326,7 +330,10 @@ class Heartbeat(threading.Thread):
 
     def said(self, word: str) -> dict[int, Any]:
         """Return what machines have published under a word, by machine."""
-        return {machine: state[word] for machine, state in enumerate(self._states) if word in state}
+        said = {machine: state[word] for machine, state in enumerate(self._states) if word in state}
+        return {
+            machine: printable(line, _LONGEST) if isinstance(line, str) else line for machine, line in said.items()
+        }
 
     def failure(self) -> str | None:
         """Return which processes of which machine failed first, as a line; None if none did."""

@@ -18,7 +18,6 @@ import string
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -78,37 +77,31 @@ class MeetingError(RunError):
     """The processes could not meet: no answer came in time, the port is taken, or a machine was lost."""
 
 
-# -- who uses a device first ----------------------------------------------------------------------------------------------
-
-# By torch's name of the device.
-_first_uses: dict[str, str] = {}
-
-
-def watch() -> None:
-    """Note which line uses a GPU first; torch keeps a list of what to call then."""
-    for name in ("cuda", "xpu"):
-        namespace = getattr(torch, name, None)
-        torch_private.on_first_use(namespace, functools.partial(_note, name))
-
-
-def _note(name: str) -> None:
-    with contextlib.suppress(Exception):  # torch gives the device up if this raises
-        stack = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename.replace(os.sep, "/")]
-        user = [frame for frame in stack if frame.filename != __file__][-1]
-        _first_uses[name] = f"{user.filename}, line {user.lineno}, in {user.name}: {user.line}"
+# -- forks and devices --------------------------------------------------------------------------------------------------
 
 
 def method_for(device: Any) -> str:
     """Return how to start processes: "fork", or "spawn" where a fork would not work; then a line says why."""
-    if device.type != "cpu" and getattr(device.namespace(), "is_initialized", lambda: False)():
-        user = _first_uses.get(device.type, "an unknown line, as accelerate was imported later")
-        why = f"this process uses the {device.type} device already, which cannot be forked; used first by {user}"
-    elif hasattr(os, "fork"):
-        return "fork"
-    else:
+    if not hasattr(os, "fork"):
         why = "this system cannot fork"
+    elif device.type != "cpu" and _is_lost_by_forks(device.namespace()):
+        why = f"this process uses the {device.type} device already, or has looked for it, and cannot be forked"
+    else:
+        return "fork"
     print(f"Starting fresh processes, which takes longer: {why}.")
     return "spawn"
+
+
+def _is_lost_by_forks(namespace: Any) -> bool:
+    """Whether a forked process could not use the device, also because this one has only looked for it; torch says so there alone."""
+    if getattr(namespace, "is_initialized", bool)():
+        return True
+    if (process := os.fork()) == 0:
+        try:
+            os._exit(bool(getattr(namespace, "_is_in_bad_fork", bool)()))
+        finally:
+            os._exit(1)
+    return os.waitpid(process, 0)[1] != 0
 
 
 # -- the request ---------------------------------------------------------------------------------------------------------
@@ -251,6 +244,8 @@ class Worker:
     def _begin_afresh(self) -> None:
         # Torch requests SIGINT, which waits for Python; a process inside a collective would stay, with its memory on the GPU.
         torch_private.end_with_the_parent(signal.SIGTERM)
+        if os.getppid() != multiprocessing.parent_process().pid:
+            os._exit(1)  # it had ended before that
         # Signals do what they do in a fresh process: the launcher's handlers came along with the fork.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (getattr(signal, name) for name in _SIGNALS):
@@ -479,6 +474,3 @@ def run_on_tpu(request: Request) -> None:
     function = functools.partial(on_core, request.function, request.num_processes != 1)
     # It takes one process, or None for as many as there are cores.
     starter.spawn(function, args=tuple(request.args), nprocs=request.num_processes, start_method="fork")
-
-
-watch()

@@ -411,7 +411,7 @@ def _rendezvous_settings(values: Values) -> dict[str, str]:
 def _check_port(values: Values) -> None:
     try:
         # It sets SO_REUSEADDR, as torch's store does: a port whose last connections are merely closing down is free.
-        socket.create_server(("", values["main_process_port"].value)).close()
+        socket.create_server(("127.0.0.1", values["main_process_port"].value)).close()
     except (OSError, OverflowError) as error:
         raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Leave it out to get a free one.") from None
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accelerate import comm
 from accelerate.runtime import storage, torch_private
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
+from accelerate.runtime.store import LOOPBACK, serve_this_machine
 
 Meeting = Callable[[Any], contextlib.AbstractContextManager]
 
@@ -84,8 +85,17 @@ def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
     """
     place = (url, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), ranks.rank, ranks.world_size)
     if place not in _meetings:
-        limit = {} if timeout is None else {"timeout": timeout}
-        store, _, _ = next(dist.rendezvous(url, ranks.rank, ranks.world_size, **limit))
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        is_here = ranks.world_size == ranks.local_world_size and place[1] in (LOOPBACK, "localhost")
+        store = None
+        if url == "env://" and ranks.rank == 0 and is_here and not agents:
+            limit = timeout or timedelta(minutes=30)  # torch's own
+            # Torch lets stores of one process share a port: the user's groups, before this one or after it, meet there as well.
+            with contextlib.suppress(dist.DistNetworkError):
+                store = serve_this_machine(int(os.environ["MASTER_PORT"]), limit, multi_tenant=True)
+        if store is None:
+            limit = {} if timeout is None else {"timeout": timeout}
+            store, _, _ = next(dist.rendezvous(url, ranks.rank, ranks.world_size, **limit))
         _meetings[place] = [store, 0]
     meeting = _meetings[place]
     meeting[1] += 1  # all ranks count alike

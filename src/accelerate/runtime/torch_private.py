@@ -326,12 +326,6 @@ def workers_awaited(frame: FrameType) -> list[Any]:
     return getattr(frame.f_locals.get("self"), "_workers", []) if waits else []
 
 
-def on_first_use(namespace: Any, call: Callable[[], None]) -> None:
-    """Let `torch.cuda` or the like call a function when its device is used first; nothing if it is in use, or cannot."""
-    if hasattr(namespace, "_lazy_call") and not namespace.is_initialized():
-        namespace._lazy_call(call)
-
-
 def end_with_the_parent(number: int) -> None:
     """Ask the system to send this process a signal when its parent ends, where torch offers that."""
     getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)(number)

@@ -75,6 +75,21 @@ def test_a_machine_without_nodes(tmp_path):
     assert all_of("socket", 1, Topology({5, 7}, tmp_path)) == [{5, 7}]
 
 
+@cases(
+    "allowed, quota, cores",
+    (range(32), "max 100000", 16),
+    (range(16), "max 100000", 16),  # one processor of each core
+    (SOME, "max 100000", 3),
+    (range(32), "400000 100000", 4),
+    ({1}, "50000 100000", 1),
+)
+def test_physical_cores_that_this_process_may_use(machine, monkeypatch, tmp_path, allowed, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
+    (tmp_path / "fs/cgroup").mkdir(parents=True)
+    (tmp_path / "fs/cgroup/cpu.max").write_text(f"{quota}\n")
+    assert affinity.usable_cores(tmp_path) == cores
+
+
 @pytest.fixture
 def bound(monkeypatch):
     """What is bound, without binding it."""

@@ -1,12 +1,14 @@
 """Torch's elastic launcher with our agent: real processes, small ones that do not import torch."""
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from unittest.mock import Mock
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -188,3 +190,32 @@ def test_a_forked_process_has_no_processes_to_forward_signals_to(tmp_path):
         elastic.start(config, _ends_itself, (), os.environ)
     # Up to 2.9 torch leaves its own handler in the child, which raises.
     assert caught.value.failures[0].exitcode in (-signal.SIGTERM, 1)
+
+
+def _start(folder, mark):
+    program = ("-c", "import time; time.sleep(300)", mark)
+    elastic.start(elastic.make_config(8, Rendezvous(), folder), sys.executable, program, os.environ)
+
+
+def _marked(mark):
+    """Return the processes with a word on their command lines."""
+    return [one for one in psutil.process_iter(["cmdline", "status"]) if mark in (one.info["cmdline"] or ())]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end a process with its parent")
+@pytest.mark.parametrize("begun", [1, 3, 8])
+def test_a_launcher_that_is_killed_while_it_starts_ranks_leaves_none(tmp_path, begun):
+    mark = f"rank-of-{os.getpid()}-{begun}"
+    launcher = multiprocessing.get_context("fork").Process(target=_start, args=(str(tmp_path), mark))
+    launcher.start()
+    children = psutil.Process(launcher.pid).children
+    while len(children()) < begun + 1:  # the first one is the guard
+        assert launcher.is_alive()
+    launcher.kill()
+    launcher.join()
+    deadline = time.monotonic() + 10
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    assert not left

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_a_guard_ends_those_named_last_unless_it_is_dismissed(group):
     watching._process.stdin.close()  # as when the launcher is killed
     assert now.wait(30) == -signal.SIGTERM
     assert watching._process.wait(30) == 0 and before.poll() is None
+
+
+def test_a_guard_of_a_zipped_package_watches_as_well(group, tmp_path):
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as package:
+        package.write(guard.__file__, "zipped_guard.py")
+    orphan = group(SLEEP)
+    program = "import os, sys, zipped_guard; zipped_guard.Guard(0.1).watch([int(sys.argv[1])]); os._exit(0)"
+    search = {**os.environ, "PYTHONPATH": str(tmp_path / "package.zip")}
+    subprocess.run([sys.executable, "-c", program, str(orphan.pid)], check=True, env=search, timeout=60)
+    assert orphan.wait(30) == -signal.SIGTERM
 
 
 def test_it_holds_no_output_of_the_launcher_open():

@@ -17,14 +17,14 @@ NONE = hardware.Hardware("cpu", 0)
 BY_TORCH = hardware.Hardware("npu", 3, "ASCEND_RT_VISIBLE_DEVICES", True)
 
 
-def driver(count, split=False, works=True):
+def driver(count, split=False, status=0):
     """Return what answers like NVIDIA's management library."""
 
     def fill(value):
         return lambda *pointers: setattr(pointers[-1 if len(pointers) == 1 else 1]._obj, "value", value) or 0
 
     return SimpleNamespace(
-        nvmlInit_v2=lambda: 0 if works else 9,
+        nvmlInit_v2=lambda: status,
         nvmlShutdown=lambda: 0,
         nvmlDeviceGetCount_v2=fill(count),
         nvmlDeviceGetHandleByIndex_v2=lambda index, pointer: 0,
@@ -43,14 +43,15 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
 
-    def have(library, **build):
+    def have(library, drives_cuda=False, **build):
         lines = [f"{kind}: str | None = {build.get(kind)!r}" for kind in ("cuda", "hip", "xpu")]
         (tmp_path / "torch" / "version.py").write_text("\n".join(["__version__ = '2.9'", *lines]))
 
         def load(name):
-            if library is None:
+            found = library if name.startswith("libnvidia-ml") else name.startswith("libcuda") and drives_cuda
+            if not found:
                 raise OSError(name)
-            return library
+            return found
 
         monkeypatch.setattr(ctypes, "CDLL", load)
         return tmp_path
@@ -63,22 +64,25 @@ def gpus(count):
 
 
 @cases(
-    "library, build, selection, found",
-    (driver(4), "cuda", None, gpus(4)),
-    (driver(4), "cuda", "", NONE),
-    (driver(4), "cuda", "1, 0", gpus(2)),
-    (driver(4), "cuda", "1,0,9,2", BY_TORCH),  # torch knows what the driver makes of the others
-    (driver(4), "cuda", "GPU-1,GPU-2", BY_TORCH),
-    (None, "cuda", None, NONE),
-    (driver(4, works=False), "cuda", None, NONE),
-    (driver(0), "cuda", None, NONE),
-    (driver(4), "none", None, NONE),
-    (driver(1, split=True), "cuda", None, BY_TORCH),
-    (driver(4), "hip", None, BY_TORCH),
-    (None, "plug-in of a vendor", None, BY_TORCH),
+    "library, build, selection, found, drives_cuda",
+    (driver(4), "cuda", None, gpus(4), False),
+    (driver(4), "cuda", "", NONE, False),
+    (driver(4), "cuda", "1, 0", gpus(2), False),
+    (driver(4), "cuda", "1,0,9,2", BY_TORCH, False),  # torch knows what the driver makes of the others
+    (driver(4), "cuda", "GPU-1,GPU-2", BY_TORCH, False),
+    (None, "cuda", None, NONE, False),
+    (driver(4, status=9), "cuda", None, NONE, True),  # no driver is loaded
+    (driver(4, status=18), "cuda", None, BY_TORCH, True),
+    (None, "cuda", None, BY_TORCH, True),  # a container without the utility capability, a Jetson board
+    (None, "none", None, NONE, True),  # a torch without CUDA
+    (driver(0), "cuda", None, NONE, False),
+    (driver(4), "none", None, NONE, False),
+    (driver(1, split=True), "cuda", None, BY_TORCH, False),
+    (driver(4), "hip", None, BY_TORCH, False),
+    (None, "plug-in of a vendor", None, BY_TORCH, False),
 )
-def test_who_counts_the_devices(machine, library, build, selection, found):
-    folder = machine(library, **{build: "6.0"})
+def test_who_counts_the_devices(machine, library, build, selection, found, drives_cuda):
+    folder = machine(library, drives_cuda, **{build: "6.0"})
     if build.startswith("plug-in"):
         (folder / "torch_musa.py").touch()
     assert DETECT({} if selection is None else {"CUDA_VISIBLE_DEVICES": selection}) == found
@@ -95,7 +99,6 @@ def test_the_real_torch_agrees():
 
 
 LOOPBACK, OUTWARD = "127.0.1.1", "10.0.0.5"
-NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @pytest.fixture
@@ -137,8 +140,7 @@ def interfaces(monkeypatch):
     addresses = {"lo": ["127.0.0.1", "::1"], "eth1": [OUTWARD, "fe80::1%eth1", "aa:bb:cc:dd:ee:ff"]}
     known = {name: [SimpleNamespace(address=text) for text in texts] for name, texts in addresses.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
 def test_ways_to_other_machines(names, routes):
@@ -159,7 +161,9 @@ def test_ways_to_other_machines(names, routes):
 
 
 def test_the_interface_of_an_address(interfaces):
-    assert hardware.gloo_variables(OUTWARD) == dict(zip(NAMES, ("eth1", "eth1", "=eth1"), strict=True))
-    assert hardware.gloo_variables(OUTWARD, {"NCCL_SOCKET_IFNAME": "ib0"}) == {}
+    # Nothing of NCCL's: it would override nccl.conf.
+    assert hardware.gloo_variables(OUTWARD) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert hardware.gloo_variables(OUTWARD, {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert hardware.gloo_variables(OUTWARD, {"GLOO_SOCKET_IFNAME": "ib0"}) == {}
     for address in ("127.0.0.1", "::1", "10.1.1.1", "no address"):
         assert hardware.gloo_variables(address, {}) == {}

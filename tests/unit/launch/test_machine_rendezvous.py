@@ -107,3 +107,10 @@ def test_the_port_is_taken(at, join):
     join(at(0, machines=1))
     (error,) = join(at(0, machines=1))
     assert isinstance(error, RunError) and "cannot listen" in str(error) and "--main_process_port" in str(error)
+
+
+def test_what_another_machine_says_is_cut_and_steers_no_terminal(pair):
+    first, second = pair()
+    second.heartbeat.publish(failed="\x1b[2Jrank 1 ended\n\x9b" + "x" * 5000)
+    said = until(first.heartbeat.failure)
+    assert said.startswith("\\x1b[2Jrank 1 ended\n\\x9bxxx") and len(said) < 600

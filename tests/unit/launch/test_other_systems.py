@@ -63,10 +63,11 @@ assert affinity.bind("exclusive", 0, 2) is None
 # What several processes need on Windows: a store without libuv, a signal that exists, and no guard.
 WITHOUT_GROUPS = """
 from accelerate.launch import elastic, errors, guard
+from accelerate.runtime import store
 assert [int(number) for number in (*elastic.FORWARDED, *elastic.STOPPING)] == [15, 2]
 assert elastic._SIGNAL_OF_TORCH == "SIGBREAK"
-elastic.TCPStore = lambda *args, **settings: settings
-assert elastic.serve("127.0.0.1", 0, None)["use_libuv"] is False
+store.TCPStore = lambda *args, **settings: settings
+assert store.serve_this_machine(0, None)["use_libuv"] is False
 watching = guard.Guard()
 watching.watch([1])
 watching.close()

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import PREFIX, LaunchError, to_stderr
+from accelerate.launch.guard import bound
 from accelerate.launch.plan import LaunchPlan, Source, worker_environment
 from accelerate.launch.secrets import command, masked
 from accelerate.runtime.ranks import SCHEMES
@@ -194,7 +195,7 @@ def start(
             with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's may be closed, or None
                 stream.flush()
         os.execvpe(command[0], list(command), dict(environment))
-    process = subprocess.Popen(list(command), env=dict(environment))
+    process = subprocess.Popen(bound(command), env=dict(environment))
     with _signals_forwarded(process) as came:
         try:
             status = process.wait()

@@ -50,6 +50,21 @@ def test_signals_reach_the_child(text, name, stopped_is_failed, fails):
         signal.signal(number, before)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end a process with its parent")
+def test_the_child_ends_with_a_launcher_that_is_killed_and_has_signals_as_ever(capfd):
+    text = "import os, sys; from accelerate.launch import runners; runners.start(sys.argv[1:], os.environ)"
+    child = "import os, time; os.kill(os.getppid(), 9); time.sleep(300)"
+    command = [sys.executable, "-c", text, sys.executable, "-c", child]
+    # The output is at its end when the child is.
+    assert subprocess.run(command, stdout=subprocess.PIPE, timeout=60).returncode == -signal.SIGKILL
+    ignored = ["grep", "SigIgn", "/proc/self/status"]
+    runners.start(ignored, os.environ)
+    assert capfd.readouterr().out == subprocess.check_output(ignored, text=True)
+    with pytest.raises(subprocess.CalledProcessError):
+        runners.start(["./none"], os.environ)
+    assert capfd.readouterr().err == "accelerate launch: ./none cannot be started: No such file or directory.\n"
+
+
 @posix
 def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
     """It comes to the launcher alone then, which must not wait for a child that knows nothing."""
