@@ -192,7 +192,7 @@ class Watcher:
         handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
         known = {"still_s": self._monitor.still_s, "stack": threads.stack(frame)}
         known["note"] = threads.loader_workers(frame) or handles
-        return {**known, **threads.waits_in(frame, self._monitor.began_ns)}
+        return {**known, **threads.waits_in(frame, self._monitor.recorded)}
 
 
 def _holds(store: Any, rank: int) -> bool:

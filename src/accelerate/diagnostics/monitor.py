@@ -83,7 +83,7 @@ class Monitor:
     def __init__(self, rank: int, world_size: int, limits: tuple[float, float]) -> None:
         self.rank, self.world_size = rank, world_size
         self.report_after, self.abort_after = limits
-        self.began_ns = time.time_ns()
+        self.recorded = threads.recorded()
         self._place, self._counters = "", {}
         self._since = self._next = time.monotonic()
         self._waits: bool | None = None
@@ -104,7 +104,7 @@ class Monitor:
             spins = any(group.startswith(("nccl:", "xccl:")) for group in counters)
             if counters == self._counters and (spins or threads.sleeps(native)):
                 if self._waits is None and self.still_s >= self.report_after:
-                    self._waits = bool(threads.waits_in(frame, self.began_ns))
+                    self._waits = bool(threads.waits_in(frame, self.recorded))
                 return
             self._counters = counters
         self._place, self._since, self._waits = place, time.monotonic(), None

@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -154,9 +154,12 @@ def stack(frame: FrameType) -> list[str]:
     return [_line(each) for each in _outward(frame) if _is_users(each)][:_DEEPEST]
 
 
-def waits_in(frame: FrameType, since_ns: int) -> dict[str, Any]:
-    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none."""
-    known = _in_flight(since_ns)
+def waits_in(frame: FrameType, before: Sequence[int]) -> dict[str, Any]:
+    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none.
+
+    What `recorded` had counted `before` does not matter: the operations that an aborted process group had begun are never retired.
+    """
+    known = _in_flight(before)
     if known:
         return known
     called = _called_in_torch(frame)
@@ -184,27 +187,37 @@ def loader_workers(frame: FrameType) -> str:
     return ""
 
 
-def _in_flight(since_ns: int) -> dict[str, Any] | None:
-    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown.
+def _recorders() -> list[list[dict[str, Any]]]:
+    """Return what each of torch's flight recorders says of operations that may not be done: NCCL's, and that of the others.
 
-    It is read from torch's flight recorder, which torch 2.13 has on by itself for gloo and NCCL (TORCH_FR_BUFFER_SIZE; formerly
-    TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out all of a recorder takes 60 ms, so nobody asks without need.
+    Torch 2.13 has them on by itself for gloo and NCCL (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing
+    out all of a recorder takes 60 ms, so nobody asks without need.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
-    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, True)).get("entries", ())]
-    return oldest_open(entries, since_ns) if entries else {}
+    return [json.loads(dump(True, True)).get("entries") or [] if dump else [] for dump in dumps]
 
 
-def oldest_open(entries: list[dict[str, Any]], since_ns: int = 0) -> dict[str, Any] | None:
-    """Return the name, number and shapes of the oldest entry of a flight recorder that is not done."""
+def recorded() -> list[int]:
+    """Return how many operations each recorder has numbered so far; the clock may be set back, and does not tell."""
+    return [max((entry.get("record_id", -1) + 1 for entry in entries), default=0) for entries in _recorders()]
+
+
+def _in_flight(before: Sequence[int]) -> dict[str, Any] | None:
+    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown."""
+    recorders = _recorders()
+    found = (oldest_open(entries, count) for entries, count in zip(recorders, before, strict=True))
+    return next(filter(None, found), None) if any(recorders) else {}
+
+
+def oldest_open(entries: list[dict[str, Any]], before: int = 0) -> dict[str, Any] | None:
+    """Return the name, number and shapes of a flight recorder's oldest entry, from number `before` on, that is not done."""
     # Gloo leaves the state at "scheduled" and retires what is done; NCCL's watchdog retires it late.
     pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
-    # What a process group that was aborted had begun is never retired.
-    pending = [entry for entry in pending if entry.get("time_created_ns", since_ns) >= since_ns]
+    pending = [entry for entry in pending if entry.get("record_id", before) >= before]
     if not pending:
         return None
-    entry = min(pending, key=lambda entry: (entry.get("time_created_ns", 0), entry.get("record_id", 0)))
+    entry = min(pending, key=lambda entry: entry.get("record_id", 0))
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     kinds = zip(entry.get("input_dtypes", ()), entry.get("input_sizes", ()), strict=False)
     shapes = ", ".join(f"{kind} {list(sizes)}" for kind, sizes in kinds)
