@@ -8,6 +8,7 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
+from accelerate._warn import printable
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
 from accelerate.launch import config_file, runners
@@ -105,7 +106,7 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
         _run(plan, _owns_process() if replace is None else replace)
     except LaunchError as error:
         # What only the runner can see: a program that is not installed, machines that disagree.
-        print(f"accelerate launch: error: {error}", file=sys.stderr)
+        print(printable(f"accelerate launch: error: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
     except BaseException as error:
         known = isinstance(error, RunError)
@@ -120,7 +121,7 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
 def _run(plan: LaunchPlan, replace: bool) -> None:
     """Start what a plan says, or print it."""
     if plan["dry_run"]:
-        print(runners.describe(plan))
+        print(printable(runners.describe(plan)))
     else:
         runners.run(plan, replace=replace)
 

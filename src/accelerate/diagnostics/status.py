@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accelerate._warn import printable
 from accelerate.diagnostics import threads
 
 PREFIX = "accelerate/hang"
@@ -63,13 +64,13 @@ class RankStatus:
 
     def __str__(self) -> str:
         if self.ended:
-            return "has ended" + (f" with {self.note}" if self.note else "")
+            return "has ended" + (f" with {printable(self.note, 300)}" if self.note else "")
         if self.alive is False:
             return "was killed: its process is gone"
         if not self.answered:
             return "gives no answer" + (f", but its process exists ({self.note})" if self.alive else "")
         inside = f", in {self.inside}" if self.inside else ""
-        return f"is at {self.site}{inside}" + (", and waits for other ranks there" if self.waits else "")
+        return f"is at {printable(self.site)}{printable(inside)}" + (", and waits for other ranks there" if self.waits else "")
 
 
 def interval(world_size: int) -> float:
@@ -113,7 +114,7 @@ class Question:
 
     def _read(self, rank: int) -> RankStatus:
         if self._store.check([f"ended/{rank}"]):
-            return RankStatus(rank, ended=True, note=self._store.get(f"ended/{rank}").decode())
+            return RankStatus(rank, ended=True, note=self._store.get(f"ended/{rank}").decode(errors="replace"))
         if self._store.check([f"answer/{rank}"]):
             answer = json.loads(self._store.get(f"answer/{rank}"))
             if answer.pop("question") >= self._number:

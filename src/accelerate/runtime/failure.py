@@ -36,6 +36,8 @@ OURS = "accelerate"
 FAULTS = "fault.log"
 # Beside it: what this rank has reported of ranks that wait, and where all threads of a process stand, when somebody asks.
 HANG, STACKS = "hang.txt", "stacks.txt"
+# With this begins the name of the folder in which a machine of several leaves such files; the run's name follows.
+MACHINES = "accelerate_machines-"
 # The status of ranks that ended themselves because they hung.
 HUNG = 79
 # Lets a rank write its stacks: a real-time signal, which no shell or system sends; 0 where there is none (macOS).
