@@ -15,6 +15,7 @@ from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError, RunError, failure_of
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.resolve import resolve
+from accelerate.launch.secrets import masked
 
 DEEPSPEED_MULTINODE_LAUNCHERS = list(BY_NAME["deepspeed_multinode_launcher"].words)
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
@@ -112,7 +113,8 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
         known = isinstance(error, RunError)
         status, line = (error.status, str(error)) if known else failure_of(error)
         if plan["debug"]:
-            traceback.print_exception(error)
+            text = "".join(traceback.format_exception(error))
+            print(printable("\n".join(map(masked, text.splitlines()))), file=sys.stderr)
         # A process that failed has said why; of a machine that is lost only the launcher can report.
         runners.tell(plan, line, always=known)
         raise SystemExit(status) from None
