@@ -19,7 +19,9 @@ def printable(text: str, limit: int | None = None) -> str:
     Control characters become ``\\xNN`` or ``\\uNNNN``, except newlines and tabs; what is longer than `limit` ends with an ellipsis.
     """
     text = text if limit is None or len(text) <= limit else f"{text[:limit]}…"
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text)
+    return _CONTROL.sub(
+        lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text
+    )
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

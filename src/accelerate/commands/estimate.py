@@ -330,7 +330,9 @@ def _transformers_model(transformers: Any, name: str, trust_remote_code: bool, t
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, token=token)
     # The class that the checkpoint was saved from, where it says so: a bare AutoModel would lack the head.
     named = (getattr(transformers, str(name), None) for name in getattr(config, "architectures", None) or ())
-    base = transformers.PreTrainedModel  # a configuration may name anything of transformers, and what it names is called
+    base = (
+        transformers.PreTrainedModel
+    )  # a configuration may name anything of transformers, and what it names is called
     classes = [one for one in named if isinstance(one, type) and issubclass(one, base) and one is not base]
     if classes:
         return classes[0](config)

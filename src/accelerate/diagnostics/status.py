@@ -70,7 +70,9 @@ class RankStatus:
         if not self.answered:
             return "gives no answer" + (f", but its process exists ({self.note})" if self.alive else "")
         inside = f", in {self.inside}" if self.inside else ""
-        return f"is at {printable(self.site)}{printable(inside)}" + (", and waits for other ranks there" if self.waits else "")
+        return f"is at {printable(self.site)}{printable(inside)}" + (
+            ", and waits for other ranks there" if self.waits else ""
+        )
 
 
 def interval(world_size: int) -> float:

@@ -179,7 +179,9 @@ class MachineRendezvous(StaticTCPRendezvous):
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
             self._wait(f"the run at {self._place}, to restart: it has begun without this machine")
             return None
-        self.run_id = f"{MACHINES}{name[:12]}"  # torch names the folder of logs so: several machines may share --log_dir
+        self.run_id = (
+            f"{MACHINES}{name[:12]}"  # torch names the folder of logs so: several machines may share --log_dir
+        )
         self.name, self.round, self.members = name, int(name.rpartition("/")[2]), begun["members"]
         return begun["port"]
 

@@ -41,6 +41,12 @@ def _check(name: str) -> Callable[[Check], Check]:
     return lambda function: CHECKS.setdefault(name, function)
 
 
+def _require(holds: bool, otherwise: str) -> None:
+    """Raise where something does not hold; an `assert` would do nothing under ``python -O``."""
+    if not holds:
+        raise AssertionError(otherwise)
+
+
 def run_checks(checks: Mapping[str, Check], accelerator: Accelerator) -> None:
     """Run the checks one after the other; the main rank prints a line for each. Every rank calls it with the same checks.
 
@@ -71,13 +77,13 @@ def check_processes(accelerator: Accelerator) -> None:
     state = PartialState()
     counts = gather_object([state.num_processes])
     ranks = gather_object([state.process_index])
-    assert set(counts) == {len(ranks)}, f"The processes count {counts} processes, and {len(ranks)} answered."
-    assert sorted(ranks) == list(range(state.num_processes)), f"The ranks are {ranks}."
-    assert (state.process_index == 0) == state.is_main_process, "The main process is not rank 0."
+    _require(set(counts) == {len(ranks)}, f"The processes count {counts} processes, and {len(ranks)} answered.")
+    _require(sorted(ranks) == list(range(state.num_processes)), f"The ranks are {ranks}.")
+    _require((state.process_index == 0) == state.is_main_process, "The main process is not rank 0.")
     everything = list(range(10 * state.num_processes + 1))
     with state.split_between_processes(everything) as mine:
         found = sorted(gather_object(list(mine)))
-    assert found == everything, f"split_between_processes made {found} of {everything}."
+    _require(found == everything, f"split_between_processes made {found} of {everything}.")
 
 
 @_check("gather")
@@ -88,7 +94,7 @@ def check_gather(accelerator: Accelerator) -> None:
         mine = torch.full((2, 3), rank % 2, device=device, dtype=dtype)
         expected = torch.tensor([r % 2 for r in range(count) for _ in range(2)], device=device).to(dtype)
         found = gather({"a": [mine]})["a"][0]
-        assert torch.equal(found, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {found.tolist()}."
+        _require(torch.equal(found, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {found.tolist()}.")
 
 
 @_check("reduce")
@@ -98,7 +104,7 @@ def check_reduce(accelerator: Accelerator) -> None:
     mine = torch.full((4,), float(rank + 1), device=accelerator.device)
     for how, expected in (("sum", count * (count + 1) / 2), ("mean", (count + 1) / 2)):
         found = reduce(mine.clone(), how)
-        assert torch.allclose(found, torch.full_like(mine, expected)), f"{how} is {found.tolist()}, not {expected}."
+        _require(torch.allclose(found, torch.full_like(mine, expected)), f"{how} is {found.tolist()}, not {expected}.")
 
 
 @_check("broadcast")
@@ -107,9 +113,9 @@ def check_broadcast(accelerator: Accelerator) -> None:
     count, rank = accelerator.num_processes, accelerator.process_index
     for source in {0, count - 1}:
         found = broadcast(torch.full((3,), float(rank), device=accelerator.device), from_process=source)
-        assert found.eq(source).all(), f"broadcast from {source} gave {found.tolist()}."
+        _require(found.eq(source).all(), f"broadcast from {source} gave {found.tolist()}.")
         words = broadcast_object_list([f"of {rank}", {"rank": rank}], from_process=source)
-        assert words == [f"of {source}", {"rank": source}], f"broadcast_object_list from {source} gave {words}."
+        _require(words == [f"of {source}", {"rank": source}], f"broadcast_object_list from {source} gave {words}.")
 
 
 @_check("pad")
@@ -119,11 +125,11 @@ def check_pad(accelerator: Accelerator) -> None:
     mine = torch.full((rank + 1,), float(rank + 1), device=accelerator.device)
     for first in (False, True):
         padded = pad_across_processes(mine, pad_index=-1, pad_first=first)
-        assert padded.shape == (count,), f"Padded to {tuple(padded.shape)}, the longest has {count}."
+        _require(padded.shape == (count,), f"Padded to {tuple(padded.shape)}, the longest has {count}.")
         own = padded[count - rank - 1 :] if first else padded[: rank + 1]
-        assert torch.equal(own, mine), f"The values moved: {padded.tolist()} ({first=})."
+        _require(torch.equal(own, mine), f"The values moved: {padded.tolist()} ({first=}).")
         kept = gather(padded)
-        assert kept.ne(-1).sum() == count * (count + 1) // 2, f"After padding, gather gave {kept.tolist()}."
+        _require(kept.ne(-1).sum() == count * (count + 1) // 2, f"After padding, gather gave {kept.tolist()}.")
 
 
 @_check("random numbers")
@@ -134,7 +140,7 @@ def check_random_numbers(accelerator: Accelerator) -> None:
     synchronize_rng_states(["torch", "generator"], generator=generator)
     for source in (None, generator):
         drawn = torch.rand(4, generator=source).to(accelerator.device)
-        assert are_the_same_tensors(drawn), f"The ranks drew {gather_object([drawn.tolist()])}."
+        _require(are_the_same_tensors(drawn), f"This rank drew {drawn.tolist()}, and another one other numbers.")
 
 
 # Data: every sample reaches exactly one process, in every way of loading
@@ -158,8 +164,9 @@ def _lengths(accelerator: Accelerator) -> tuple[int, int]:
 
 def _compare_samples(found: torch.Tensor, length: int, how: str) -> None:
     expected = torch.arange(length)
-    assert torch.equal(found.cpu().sort().values, expected), (
-        f"Of {length} samples, {found.numel()} arrived, {found.unique().numel()} of them different ({how})."
+    _require(
+        torch.equal(found.cpu().sort().values, expected),
+        f"Of {length} samples, {found.numel()} arrived, {found.unique().numel()} of them different ({how}).",
     )
 
 
@@ -173,8 +180,9 @@ def check_split(accelerator: Accelerator) -> None:
             parts = [accelerator.gather_for_metrics(batch[0]) for batch in loader]
             _compare_samples(torch.cat(parts), length, f"{shuffle=}")
             counts = set(gather_object([len(parts)]))
-            assert counts == {len(loader)}, (
-                f"The ranks had {sorted(counts)} batches; the loader's length is {len(loader)}."
+            _require(
+                counts == {len(loader)},
+                f"The ranks had {sorted(counts)} batches; the loader's length is {len(loader)}.",
             )
     accelerator.free_memory()
 
@@ -256,10 +264,11 @@ def _compare(accelerator: Accelerator, found: nn.Module, expected: nn.Module) ->
     for (name, have), want in zip(found.named_parameters(), expected.parameters(), strict=True):
         have = have.detach()
         distance = (have.cpu() - want.detach()).abs().max().item()
-        assert distance <= tolerance, (
-            f"{name} is {distance:.2g} away from what one process gets; {tolerance:g} is allowed."
+        _require(
+            distance <= tolerance,
+            f"{name} is {distance:.2g} away from what one process gets; {tolerance:g} is allowed.",
         )
-        assert are_the_same_tensors(have), f"{name} differs between the processes."
+        _require(are_the_same_tensors(have), f"{name} differs between the processes.")
 
 
 @_check("training")
@@ -313,13 +322,13 @@ def _train_mixed(mixed: Accelerator, dtype: torch.dtype) -> None:
             mixed.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    assert set(seen) == {dtype}, f"The layers computed in {set(seen)}."
+    _require(set(seen) == {dtype}, f"The layers computed in {set(seen)}.")
     kept = {parameter.dtype for parameter in plain.parameters()}
-    assert kept == {torch.float32}, f"The weights became {kept}."
+    _require(kept == {torch.float32}, f"The weights became {kept}.")
     first, last = sum(losses[:ROUNDS]), sum(losses[-ROUNDS:])
-    assert last < first, f"The loss of an epoch went from {first:.3g} to {last:.3g}."
+    _require(last < first, f"The loss of an epoch went from {first:.3g} to {last:.3g}.")
     for name, parameter in plain.named_parameters():
-        assert are_the_same_tensors(parameter.detach()), f"{name} differs between the processes."
+        _require(are_the_same_tensors(parameter.detach()), f"{name} differs between the processes.")
 
 
 class _Run:
@@ -373,6 +382,6 @@ def check_resume(accelerator: Accelerator) -> None:
     finally:
         if accelerator.is_local_main_process:
             shutil.rmtree(home, ignore_errors=True)
-    assert found == expected, f"The losses after loading are {found} instead of {expected}."
-    assert all(map(torch.equal, weights, new_weights)), "The weights after loading and training on differ."
-    assert (new_rates, new_drawn) == (rates, drawn), "The schedule or the random numbers differ after loading."
+    _require(found == expected, f"The losses after loading are {found} instead of {expected}.")
+    _require(all(map(torch.equal, weights, new_weights)), "The weights after loading and training on differ.")
+    _require((new_rates, new_drawn) == (rates, drawn), "The schedule or the random numbers differ after loading.")
