@@ -346,7 +346,10 @@ def _timm_model(timm: Any, name: str, content: dict[str, Any]) -> Any:
     if not content:
         return timm.create_model(add_timm_hub_prefix(name), pretrained=False)
     options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
-    return timm.create_model(content["architecture"], pretrained=False, **options)
+    architecture = content["architecture"]
+    if not re.fullmatch(r"[\w.]+", str(architecture)) or not isinstance(architecture, str):
+        raise ValueError(f"its architecture is {architecture!r}; it is the name of a model of timm, such as 'resnet50'")
+    return timm.create_model(architecture, pretrained=False, **options)
 
 
 def _inventory(args: argparse.Namespace) -> Inventory:
