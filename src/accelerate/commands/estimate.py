@@ -348,7 +348,9 @@ def _timm_model(timm: Any, name: str, content: dict[str, Any]) -> Any:
     options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
     architecture = content["architecture"]
     if not re.fullmatch(r"[\w.]+", str(architecture)) or not isinstance(architecture, str):
-        raise ValueError(f"its architecture is {architecture!r}; it is the name of a model of timm, such as 'resnet50'")
+        raise ValueError(
+            f"its architecture is {architecture!r}; it is the name of a model of timm, such as 'resnet50'"
+        )
     return timm.create_model(architecture, pretrained=False, **options)
 
 
