@@ -97,7 +97,7 @@ def test_seconds(monkeypatch):
 def test_one_rank_reports_and_says_nothing_twice(monkeypatch, caplog):
     monkeypatch.setattr(status, "INTERVAL_S", 0.02)
     monkeypatch.setattr(hang.threads, "waits_in", lambda frame, before: {"operation": "all_reduce"})
-    monkeypatch.setattr(monitor, "_STILL_S", 0.1)
+    monkeypatch.setattr(status, "STILL_S", 0.1)
     store, over = dist.HashStore(), threading.Event()
     stands = [threading.Thread(target=over.wait) for _ in range(2)]
     watchers = [
