@@ -232,8 +232,7 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
 
 def brief(error: BaseException) -> str:
     """Return what an error says, in one line of moderate length; libraries go on for paragraphs."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return printable(" ".join(str(error).split()) or type(error).__name__, 300)
 
 
 def _in_words(error: Exception) -> str:

@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -99,11 +100,7 @@ def tell_hang(report: str) -> None:
     if _is_rank():
         path = beside(os.environ[ERROR_FILE], HANG)
         with contextlib.suppress(OSError):
-            if report:
-                with open(path, "w", encoding="utf-8") as file:
-                    file.write(report + "\n")
-            else:
-                os.unlink(path)
+            Path(path).write_text(f"{report}\n", "utf-8") if report else os.unlink(path)
 
 
 def leave_hung(report: str) -> None:

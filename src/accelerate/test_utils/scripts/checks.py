@@ -231,7 +231,7 @@ def _step_by_step() -> GradientAccumulationPlugin:
     return GradientAccumulationPlugin(num_steps=1)
 
 
-def _train_alone(accelerator: Accelerator, rounds_in_a_step: int = 1) -> nn.Module:
+def _train_alone(accelerator: Accelerator, rounds_in_a_step: int) -> nn.Module:
     """Train as one process would whose batch is as large as those of all ranks together."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -243,23 +243,26 @@ def _train_alone(accelerator: Accelerator, rounds_in_a_step: int = 1) -> nn.Modu
     return model
 
 
-def _train(accelerator: Accelerator) -> nn.Module:
-    """Train the same model on all ranks, with what the Accelerator says about accumulation."""
-    plain = _model()
+def _train(accelerator: Accelerator, plain: nn.Module, epochs: int = 1) -> list[float]:
+    """Train a model on all ranks, with what the Accelerator says about accumulation; return the losses."""
+    losses = []
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     loader = DataLoader(_data(accelerator), batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
-    for x, y in loader:
+    for x, y in (batch for _ in range(epochs) for batch in loader):
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            loss = nn.functional.mse_loss(model(x), y)
+            losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+            accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    trained = accelerator.unwrap_model(model)
     accelerator.free_memory()
-    return trained
+    return losses
 
 
-def _compare(accelerator: Accelerator, found: nn.Module, expected: nn.Module) -> None:
+def _compare(accelerator: Accelerator, rounds_in_a_step: int = 1) -> None:
+    found, expected = _model(), _train_alone(accelerator, rounds_in_a_step)
+    _train(accelerator, found)
     tolerance = CLOSE if accelerator.mixed_precision == "no" else CLOSE_IN_HALF
     for (name, have), want in zip(found.named_parameters(), expected.parameters(), strict=True):
         have = have.detach()
@@ -274,15 +277,13 @@ def _compare(accelerator: Accelerator, found: nn.Module, expected: nn.Module) ->
 @_check("training")
 def check_training(accelerator: Accelerator) -> None:
     """Training on all processes ends where training on one process with the whole batch ends."""
-    plain = Accelerator(gradient_accumulation_plugin=_step_by_step())
-    _compare(plain, _train(plain), _train_alone(plain))
+    _compare(Accelerator(gradient_accumulation_plugin=_step_by_step()))
 
 
 @_check("gradient accumulation")
 def check_accumulation(accelerator: Accelerator) -> None:
     """Gradients that are accumulated over three batches are those of one batch three times as large."""
-    accumulating = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3))
-    _compare(accumulating, _train(accumulating), _train_alone(accumulating, rounds_in_a_step=3))
+    _compare(Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)), rounds_in_a_step=3)
 
 
 def check_precision(name: str) -> Check:
@@ -311,17 +312,7 @@ def _train_mixed(mixed: Accelerator, dtype: torch.dtype) -> None:
     seen: list[torch.dtype] = []
     plain = _model()
     plain[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    model, optimizer, loader = mixed.prepare(
-        plain, torch.optim.SGD(plain.parameters(), lr=0.1), DataLoader(_data(mixed), batch_size=BATCH)
-    )
-    losses = []
-    for _ in range(4):
-        for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y)
-            losses.append(mixed.reduce(loss.detach().float(), "mean").item())
-            mixed.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    losses = _train(mixed, plain, epochs=4)
     _require(set(seen) == {dtype}, f"The layers computed in {set(seen)}.")
     kept = {parameter.dtype for parameter in plain.parameters()}
     _require(kept == {torch.float32}, f"The weights became {kept}.")
