@@ -53,17 +53,15 @@ def describe(frame: FrameType) -> tuple[str, str]:
     """Return the call site of a stack, and what was called there."""
     below: list[str] = []
     site, site_file, outermost = "", "", frame
-    while frame is not None:
-        file = frame.f_code.co_filename
-        outside = not (file.startswith((_OURS, _TORCH)) or _is_standard(file))
+    for each in _outward(frame):
+        file, outermost, outside = each.f_code.co_filename, each, _is_users(each)
         if outside and not site:
-            site, site_file = _line(frame), file
+            site, site_file = _line(each), file
         elif not site:
-            below.append(f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}")
+            below.append(f"{each.f_globals.get('__name__', '?')}.{each.f_code.co_name}")
         elif outside and any(part in site_file for part in _PACKAGES) and not any(part in file for part in _PACKAGES):
-            site = f"{site}, called from {_line(frame)}"
+            site = f"{site}, called from {_line(each)}"
             break
-        outermost, frame = frame, frame.f_back
     if not site:  # a script of this library's own
         return _line(outermost), below[0] if below else ""
     return site, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
@@ -79,10 +77,7 @@ def _line(frame: FrameType) -> str:
 
 def position(frame: FrameType) -> str:
     """Return what changes whenever a thread moves."""
-    steps: list[tuple[int, int]] = []
-    while frame is not None:
-        steps.append((id(frame), frame.f_lasti))
-        frame = frame.f_back
+    steps = [(id(each), each.f_lasti) for each in _outward(frame)]
     return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
 
 
