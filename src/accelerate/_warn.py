@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep in this package they are raised."""
+"""Warnings that point at the user's line, however deep in this package they are raised; and what a terminal may be shown."""
 
 import re
 import sys
@@ -8,10 +8,20 @@ import warnings
 _INSIDE = ("accelerate", "contextlib", "torch")
 
 
+# What moves the cursor, colours, or turns the order of letters around (C0 but newline and tab, DEL, C1, bidi, separators of
+# lines), and surrogates, which no encoding takes.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 def printable(text: str, limit: int | None = None) -> str:
-    """Return a text of unknown origin with its control characters as `\\xNN`, except newlines and tabs, and cut at a length."""
+    """Return a text of a file, another process or the environment as it may be printed.
+
+    Control characters become ``\\xNN`` or ``\\uNNNN``, except newlines and tabs; what is longer than `limit` ends with an ellipsis.
+    """
     text = text if limit is None or len(text) <= limit else f"{text[:limit]}…"
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(
+        lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text
+    )
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

@@ -50,9 +50,14 @@ def _choose_format() -> None:
         return
     root, folder = logging.getLogger(), env.value_of("log_dir")
     if folder is not None:
-        os.makedirs(folder, exist_ok=True)
-        name = f"rank_{storage.process.current['process_index']}.jsonl"
-        handlers: list[logging.Handler] = [logging.FileHandler(os.path.join(folder, name), encoding="utf-8")]
+        path = os.path.join(folder, f"rank_{storage.process.current['process_index']}.jsonl")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
+        except OSError as error:  # a log is no reason to end a run
+            text = "%sGoes on without a log as JSON: the folder of --log_dir (ACCELERATE_LOG_DIR) is %r, where %s. Name another one."
+            logging.getLogger(__name__).warning(text, _tag(), folder, error)
+            return
         if not root.handlers:  # then Python prints warnings by this one, until there is another
             root.addHandler(logging.lastResort)
     else:

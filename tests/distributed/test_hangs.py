@@ -91,17 +91,25 @@ def test_ten_slow_programs_raise_no_false_alarm(launch):
     assert not re.search("Hang|Likely cause", ended.stderr), ended.stderr
 
 
+# What Python sees of the clock is an hour ahead of what torch sees: so it is in a process whose clock is set back.
+CLOCK = "import time\nfor name, hour in ('time', 3600), ('time_ns', 3600 * 10**9):\n"
+CLOCK += "    setattr(time, name, lambda now=getattr(time, name), hour=hour: now() + hour)\n"
+
+
 def test_stacks_of_a_running_job_and_what_it_leaves(tmp_path):
+    """Also where the clock is set back while the job runs."""
+    (tmp_path / "sitecustomize.py").write_text(CLOCK)
     command = [*LAUNCH_ON_CPU, "--num_processes", "2", "--log_dir", str(tmp_path / "logs")]
-    environment = {**os.environ, **LIMIT, "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **LIMIT, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     cli = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
-    job = begun([*command, str(PROGRAMS / "seeds.py"), "skipped_gather"], env=environment)
+    job = begun([*command, str(PROGRAMS / "seeds.py"), "early_break"], env=environment)
     until(lambda: list((tmp_path / "logs").rglob("hang.txt")), "a report")
     stacks = done([*cli, "stacks", "--job", str(job.pid)], env=environment)
     assert stacks.stdout.count("-- rank ") == 2, stacks
     assert all(
         f'"{PROGRAMS}/seeds.py", line {place.split(":")[1]}' in stacks.stdout
-        for place in lines_of("skipped_gather").values()
+        for place in lines_of("early_break").values()
     )
     _, err = job.communicate(timeout=60)
     assert job.returncode == HUNG and REPORT.search(err)[1] == "Hang"

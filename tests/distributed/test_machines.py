@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.runtime.failure import MACHINES
 from accelerate.utils.other import get_free_port as free_port
 from distributed.conftest import LAUNCH_ON_CPU, plain_environment, stop, until
 
@@ -126,12 +127,15 @@ def test_machines_that_disagree(job):
 def test_a_failure_on_one_machine_ends_the_other(job, rank):
     port = free_port()
     for machine in (0, 1):
-        job.start(machine, *at(port, machine), "script.py", FAIL_AT=str(rank))
+        job.start(machine, *at(port, machine), "--log_dir", "logs", "script.py", FAIL_AT=str(rank))
     ends = {machine: job.end(machine) for machine in (0, 1)}
     failed = rank // 2
     assert ends[failed][0] == 9 and f"rank {rank}" in ends[failed][2], ends
     status, _, err = ends[1 - failed]
     assert status != 0 and f"machine {failed} (" in err and f"rank {rank} ended with exit status 9" in err, err
+    # In a shared folder, `accelerate diagnose` knows by the names which machines belong together.
+    names = [folder.name for folder in (job.folder / "logs").iterdir()]
+    assert len(names) == 2 and len({name[:-9] for name in names}) == 1 and names[0].startswith(MACHINES), names
 
 
 WAIT = """

@@ -152,3 +152,14 @@ def test_a_format_that_is_unknown_is_named(chosen):
     chosen("xml")
     with pytest.raises(ValueError, match="ACCELERATE_LOG_FORMAT is 'xml'; set it to json or text"):
         get_logger("m").warning("x")
+
+
+@pytest.mark.parametrize("own", [[], [logging.StreamHandler]])
+def test_a_folder_that_cannot_be_used_is_named_once_and_the_program_goes_on(chosen, capsys, tmp_path, own):
+    (tmp_path / "file").touch()
+    chosen("json", *(each(sys.stderr) for each in own), folder=tmp_path / "file" / "logs")
+    for word in ("first", "second"):
+        get_logger("m").warning(word)
+    err = capsys.readouterr().err
+    assert err.count("log as JSON") == 1 and repr(str(tmp_path / "file" / "logs")) in err and "Not a directory" in err
+    assert err.index("log as JSON") < err.index("first") < err.index("second")

@@ -258,7 +258,7 @@ class SaveBarrier:
         if not diagnosis.news():
             return None
         notes = self._notes()
-        states = {rank: str(diagnosis.observations[rank].latest) for rank in self.ranks if rank not in notes}
+        states = {rank: str(diagnosis.latest[rank]) for rank in self.ranks if rank not in notes}
         problem = _disagreement(notes)
         if problem is None and (hopeless := diagnosis.gone(states) or diagnosis.stuck(list(states))):
             problem = _never_called(notes, states, hopeless)
@@ -276,7 +276,7 @@ class SaveBarrier:
         missing = [rank for rank in self.ranks if not self._round.check([str(rank)])]
         # With all notes there, the rank that should have summed them up is gone.
         lost = diagnosis.gone(missing or self.ranks) or (diagnosis.stuck(missing) if self._failed and missing else [])
-        lines = _lines({rank: str(diagnosis.observations[rank].latest) for rank in lost})
+        lines = _lines({rank: str(diagnosis.latest[rank]) for rank in lost})
         return {"lost": f"The others wait in vain: {'; '.join(lines)}.", "ranks": lost} if lost else None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from accelerate._warn import printable
 from accelerate.checkpoint import inspect
 from accelerate.checkpoint.inspect import Details, Pruning, Summary
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
@@ -247,7 +248,7 @@ def _remove(plan: Pruning) -> int:
         except OSError as error:
             problems.append(f"{one.name} could not be removed: {error}")
     for problem in problems:
-        print(problem, file=sys.stderr)
+        print(printable(problem), file=sys.stderr)
     print(f"{len(plan.left) + len(plan.old) + len(plan.unfinished) - len(problems)} removed.")
     return int(bool(problems))
 

@@ -13,6 +13,9 @@ from accelerate.launch.errors import LaunchError
 from accelerate.runtime import failure
 
 _ERRORS = "error.json"
+# What torch's launcher adds to the name of a run: an underscore and eight letters.
+_RANDOM = 9
+_SHOWN = 2000  # characters of a damaged file
 # A rank writes its stacks at once, unless it is stopped or swapped out.
 _PATIENCE_S, _LOOK_S = 3.0, 0.05
 
@@ -26,7 +29,7 @@ def diagnose_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def diagnose_command(args: argparse.Namespace) -> None:
-    """Print what the last attempt in a folder has left.
+    """Print what the last attempt in a folder has left, on all machines that write there; what is damaged is named and passed over.
 
     Raises:
         LaunchError: there is nothing of ranks below the folder.
@@ -36,20 +39,44 @@ def diagnose_command(args: argparse.Namespace) -> None:
         raise LaunchError(
             f"Below {args.folder!r} no rank has left a report, an error or stacks. Name the folder of --log_dir."
         )
-    attempt = max(found, key=lambda path: path.stat().st_mtime).parents[1]
-    print(attempt)
-    for rank in sorted(attempt.iterdir(), key=lambda path: path.name.zfill(9)):
-        texts = {name: _text(rank / name) for name in (failure.HANG, _ERRORS, failure.STACKS, failure.FAULTS)}
-        if texts[_ERRORS]:
-            record = json.loads(texts[_ERRORS]).get(failure.OURS, {})
-            hung = record.get("status") == failure.HUNG
-            texts[_ERRORS] = "ended itself because some ranks waited in vain" if hung else record.get("traceback", "")
-        for text in filter(None, map(str.strip, texts.values())):
-            print(f"\n-- local rank {rank.name}\n{text}")
+    # An attempt as often as it has files: the one whose file is the newest comes last.
+    attempts = [path.parents[1] for path in sorted(found, key=lambda path: path.lstat().st_mtime)]
+    # Each machine of a run has a folder.
+    last = {attempt.parent: attempt for attempt in attempts if _run(attempt) == _run(attempts[-1])}
+    for attempt in sorted(last.values()):
+        print(attempt)
+        for rank in sorted(attempt.iterdir(), key=lambda path: path.name.zfill(9)):
+            parts = (_text(rank / failure.HANG), _error(rank / _ERRORS))
+            parts += (_text(rank / failure.STACKS), _text(rank / failure.FAULTS))
+            for text in filter(None, map(str.strip, parts)):
+                print(f"\n-- local rank {rank.name}\n{text}")
+
+
+def _run(attempt: Path) -> str:
+    """Return what the folders of a run's machines have in common: all of the name, but for what `tempfile` added."""
+    name = attempt.parent.name
+    return name[:-_RANDOM] if name.startswith(failure.MACHINES) else name
 
 
 def _text(path: Path) -> str:
-    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+
+
+def _error(path: Path) -> str:
+    text = _text(path)
+    if not text:
+        return ""
+    try:
+        record = dict(json.loads(text).get(failure.OURS) or {})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        return f"{path.name} is damaged, and is not shown: {error}\n{text[:_SHOWN]}"
+    hung = record.get("status") == failure.HUNG
+    return "ended itself because some ranks waited in vain" if hung else str(record.get("traceback", ""))
 
 
 def stacks_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -76,9 +103,13 @@ def stacks_command(args: argparse.Namespace) -> None:
         )
     for pid, job, environment in ranks:
         file = Path(failure.beside(environment[failure.ERROR_FILE], failure.STACKS))
-        size = file.stat().st_size
-        os.kill(pid, failure.STACKS_SIGNAL)
-        print(f"-- rank {environment.get('RANK', '?')}, pid {pid}, of the launcher {job}\n{_written(file, size)}")
+        try:
+            size = file.stat().st_size
+            os.kill(pid, failure.STACKS_SIGNAL)
+            text = _written(file, size)
+        except OSError as error:  # it has ended, or its folder was removed
+            text = f"Its stacks cannot be read: {error}.\n"
+        print(f"-- rank {environment.get('RANK', '?')}, pid {pid}, of the launcher {job}\n{text}")
 
 
 def _written(file: Path, before: int) -> str:

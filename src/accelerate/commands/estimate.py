@@ -329,9 +329,13 @@ def _library_on_hub(model_name: str, access_token: str | None) -> str:
 def _transformers_model(transformers: Any, name: str, trust_remote_code: bool, token: str | None) -> Any:
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, token=token)
     # The class that the checkpoint was saved from, where it says so: a bare AutoModel would lack the head.
-    classes = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, str(name))]
+    named = (getattr(transformers, str(name), None) for name in getattr(config, "architectures", None) or ())
+    base = (
+        transformers.PreTrainedModel
+    )  # a configuration may name anything of transformers, and what it names is called
+    classes = [one for one in named if isinstance(one, type) and issubclass(one, base) and one is not base]
     if classes:
-        return getattr(transformers, classes[0])(config)
+        return classes[0](config)
     # A repository with code of its own may have no bare model.
     autos = [key for key in getattr(config, "auto_map", None) or () if key.startswith("AutoModel")]
     auto = "AutoModel" if "AutoModel" in autos or not autos else autos[0]
@@ -342,7 +346,12 @@ def _timm_model(timm: Any, name: str, content: dict[str, Any]) -> Any:
     if not content:
         return timm.create_model(add_timm_hub_prefix(name), pretrained=False)
     options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
-    return timm.create_model(content["architecture"], pretrained=False, **options)
+    architecture = content["architecture"]
+    if not re.fullmatch(r"[\w.]+", str(architecture)) or not isinstance(architecture, str):
+        raise ValueError(
+            f"its architecture is {architecture!r}; it is the name of a model of timm, such as 'resnet50'"
+        )
+    return timm.create_model(architecture, pretrained=False, **options)
 
 
 def _inventory(args: argparse.Namespace) -> Inventory:

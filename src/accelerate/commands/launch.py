@@ -8,12 +8,14 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
+from accelerate._warn import printable
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
 from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError, RunError, failure_of
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.resolve import resolve
+from accelerate.launch.secrets import masked
 
 DEEPSPEED_MULTINODE_LAUNCHERS = list(BY_NAME["deepspeed_multinode_launcher"].words)
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
@@ -105,13 +107,14 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
         _run(plan, _owns_process() if replace is None else replace)
     except LaunchError as error:
         # What only the runner can see: a program that is not installed, machines that disagree.
-        print(f"accelerate launch: error: {error}", file=sys.stderr)
+        print(printable(f"accelerate launch: error: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
     except BaseException as error:
         known = isinstance(error, RunError)
         status, line = (error.status, str(error)) if known else failure_of(error)
         if plan["debug"]:
-            traceback.print_exception(error)
+            text = "".join(traceback.format_exception(error))
+            print(printable("\n".join(map(masked, text.splitlines()))), file=sys.stderr)
         # A process that failed has said why; of a machine that is lost only the launcher can report.
         runners.tell(plan, line, always=known)
         raise SystemExit(status) from None
@@ -120,7 +123,7 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
 def _run(plan: LaunchPlan, replace: bool) -> None:
     """Start what a plan says, or print it."""
     if plan["dry_run"]:
-        print(runners.describe(plan))
+        print(printable(runners.describe(plan)))
     else:
         runners.run(plan, replace=replace)
 

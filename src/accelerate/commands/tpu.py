@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from accelerate.commands.utils import make_parser, or_exit
-from accelerate.launch import config_file, runners
+from accelerate.launch import config_file, runners, secrets
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners.tpu import gcloud_ssh
 
@@ -49,7 +49,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     path = config_file.find(args.config_file, os.environ)
     command = _gcloud(args, config_file.load_mapping(path) if path else {})
     if args.debug:
-        print(f"Running {shlex.join(command)}")
+        print(f"Running {shlex.join(secrets.command(command))}")
         return
     runners.find("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
     runners.start(command, os.environ)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from accelerate._warn import printable
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.schema import both_spellings
 from accelerate.launch.config_file import nearest
@@ -174,17 +175,33 @@ def make_parser(
     return parser
 
 
+class _Printable:
+    """Standard output on which control characters come out as escape sequences, whatever file or process they are from."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, see `printable`."""
+        return self._stream.write(printable(text))
+
+
 @contextlib.contextmanager
 def as_program(prog: str) -> Iterator[None]:
     """End as a console program does: quietly with status 141 where the output has no reader, with 130 after Ctrl-C.
 
-    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence.
+    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence, and so are control
+    characters: names in files may steer a terminal.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            yield
+            with contextlib.redirect_stdout(sys.stdout and _Printable(sys.stdout)):
+                yield
         finally:
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
@@ -209,14 +226,13 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
         problem, status = error, error.status
     except (ValueError, NotImplementedError, OSError) as error:
         problem, status = error, 2 if isinstance(error, (ValueError, NotImplementedError, *PATH_ERRORS)) else 1
-    print(f"{prog}: error: {_in_words(problem)}", file=sys.stderr)
+    print(f"{prog}: error: {printable(_in_words(problem))}", file=sys.stderr)
     raise SystemExit(status)
 
 
 def brief(error: BaseException) -> str:
     """Return what an error says, in one line of moderate length; libraries go on for paragraphs."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return printable(" ".join(str(error).split()) or type(error).__name__, 300)
 
 
 def _in_words(error: Exception) -> str:

@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
 from multiprocessing import util as multiprocessing_util
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from accelerate._warn import printable
 from accelerate.diagnostics import threads
 from accelerate.diagnostics.monitor import LONGEST_REPORT, Monitor, limits
-from accelerate.diagnostics.status import PREFIX, SAMPLE_PAUSE_S, SAMPLES, Question, RankStatus, connection, interval
+from accelerate.diagnostics.status import PREFIX, STILL_S, Question, RankStatus, connection, interval
 from accelerate.diagnostics.threads import call_site
 from accelerate.runtime import failure
 
@@ -166,25 +166,13 @@ class Watcher:
         return frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
 
     def _look(self) -> dict[str, Any]:
-        """Say what the watched thread does; takes a moment, because standing still needs time to show."""
-        positions: set[str] = set()
-        sleeps = True
-        for sample in range(SAMPLES):
-            if sample:
-                self._over.wait(SAMPLE_PAUSE_S)
-            frame = self._frame()
-            if frame is None:
-                return asdict(RankStatus(self.rank, answered=True, site="a place without Python code"))
-            sleeps = sleeps and threads.sleeps(self._watched.native_id)
-            positions.add(threads.position(frame))
-            site, inside = threads.describe(frame)
-            module = frame.f_globals.get("__name__", "")
-            more = self._more(frame) if sample == SAMPLES - 1 else {}
-            del frame
-        waits = sleeps and len(positions) == 1 and module.startswith(threads.WAITING_IN)
-        position = positions.pop() if len(positions) == 1 else f"moving-{time.monotonic()}"
-        known = RankStatus(self.rank, True, False, None, site, inside, waits, position, threads.counters(), **more)
-        return asdict(known)
+        """Say what the watched thread does."""
+        frame = self._frame()
+        if frame is None:
+            return asdict(RankStatus(self.rank, answered=True, site="a place without Python code"))
+        site, inside = threads.describe(frame)
+        more = {"site": site, "inside": inside, "counters": threads.counters(), **self._more(frame)}
+        return asdict(RankStatus(self.rank, answered=True, **more))
 
     def _more(self, frame: FrameType) -> dict[str, Any]:
         """Say what a report tells of a rank beside its place."""
@@ -194,7 +182,7 @@ class Watcher:
         handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
         known = {"still_s": self._monitor.still_s, "stack": threads.stack(frame)}
         known["note"] = threads.loader_workers(frame) or handles
-        return {**known, **threads.waits_in(frame, self._monitor.began_ns)}
+        return {**known, **threads.waits_in(frame, self._monitor.recorded)}
 
 
 def _holds(store: Any, rank: int) -> bool:
@@ -236,8 +224,7 @@ def _end() -> None:
 # A wrong guess ends a run, so the evidence must be strong: a rank has ended or was killed; or it stands still in a collective
 # that the waiting ranks have not joined. A rank that computes, reads or sleeps is waited for.
 
-# How long a missing rank must stand still in a collective that we have not joined before it is taken for stuck,
-STILL_S = 0.9
+# How long a missing rank must stand still (`status.STILL_S`) in a collective that we have not joined before it is taken for stuck:
 # ... where the group's backend does not count collectives, so that it may as well wait for a third rank,
 STILL_UNCOUNTED_S = 5.0
 # ... and where all missing ranks wait, but for nothing that we know of.
@@ -251,24 +238,6 @@ _EXACT_COUNTERS = ("nccl:", "xccl:")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
-@dataclass
-class Observation:
-    """What has been seen of a missing rank."""
-
-    heard: float
-    still_since: float
-    latest: RankStatus
-
-    def add(self, now: float, latest: RankStatus) -> None:
-        """Note a new answer, or that there is none."""
-        if latest.answered:
-            self.heard = now
-        before = self.latest
-        if not latest.answered or (latest.position, latest.counters) != (before.position, before.counters):
-            self.still_since = now
-        self.latest = latest
-
-
 class Diagnosis:
     """Finds out where missing ranks are. One of those that wait (`leads`) asks for all of them."""
 
@@ -277,7 +246,8 @@ class Diagnosis:
         self.began = self._next = time.monotonic()
         self._again = again
         self._question: Question | None = None
-        self.observations = {rank: Observation(self.began, self.began, RankStatus(rank)) for rank in ranks}
+        self.latest = {rank: RankStatus(rank) for rank in ranks}
+        self._heard = dict.fromkeys(ranks, self.began)
 
     def news(self) -> bool:
         """Go on with the diagnosis; say whether there are new answers. Does not wait."""
@@ -290,42 +260,39 @@ class Diagnosis:
         answers = self._question.answers()
         if answers is None:
             return False
-        now = time.monotonic()
-        for rank, answer in answers.items():
-            self.observations[rank].add(now, answer)
-        self._question, self._next = None, now + self._again
+        self.note(answers.values())
+        self._question, self._next = None, time.monotonic() + self._again
         return True
+
+    def note(self, answers: Iterable[RankStatus]) -> None:
+        """Note what ranks have answered, or that they have not."""
+        for answer in answers:
+            self.latest[answer.rank] = answer
+            if answer.answered:
+                self._heard[answer.rank] = time.monotonic()
 
     def gone(self, ranks: Collection[int]) -> list[int]:
         """Return which of some ranks can never come, or have not been heard of for too long."""
-        now = time.monotonic()
-        found = []
-        for trace in (self.observations[rank] for rank in ranks):
-            silent = now - trace.heard > SILENCE_S and not trace.latest.alive
-            if trace.latest.gone or silent:
-                found.append(trace.latest.rank)
-        return found
+        long_ago = time.monotonic() - SILENCE_S
+        silent = [rank for rank in ranks if self._heard[rank] < long_ago and not self.latest[rank].alive]
+        return [rank for rank in ranks if self.latest[rank].gone or rank in silent]
 
     def stuck(self, missing: list[int]) -> list[int]:
         """Return which of the missing ranks wait for something that only happens if we go on."""
-        here = [trace.latest.counters for rank, trace in self.observations.items() if rank not in missing]
-        found = [rank for rank in missing if self._is_stuck(self.observations[rank], here)]
-        if not found and all(self._waits(self.observations[rank], STILL_TOGETHER_S) for rank in missing):
-            found = missing
-        return found
+        here = [status.counters for rank, status in self.latest.items() if rank not in missing]
+        there = [self.latest[rank] for rank in missing]
+        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in there)
+        return [status.rank for status in there if self._is_stuck(status, here)] or missing * together
 
-    def _is_stuck(self, trace: Observation, here: list[dict[str, int]]) -> bool:
-        if time.monotonic() - trace.still_since < STILL_S:
+    @staticmethod
+    def _is_stuck(status: RankStatus, here: list[dict[str, int]]) -> bool:
+        if status.still_s < STILL_S:
             return False
         for counters in here:
             exact = {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}
-            if trace.latest.ahead_of(exact):
+            if status.ahead_of(exact):
                 return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
-        ahead = [answer for counters in here if (answer := trace.latest.ahead_of(counters)) is not None]
+        ahead = [answer for counters in here if (answer := status.ahead_of(counters)) is not None]
         if ahead:
-            return any(ahead) and trace.latest.waits and not trace.latest.inside.endswith(_POINT_TO_POINT)
-        return self._waits(trace, STILL_UNCOUNTED_S)
-
-    @staticmethod
-    def _waits(trace: Observation, seconds: float) -> bool:
-        return trace.latest.waits and time.monotonic() - trace.still_since >= seconds
+            return any(ahead) and status.blocked and not status.inside.endswith(_POINT_TO_POINT)
+        return status.blocked and status.still_s >= STILL_UNCOUNTED_S

@@ -25,8 +25,6 @@ from accelerate.runtime import failure
 logger = logging.getLogger(__name__)
 
 REPORT_AFTER, ABORT_AFTER = "ACCELERATE_HANG_REPORT_AFTER", "ACCELERATE_HANG_ABORT_AFTER"
-# A thread that an answer finds in an exchange for so long is taken to wait there.
-_STILL_S = 1.0
 _SHOWN = 4  # stacks in a report
 LONGEST_REPORT = 50_000  # characters
 
@@ -85,7 +83,7 @@ class Monitor:
     def __init__(self, rank: int, world_size: int, limits: tuple[float, float]) -> None:
         self.rank, self.world_size = rank, world_size
         self.report_after, self.abort_after = limits
-        self.began_ns = time.time_ns()
+        self.recorded = threads.recorded()
         self._place, self._counters = "", {}
         self._since = self._next = time.monotonic()
         self._waits: bool | None = None
@@ -106,7 +104,7 @@ class Monitor:
             spins = any(group.startswith(("nccl:", "xccl:")) for group in counters)
             if counters == self._counters and (spins or threads.sleeps(native)):
                 if self._waits is None and self.still_s >= self.report_after:
-                    self._waits = bool(threads.waits_in(frame, self.began_ns))
+                    self._waits = bool(threads.waits_in(frame, self.recorded))
                 return
             self._counters = counters
         self._place, self._since, self._waits = place, time.monotonic(), None
@@ -163,13 +161,13 @@ class Finding:
         """The ranks that wait in an exchange, by which and where; most ranks first."""
         places: dict[str, list[int]] = {}
         for rank, status in sorted(self.answers.items()):
-            if _waits(status):
+            if status.waits:
                 places.setdefault(f"{_exchange(status)} at {status.site}", []).append(rank)
         return sorted(places.items(), key=lambda item: -len(item[1]))
 
     @property
     def _others(self) -> dict[int, RankStatus]:
-        return {rank: status for rank, status in self.answers.items() if not _waits(status)}
+        return {rank: status for rank, status in self.answers.items() if not status.waits}
 
     @property
     def key(self) -> str:
@@ -191,7 +189,7 @@ class Finding:
             lines.append(f"  {_names(group)} {'are' if len(group) > 1 else 'is'} in {where} instead")
         lines += [f"  rank {rank} {_where(status)}" for rank, status in self._others.items()]
         for rank in missing[:_SHOWN]:
-            if _stands(self.answers[rank]):
+            if self.answers[rank].stands:
                 lines.append(f"  rank {rank}, innermost line first:")
                 lines += [f"    {line}" for line in self.answers[rank].stack]
         return "\n".join([*lines, f"  {'Likely cause: ' if certain else ''}{cause}."])
@@ -200,14 +198,17 @@ class Finding:
         """Return why the ranks that are not with the first do not come, and whether that is likely; of one that runs nobody knows."""
         late = {rank: status for rank, status in self._others.items() if not status.gone}
         for rank, status in self.answers.items():
-            if "exception" in status.note and _waits(status):
+            if "exception" in status.note and status.waits:
                 return f"rank {rank} {status.note}, and left out what the others wait in", True
             if rank in late and status.note and not status.answered:
                 return f"the process of rank {rank} is {status.note}", "stopped" in status.note
-            if rank in late and "workers" in status.note and _stands(status):
+            if rank in late and "workers" in status.note and status.stands:
                 return f"rank {rank} {status.note}", any(word in status.note for word in ("gone", "stopped"))
         if late:
-            still = any(map(_stands, late.values())) * ", or held by something else: a lock, a sleep, an input, a disk"
+            still = (
+                any(status.stands for status in late.values())
+                * ", or held by something else: a lock, a sleep, an input, a disk"
+            )
             return f"{_names(late).capitalize()} {'are' if len(late) > 1 else 'is'} slow{still}", False
         if self._others:
             return f"{_names(self._others)} ended before the others: an early exit, or data that was at its end", True
@@ -227,14 +228,6 @@ class Finding:
         backward = any("backward" in each.inside for each in statuses)
         unused = backward * ", or a parameter that not every rank's loss uses"
         return f"{past}a branch on rank, another order of calls, unequal batches, an early exit of a loop{unused}"
-
-
-def _waits(status: RankStatus) -> bool:
-    return bool(status.operation) and status.still_s >= _STILL_S
-
-
-def _stands(status: RankStatus) -> bool:
-    return status.answered and status.still_s >= _STILL_S
 
 
 def _line(site: str) -> tuple[int, str]:
@@ -257,7 +250,7 @@ def _where(status: RankStatus) -> str:
         return str(status)
     inside = f", in {status.inside}" if status.inside else ""
     note = f"; it {status.note}" if status.note else ""
-    how = f"has stood still for {status.still_s:.0f} s" if _stands(status) else "runs"
+    how = f"has stood still for {status.still_s:.0f} s" if status.stands else "runs"
     return f"{how} at {status.site}{inside}{note}"
 
 

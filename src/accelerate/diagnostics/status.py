@@ -8,14 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accelerate._warn import printable
 from accelerate.diagnostics import threads
 
 PREFIX = "accelerate/hang"
 # Seconds between two looks at the store; a large run asks less often, so that its one store sees 200 requests a second.
 INTERVAL_S = 0.5
 _PER_SECOND = 200
-# A thread that stands still stands still in all samples.
-SAMPLES, SAMPLE_PAUSE_S = 5, 0.03
+# A thread that has been found in one place for so long stands still there.
+STILL_S = 1.0
+_ANSWER_S = 0.15  # what an answer takes
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,6 @@ class RankStatus:
         ended: whether it has said that its program is over.
         alive: whether its process exists; None where that cannot be seen from here, as on another machine.
         site: the innermost line outside of torch and this library; `inside` is what was called there.
-        waits: whether the thread stands still in a function that waits for other ranks.
-        position: changes whenever the thread moves.
         counters: how many operations the rank has started in each of its process groups.
         still_s: for how many seconds the thread has stood still, as the rank's own looks have it.
         operation: the exchange that it has started and that is not done; `number` and `shapes` are that one's.
@@ -41,8 +41,6 @@ class RankStatus:
     alive: bool | None = None
     site: str = ""
     inside: str = ""
-    waits: bool = False
-    position: str = ""
     counters: dict[str, int] = field(default_factory=dict)
     still_s: float = 0.0
     operation: str = ""
@@ -56,6 +54,21 @@ class RankStatus:
         """Whether the rank can never come: its program is over, or its process was killed."""
         return self.ended or self.alive is False
 
+    @property
+    def stands(self) -> bool:
+        """Whether the thread stands still."""
+        return self.answered and self.still_s >= STILL_S
+
+    @property
+    def waits(self) -> bool:
+        """Whether the thread stands still in an exchange with other ranks."""
+        return bool(self.operation) and self.still_s >= STILL_S
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it waits so in the function that it has called, and has not left an exchange to go on by itself."""
+        return self.waits and self.inside.rpartition(" > ")[2].startswith(threads.WAITING_IN)
+
     def ahead_of(self, other: dict[str, int]) -> bool | None:
         """Say whether the rank has started an operation that the other has not; None if no group counts."""
         common = self.counters.keys() & other.keys()
@@ -63,13 +76,15 @@ class RankStatus:
 
     def __str__(self) -> str:
         if self.ended:
-            return "has ended" + (f" with {self.note}" if self.note else "")
+            return "has ended" + (f" with {printable(self.note, 300)}" if self.note else "")
         if self.alive is False:
             return "was killed: its process is gone"
         if not self.answered:
             return "gives no answer" + (f", but its process exists ({self.note})" if self.alive else "")
         inside = f", in {self.inside}" if self.inside else ""
-        return f"is at {self.site}{inside}" + (", and waits for other ranks there" if self.waits else "")
+        return f"is at {printable(self.site)}{printable(inside)}" + (
+            ", and waits for other ranks there" if self.blocked else ""
+        )
 
 
 def interval(world_size: int) -> float:
@@ -95,8 +110,8 @@ class Question:
         self._open = sorted(ranks)
         self._pause = interval(world_size) / 5
         self._next = time.monotonic() + self._pause
-        # A look, the samples, and as much again for a busy machine.
-        self._deadline = time.monotonic() + 2 * (interval(world_size) + SAMPLES * SAMPLE_PAUSE_S)
+        # A look, the answer, and as much again for a busy machine.
+        self._deadline = time.monotonic() + 2 * (interval(world_size) + _ANSWER_S)
 
     def answers(self) -> dict[int, RankStatus] | None:
         """Return what all ranks said, or None as long as some may still answer. Does not wait."""
@@ -113,7 +128,7 @@ class Question:
 
     def _read(self, rank: int) -> RankStatus:
         if self._store.check([f"ended/{rank}"]):
-            return RankStatus(rank, ended=True, note=self._store.get(f"ended/{rank}").decode())
+            return RankStatus(rank, ended=True, note=self._store.get(f"ended/{rank}").decode(errors="replace"))
         if self._store.check([f"answer/{rank}"]):
             answer = json.loads(self._store.get(f"answer/{rank}"))
             if answer.pop("question") >= self._number:

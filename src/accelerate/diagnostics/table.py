@@ -5,11 +5,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate._warn import printable
+
 
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = (), rule: bool = False
 ) -> str:
     """Return columns of text, two spaces apart, those named in `right` set to the right."""
+    # A cell may be the name of a file or a tensor, and is one line.
+    headings, *rows = ([printable(cell).replace("\n", "\\n") for cell in row] for row in (headings, *rows))
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     if rule:
         rows = [["-" * width for width in widths], *rows]

@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,17 +54,15 @@ def describe(frame: FrameType) -> tuple[str, str]:
     """Return the call site of a stack, and what was called there."""
     below: list[str] = []
     site, site_file, outermost = "", "", frame
-    while frame is not None:
-        file = frame.f_code.co_filename
-        outside = not (file.startswith((_OURS, _TORCH)) or _is_standard(file))
+    for each in _outward(frame):
+        file, outermost, outside = each.f_code.co_filename, each, _is_users(each)
         if outside and not site:
-            site, site_file = _line(frame), file
+            site, site_file = _line(each), file
         elif not site:
-            below.append(f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}")
+            below.append(f"{each.f_globals.get('__name__', '?')}.{each.f_code.co_name}")
         elif outside and any(part in site_file for part in _PACKAGES) and not any(part in file for part in _PACKAGES):
-            site = f"{site}, called from {_line(frame)}"
+            site = f"{site}, called from {_line(each)}"
             break
-        outermost, frame = frame, frame.f_back
     if not site:  # a script of this library's own
         return _line(outermost), below[0] if below else ""
     return site, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
@@ -80,10 +78,7 @@ def _line(frame: FrameType) -> str:
 
 def position(frame: FrameType) -> str:
     """Return what changes whenever a thread moves."""
-    steps: list[tuple[int, int]] = []
-    while frame is not None:
-        steps.append((id(frame), frame.f_lasti))
-        frame = frame.f_back
+    steps = [(id(each), each.f_lasti) for each in _outward(frame)]
     return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
 
 
@@ -155,9 +150,12 @@ def stack(frame: FrameType) -> list[str]:
     return [_line(each) for each in _outward(frame) if _is_users(each)][:_DEEPEST]
 
 
-def waits_in(frame: FrameType, since_ns: int) -> dict[str, Any]:
-    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none."""
-    known = _in_flight(since_ns)
+def waits_in(frame: FrameType, before: Sequence[int]) -> dict[str, Any]:
+    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none.
+
+    What `recorded` had counted `before` does not matter: the operations that an aborted process group had begun are never retired.
+    """
+    known = _in_flight(before)
     if known:
         return known
     called = _called_in_torch(frame)
@@ -185,26 +183,35 @@ def loader_workers(frame: FrameType) -> str:
     return ""
 
 
-def _in_flight(since_ns: int) -> dict[str, Any] | None:
-    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown.
+def _recorders() -> list[list[dict[str, Any]]]:
+    """Return what each of torch's flight recorders says of operations that may not be done: NCCL's, and that of the others.
 
-    It is read from torch's flight recorder, which torch 2.13 has on by itself for gloo and NCCL (TORCH_FR_BUFFER_SIZE; formerly
-    TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out all of a recorder takes 60 ms, so nobody asks without need.
+    Torch 2.13 has them on by itself for gloo and NCCL (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing
+    out all of a recorder takes 60 ms, so nobody asks without need.
     """
-    dumps = torch_private.flight_recorders()
-    entries = [entry for dump in dumps for entry in json.loads(dump(True, True)).get("entries", ())]
-    return oldest_open(entries, since_ns) if entries else {}
+    return [json.loads(dump(True, True)).get("entries") or [] for dump in torch_private.flight_recorders()]
 
 
-def oldest_open(entries: list[dict[str, Any]], since_ns: int = 0) -> dict[str, Any] | None:
-    """Return the name, number and shapes of the oldest entry of a flight recorder that is not done."""
+def recorded() -> list[int]:
+    """Return how many operations each recorder has numbered so far; the clock may be set back, and does not tell."""
+    return [max((entry.get("record_id", -1) + 1 for entry in entries), default=0) for entries in _recorders()]
+
+
+def _in_flight(before: Sequence[int]) -> dict[str, Any] | None:
+    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown."""
+    recorders = _recorders()
+    found = (oldest_open(entries, count) for entries, count in zip(recorders, before, strict=True))
+    return next(filter(None, found), None) if any(recorders) else {}
+
+
+def oldest_open(entries: list[dict[str, Any]], before: int = 0) -> dict[str, Any] | None:
+    """Return the name, number and shapes of a flight recorder's oldest entry, from number `before` on, that is not done."""
     # Gloo leaves the state at "scheduled" and retires what is done; NCCL's watchdog retires it late.
     pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
-    # What a process group that was aborted had begun is never retired.
-    pending = [entry for entry in pending if entry.get("time_created_ns", since_ns) >= since_ns]
+    pending = [entry for entry in pending if entry.get("record_id", before) >= before]
     if not pending:
         return None
-    entry = min(pending, key=lambda entry: (entry.get("time_created_ns", 0), entry.get("record_id", 0)))
+    entry = min(pending, key=lambda entry: entry.get("record_id", 0))
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     kinds = zip(entry.get("input_dtypes", ()), entry.get("input_sizes", ()), strict=False)
     shapes = ", ".join(f"{kind} {list(sizes)}" for kind, sizes in kinds)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate._warn import printable
 from accelerate.runtime.failure import OURS, PREEMPTED
 
 PREFIX = "accelerate launch: "
@@ -163,7 +164,7 @@ class Reporter:
     def tell(self, *lines: str) -> None:
         """Print lines of information, to which this adds a prefix."""
         if not self._quiet:
-            self._write("".join(f"{PREFIX}{line}\n" for line in lines))
+            self._write("".join(f"{PREFIX}{printable(line)}\n" for line in lines))
 
     def started(self, attempt: int, attempts: int) -> None:
         """Report a start of all processes: which of how many."""
@@ -211,7 +212,7 @@ class Reporter:
             if parts:
                 host = f" on {ending.record['host']}" if ending.record.get("host") else ""
                 self.tell(f"rank {ending.rank}{host} {how}:")
-                self._write("\n".join(parts) + "\n")
+                self._write(printable("\n".join(parts)) + "\n")
         self._shown.add(ending.rank)
 
 
@@ -240,7 +241,7 @@ def to_stderr(text: str) -> None:
     """Write whole lines to standard error. That it is closed, or its disk full, is no reason to end a run."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
+            sys.stderr.write(printable(text))
             sys.stderr.flush()
 
 

@@ -37,7 +37,7 @@ from accelerate._warn import printable
 from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Machines, Rendezvous
-from accelerate.runtime.failure import PREEMPTED
+from accelerate.runtime.failure import MACHINES, PREEMPTED
 from accelerate.runtime.store import serve
 
 # How often a launcher looks for the others, and how often it reports that it waits.
@@ -183,6 +183,9 @@ class MachineRendezvous(StaticTCPRendezvous):
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
             self._wait(f"the run at {self._place}, to restart: it has begun without this machine")
             return None
+        self.run_id = (
+            f"{MACHINES}{name[:12]}"  # torch names the folder of logs so: several machines may share --log_dir
+        )
         self.name, self.round, self.members = name, int(name.rpartition("/")[2]), begun["members"]
         return begun["port"]
 

@@ -1,26 +1,35 @@
-"""What must not be printed: values by their names, wherever they stand, and logins in addresses."""
+"""What must not be printed: values by their names, wherever they stand, logins in addresses, and tokens by how they begin."""
 
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 # In a name, words are apart by underscores: "MONKEY" and "TOKENIZERS" are harmless.
-_SECRET = re.compile(r"((^|_|API|ACCESS|PRIVATE)KEY|TOKEN)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL")
+_SECRET = re.compile(
+    r"((^|_|API|ACCESS|PRIVATE|ACCOUNT)KEY|TOKEN)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION"
+    r"|(^|_)(PAT|O?AUTH)$|_PWD$|^SIG$|SIGNATURE$"
+)
+_INNER_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # where "accountKey" goes on
 _HARMLESS = "GOOGLE_APPLICATION_CREDENTIALS"  # the path of a file
 # No secret consists of these, whatever it is called: `calculate_per_token_loss` is a switch.
 _TELLING_NOTHING = frozenset(["", "true", "false", "yes", "no", "0", "1", "none"])
 _HIDDEN = "(hidden)"
 # NAME=value, NAME: value and NAME is 'value' within a text, such as an entry of `tpu_env` or an error about a file, and
-# --name value, as in a command. What is hidden already is passed over.
+# --name value, as in a command or a list of its words. What is hidden already is passed over.
 _ASSIGNED = re.compile(
-    r"(?:([A-Za-z_][\w-]*)['\"]?\s*(?:[=:]|\bis\s+['\"])\s*|(?<!\S)--([A-Za-z][\w-]*)\s+(?!-))(?=\S)(?!['\"]?\(hidden\))"
+    r"(?:([A-Za-z_][\w-]*)['\"]?\s*(?:[=:]|\bis\s+['\"])\s*|(?<![^\s'\"])--([A-Za-z][\w-]*)(?:['\"],)?\s+(?!['\"]?-))(?=\S)(?!['\"]?\(hidden\))"
 )
 _LOGIN = re.compile(r"://[^/@\s]+@")
+# Tokens of the Hugging Face Hub, GitHub, GitLab, OpenAI, Slack and AWS, and those of HTTP.
+_TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|"
+    r"xox[a-z]-[\w-]{8,}|AKIA[A-Z0-9]{16})|(?<=\bBearer )[\w.~+/=-]{8,}"
+)
 
 
 def is_secret(name: str) -> bool:
     """Say whether a variable or an option of this name, in any case, with underscores or hyphens, holds a secret."""
-    plain = name.upper().replace("-", "_")
+    plain = _INNER_WORD.sub("_", name).upper().replace("-", "_")
     return plain != _HARMLESS and _SECRET.search(plain) is not None
 
 
@@ -43,7 +52,7 @@ def masked(value: Any, name: str = "") -> Any:
         if is_secret(match[1] or match[2]) and value[match.end() :].lower() not in _TELLING_NOTHING:
             value = value[: match.end()] + _HIDDEN
             break
-    return _LOGIN.sub(f"://{_HIDDEN}@", value)
+    return _TOKEN.sub(_HIDDEN, _LOGIN.sub(f"://{_HIDDEN}@", value))
 
 
 def command(words: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,8 @@ OURS = "accelerate"
 FAULTS = "fault.log"
 # Beside it: what this rank has reported of ranks that wait, and where all threads of a process stand, when somebody asks.
 HANG, STACKS = "hang.txt", "stacks.txt"
+# With this begins the name of the folder in which a machine of several leaves such files; the run's name follows.
+MACHINES = "accelerate_machines-"
 # The status of ranks that ended themselves because they hung.
 HUNG = 79
 # Lets a rank write its stacks: a real-time signal, which no shell or system sends; 0 where there is none (macOS).
@@ -97,11 +100,7 @@ def tell_hang(report: str) -> None:
     if _is_rank():
         path = beside(os.environ[ERROR_FILE], HANG)
         with contextlib.suppress(OSError):
-            if report:
-                with open(path, "w", encoding="utf-8") as file:
-                    file.write(report + "\n")
-            else:
-                os.unlink(path)
+            Path(path).write_text(f"{report}\n", "utf-8") if report else os.unlink(path)
 
 
 def leave_hung(report: str) -> None:

@@ -92,20 +92,14 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
 torch_device, device_count, memory_allocated_func = get_backend()
 
 # What is needed, in words, and whether it is there, by the part of the name behind "require_".
+_DEVICES = {"cuda": "a GPU that CUDA or ROCm can use", "mps": "Apple's MPS", "neuron": "AWS Neuron cores"}
+_DEVICES |= {"xpu": "an Intel XPU", "hpu": "a Gaudi HPU", "npu": "an Ascend NPU", "mlu": "a Cambricon MLU"}
+_DEVICES |= {"sdaa": "a Tecorigin SDAA", "musa": "a Moore Threads MUSA", "cpu": "a machine without other devices"}
 _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
-    "cpu": ("a machine without other devices than the CPU", _is("cpu")),
+    **{name: (words, _is(name)) for name, words in _DEVICES.items()},
     "non_cpu": ("a device other than the CPU", lambda: torch_device != "cpu"),
-    "cuda": ("a GPU that CUDA or ROCm can use", _is("cuda")),
-    "xpu": ("an Intel XPU", _is("xpu")),
     "non_xpu": ("a machine without an XPU", lambda: torch_device != "xpu"),
-    "hpu": ("a Gaudi HPU", _is("hpu")),
     "non_hpu": ("a machine without an HPU", lambda: torch_device != "hpu"),
-    "npu": ("an Ascend NPU", _is("npu")),
-    "mlu": ("a Cambricon MLU", _is("mlu")),
-    "sdaa": ("a Tecorigin SDAA", _is("sdaa")),
-    "musa": ("a Moore Threads MUSA", _is("musa")),
-    "mps": ("Apple's MPS", _is("mps")),
-    "neuron": ("AWS Neuron cores", _is("neuron")),
     "tpu": ("a TPU", lambda: imports.is_torch_xla_available(check_is_tpu=True)),
     "non_torch_xla": ("an environment without torch_xla", lambda: not imports.is_torch_xla_available()),
     "cuda_or_xpu": ("a GPU or an XPU", _is("cuda", "xpu")),

@@ -44,6 +44,10 @@ def test_debug_runs_nothing_and_needs_no_gcloud(accelerate, gcloud, monkeypatch)
     monkeypatch.setenv("PATH", "")
     words = ("tpu-config", "--config_file", "c.yaml", "--command", "echo a", "--use_alpha")
     status, out, _ = accelerate(*words, "--debug")
+    told = accelerate(
+        "tpu-config", "--config_file", "c.yaml", "--command", "export WANDB_API_KEY=hunter2; ls", "--debug"
+    )[1]
+    assert "export WANDB_API_KEY=(hidden)" in told and "hunter2" not in told
     wanted = "gcloud alpha compute tpus tpu-vm ssh n --zone z --command 'cd /usr/share; echo a'"
     assert status == 0 and wanted in out and not gcloud.calls()
     status, _, err = accelerate(*words)

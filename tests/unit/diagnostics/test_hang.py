@@ -19,7 +19,7 @@ from accelerate.diagnostics.hang import Question, Watcher, call_site
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(status, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(hang, "SAMPLE_PAUSE_S", 0.005)
+    monkeypatch.setattr(status, "STILL_S", 0.1)
     monkeypatch.setattr(hang, "_watcher", None)
     yield
     if hang._watcher is not None:
@@ -72,25 +72,32 @@ def ask(store, ranks, world_size):
 
 
 def as_if_in(module, function):
-    """Return a function that claims to belong to another module."""
-    return types.FunctionType(function.__code__, {**function.__globals__, "__name__": module}, function.__name__)
+    """Return a function that claims to belong to a module of torch."""
+    code = function.__code__.replace(co_filename=f"{threads._TORCH}{module}.py", co_name=function.__name__)
+    return types.FunctionType(code, {**function.__globals__, "__name__": module}, function.__name__)
 
 
 def test_standing_still_in_a_collective_is_waiting(store, watched, other_thread):
     lock = threading.Lock()
     lock.acquire()
-    watched(1, other_thread(as_if_in("torch.distributed.made_up", lambda lock: lock.acquire()), lock))
-    first, second = ask(store, [1], 2)[1], ask(store, [1], 2)[1]
+
+    def barrier(lock):
+        lock.acquire()
+
+    watched(1, other_thread(as_if_in("torch.distributed.made_up", barrier), lock))
+    deadline = time.monotonic() + 30
+    while not (answer := ask(store, [1], 2)[1]).waits:
+        assert time.monotonic() < deadline, answer
     lock.release()
-    assert first.waits and second.waits and first.position == second.position
-    assert "waits for other ranks" in str(first)
+    assert answer.operation == "barrier" and answer.blocked and "waits for other ranks" in str(answer)
 
     def compute(over):
         while not over.is_set():
             pass
 
     watched(0, other_thread(as_if_in("torch.distributed.made_up", compute), other_thread.over))
-    assert not ask(store, [0], 2)[0].waits
+    answers = [ask(store, [0], 2)[0] for _ in range(10)]
+    assert answers[-1].operation == "compute" and not any(answer.waits for answer in answers)
 
 
 def test_silence_is_told_from_an_end(store, watched):

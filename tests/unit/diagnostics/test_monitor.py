@@ -17,7 +17,7 @@ GLOO = {
     "collective_seq_id": 1,
     "is_p2p": False,
     "state": "scheduled",
-    "record_id": 0,
+    "record_id": 6,
 }
 NCCL = {
     "profiling_name": "nccl:_all_gather_base",
@@ -26,7 +26,6 @@ NCCL = {
     "input_dtypes": ["BFloat16"],
 }
 NCCL |= {"input_sizes": [[8, 4096]], "is_p2p": False, "retired": False, "state": "started", "record_id": 7}
-NCCL |= {"time_created_ns": 1_795_456_519_130_308_317}
 
 
 @cases(
@@ -35,14 +34,15 @@ NCCL |= {"time_created_ns": 1_795_456_519_130_308_317}
     ([{**GLOO, "retired": True}, GLOO], {"operation": "all_reduce", "number": 1, "shapes": ""}),
     ([{**NCCL, "state": "completed"}], None),  # the watchdog has not retired it yet
     (
-        [{**NCCL, "record_id": 8, "collective_seq_id": 42}, NCCL],
+        # The clock was set back between the two.
+        [{**NCCL, "record_id": 8, "collective_seq_id": 42, "time_created_ns": 5}, {**NCCL, "time_created_ns": 9}],
         {"operation": "_all_gather_base", "number": 41, "shapes": "BFloat16 [8, 4096]"},
     ),
-    ([{**NCCL, "time_created_ns": 5}], None),  # of a process group that was aborted
+    ([{**NCCL, "record_id": 5}], None),  # of a process group that was aborted
     ([{**NCCL, "is_p2p": True}], {"operation": "_all_gather_base", "number": 3, "shapes": "BFloat16 [8, 4096]"}),
 )
 def test_what_a_rank_waits_in(entries, found):
-    assert oldest_open(entries, since_ns=6) == found
+    assert oldest_open(entries, before=6) == found
 
 
 def waits(rank, operation="all_reduce", line=7, **more):
@@ -96,8 +96,8 @@ def test_seconds(monkeypatch):
 
 def test_one_rank_reports_and_says_nothing_twice(monkeypatch, caplog):
     monkeypatch.setattr(status, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(hang.threads, "waits_in", lambda frame, since_ns: {"operation": "all_reduce"})
-    monkeypatch.setattr(monitor, "_STILL_S", 0.1)
+    monkeypatch.setattr(hang.threads, "waits_in", lambda frame, before: {"operation": "all_reduce"})
+    monkeypatch.setattr(status, "STILL_S", 0.1)
     store, over = dist.HashStore(), threading.Event()
     stands = [threading.Thread(target=over.wait) for _ in range(2)]
     watchers = [

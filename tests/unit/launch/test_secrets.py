@@ -8,8 +8,9 @@ from accelerate.launch.secrets import is_secret, masked
 from cases import cases
 
 SECRET = "HF_TOKEN hf-token hfToken WANDB_API_KEY WANDB_APIKEY aws_secret_access_key AccessKey aws_access_key_id DB_PASSWORD1 PASSPHRASE"
-SECRET += " SLURM_CREDENTIALS TORCH_SECRET_NAME private-key KEY"
-HARMLESS = "MONKEY KEYBOARD TOKENIZERS_PARALLELISM max_new_tokens GOOGLE_APPLICATION_CREDENTIALS"
+SECRET += " SLURM_CREDENTIALS TORCH_SECRET_NAME private-key KEY AccountKey AZURE_STORAGE_ACCOUNTKEY auth http-auth pat GITHUB_PAT"
+SECRET += " DB_PWD sig X-Amz-Signature Authorization storageKey"
+HARMLESS = "PWD OLDPWD PATH SSH_AUTH_SOCK XAUTHORITY author pattern signal MONKEY KEYBOARD TOKENIZERS_PARALLELISM max_new_tokens GOOGLE_APPLICATION_CREDENTIALS"
 
 
 @pytest.mark.parametrize("name", [*SECRET.split(), *HARMLESS.split(), ""])
@@ -31,6 +32,21 @@ def test_names(name):
     ("The file has unknown keys: a, b.", "The file has unknown keys: a, b."),
     ("hyperparameters={'token': '(hidden)', 'lr': 1}", "hyperparameters={'token': '(hidden)', 'lr': 1}"),
     ("--use_token --lr 1", "--use_token --lr 1"),
+    ("['x', '--use_token', '--lr', '1']", "['x', '--use_token', '--lr', '1']"),
+    ("['x', '--hub_token', 'hunter2']", "['x', '--hub_token', (hidden)"),
+    (
+        "Protocol=https;AccountName=n;AccountKey=hunter2==;EndpointSuffix=x",
+        "Protocol=https;AccountName=n;AccountKey=(hidden)",
+    ),
+    ("login --auth hunter2", "login --auth (hidden)"),
+    ("login --pat=hunter2", "login --pat=(hidden)"),
+    ("az copy https://n.blob.net/c?sv=2024&sig=hunter2", "az copy https://n.blob.net/c?sv=2024&sig=(hidden)"),
+    ("s3?X-Amz-Signature=hunter2", "s3?X-Amz-Signature=(hidden)"),
+    ("curl -H 'Authorization: Basic hunter2'", "curl -H 'Authorization: (hidden)"),
+    (f"login hf_{'aB3' * 10}, then", "login (hidden), then"),
+    (f"a ghp_{'aB3' * 10} b sk-{'a1' * 10} c AKIA{'A1' * 8} d", "a (hidden) b (hidden) c (hidden) d"),
+    (f"curl -H Bearer {'a.1' * 8}", "curl -H Bearer (hidden)"),
+    ("--hf_transfer --hf_datasets_cache x", "--hf_transfer --hf_datasets_cache x"),
     ("use_token: true", "use_token: true"),
 )
 def test_secrets_within_a_text(text, left):

@@ -1,5 +1,8 @@
 """The checks of `accelerate test` pass on a setup that works, and each of them notices what it is there for."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -113,3 +116,20 @@ def test_each_check_notices(monkeypatch, name, module, attribute, broken):
     monkeypatch.setattr(module, attribute, broken)
     with pytest.raises(AssertionError):
         CHECKS[name](accelerator)
+
+
+OPTIMIZED = """
+import sys
+from accelerate import Accelerator
+from accelerate.test_utils.scripts import checks
+assert False, "this interpreter checks assertions"
+checks.gather = lambda tree: {"a": [2 * tree["a"][0] + 1]}
+checks.run_checks({name: checks.CHECKS[name] for name in ("processes", "gather")}, Accelerator(cpu=True))
+"""
+
+
+def test_a_broken_gather_is_noticed_where_python_leaves_assertions_out():
+    ended = subprocess.run([sys.executable, "-O", "-c", OPTIMIZED], capture_output=True, text=True)
+    assert (
+        ended.returncode == 1 and "The check 'gather' failed on rank 0 of 1: AssertionError: gather of" in ended.stderr
+    )

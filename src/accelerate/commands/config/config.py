@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate._warn import printable
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.interview import Asker, as_text, check
 from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit
@@ -174,7 +175,7 @@ def validate_command(args: argparse.Namespace) -> None:
     problems, notes = check(files.inspect(path))
     for problem in problems:
         place = f"{path}:{problem.line}" if problem.line else str(path)
-        print(f"{place}: {problem.text}", file=sys.stderr)
+        print(printable(f"{place}: {problem.text}"), file=sys.stderr)
     for note in notes:
         print(f"{path}: note: {note}")
     if problems:

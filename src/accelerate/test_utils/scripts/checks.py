@@ -41,6 +41,12 @@ def _check(name: str) -> Callable[[Check], Check]:
     return lambda function: CHECKS.setdefault(name, function)
 
 
+def _require(holds: bool, otherwise: str) -> None:
+    """Raise where something does not hold; an `assert` would do nothing under ``python -O``."""
+    if not holds:
+        raise AssertionError(otherwise)
+
+
 def run_checks(checks: Mapping[str, Check], accelerator: Accelerator) -> None:
     """Run the checks one after the other; the main rank prints a line for each. Every rank calls it with the same checks.
 
@@ -71,13 +77,13 @@ def check_processes(accelerator: Accelerator) -> None:
     state = PartialState()
     counts = gather_object([state.num_processes])
     ranks = gather_object([state.process_index])
-    assert set(counts) == {len(ranks)}, f"The processes count {counts} processes, and {len(ranks)} answered."
-    assert sorted(ranks) == list(range(state.num_processes)), f"The ranks are {ranks}."
-    assert (state.process_index == 0) == state.is_main_process, "The main process is not rank 0."
+    _require(set(counts) == {len(ranks)}, f"The processes count {counts} processes, and {len(ranks)} answered.")
+    _require(sorted(ranks) == list(range(state.num_processes)), f"The ranks are {ranks}.")
+    _require((state.process_index == 0) == state.is_main_process, "The main process is not rank 0.")
     everything = list(range(10 * state.num_processes + 1))
     with state.split_between_processes(everything) as mine:
         found = sorted(gather_object(list(mine)))
-    assert found == everything, f"split_between_processes made {found} of {everything}."
+    _require(found == everything, f"split_between_processes made {found} of {everything}.")
 
 
 @_check("gather")
@@ -88,7 +94,7 @@ def check_gather(accelerator: Accelerator) -> None:
         mine = torch.full((2, 3), rank % 2, device=device, dtype=dtype)
         expected = torch.tensor([r % 2 for r in range(count) for _ in range(2)], device=device).to(dtype)
         found = gather({"a": [mine]})["a"][0]
-        assert torch.equal(found, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {found.tolist()}."
+        _require(torch.equal(found, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {found.tolist()}.")
 
 
 @_check("reduce")
@@ -98,7 +104,7 @@ def check_reduce(accelerator: Accelerator) -> None:
     mine = torch.full((4,), float(rank + 1), device=accelerator.device)
     for how, expected in (("sum", count * (count + 1) / 2), ("mean", (count + 1) / 2)):
         found = reduce(mine.clone(), how)
-        assert torch.allclose(found, torch.full_like(mine, expected)), f"{how} is {found.tolist()}, not {expected}."
+        _require(torch.allclose(found, torch.full_like(mine, expected)), f"{how} is {found.tolist()}, not {expected}.")
 
 
 @_check("broadcast")
@@ -107,9 +113,9 @@ def check_broadcast(accelerator: Accelerator) -> None:
     count, rank = accelerator.num_processes, accelerator.process_index
     for source in {0, count - 1}:
         found = broadcast(torch.full((3,), float(rank), device=accelerator.device), from_process=source)
-        assert found.eq(source).all(), f"broadcast from {source} gave {found.tolist()}."
+        _require(found.eq(source).all(), f"broadcast from {source} gave {found.tolist()}.")
         words = broadcast_object_list([f"of {rank}", {"rank": rank}], from_process=source)
-        assert words == [f"of {source}", {"rank": source}], f"broadcast_object_list from {source} gave {words}."
+        _require(words == [f"of {source}", {"rank": source}], f"broadcast_object_list from {source} gave {words}.")
 
 
 @_check("pad")
@@ -119,11 +125,11 @@ def check_pad(accelerator: Accelerator) -> None:
     mine = torch.full((rank + 1,), float(rank + 1), device=accelerator.device)
     for first in (False, True):
         padded = pad_across_processes(mine, pad_index=-1, pad_first=first)
-        assert padded.shape == (count,), f"Padded to {tuple(padded.shape)}, the longest has {count}."
+        _require(padded.shape == (count,), f"Padded to {tuple(padded.shape)}, the longest has {count}.")
         own = padded[count - rank - 1 :] if first else padded[: rank + 1]
-        assert torch.equal(own, mine), f"The values moved: {padded.tolist()} ({first=})."
+        _require(torch.equal(own, mine), f"The values moved: {padded.tolist()} ({first=}).")
         kept = gather(padded)
-        assert kept.ne(-1).sum() == count * (count + 1) // 2, f"After padding, gather gave {kept.tolist()}."
+        _require(kept.ne(-1).sum() == count * (count + 1) // 2, f"After padding, gather gave {kept.tolist()}.")
 
 
 @_check("random numbers")
@@ -134,7 +140,7 @@ def check_random_numbers(accelerator: Accelerator) -> None:
     synchronize_rng_states(["torch", "generator"], generator=generator)
     for source in (None, generator):
         drawn = torch.rand(4, generator=source).to(accelerator.device)
-        assert are_the_same_tensors(drawn), f"The ranks drew {gather_object([drawn.tolist()])}."
+        _require(are_the_same_tensors(drawn), f"This rank drew {drawn.tolist()}, and another one other numbers.")
 
 
 # Data: every sample reaches exactly one process, in every way of loading
@@ -158,8 +164,9 @@ def _lengths(accelerator: Accelerator) -> tuple[int, int]:
 
 def _compare_samples(found: torch.Tensor, length: int, how: str) -> None:
     expected = torch.arange(length)
-    assert torch.equal(found.cpu().sort().values, expected), (
-        f"Of {length} samples, {found.numel()} arrived, {found.unique().numel()} of them different ({how})."
+    _require(
+        torch.equal(found.cpu().sort().values, expected),
+        f"Of {length} samples, {found.numel()} arrived, {found.unique().numel()} of them different ({how}).",
     )
 
 
@@ -173,8 +180,9 @@ def check_split(accelerator: Accelerator) -> None:
             parts = [accelerator.gather_for_metrics(batch[0]) for batch in loader]
             _compare_samples(torch.cat(parts), length, f"{shuffle=}")
             counts = set(gather_object([len(parts)]))
-            assert counts == {len(loader)}, (
-                f"The ranks had {sorted(counts)} batches; the loader's length is {len(loader)}."
+            _require(
+                counts == {len(loader)},
+                f"The ranks had {sorted(counts)} batches; the loader's length is {len(loader)}.",
             )
     accelerator.free_memory()
 
@@ -223,7 +231,7 @@ def _step_by_step() -> GradientAccumulationPlugin:
     return GradientAccumulationPlugin(num_steps=1)
 
 
-def _train_alone(accelerator: Accelerator, rounds_in_a_step: int = 1) -> nn.Module:
+def _train_alone(accelerator: Accelerator, rounds_in_a_step: int) -> nn.Module:
     """Train as one process would whose batch is as large as those of all ranks together."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -235,45 +243,47 @@ def _train_alone(accelerator: Accelerator, rounds_in_a_step: int = 1) -> nn.Modu
     return model
 
 
-def _train(accelerator: Accelerator) -> nn.Module:
-    """Train the same model on all ranks, with what the Accelerator says about accumulation."""
-    plain = _model()
+def _train(accelerator: Accelerator, plain: nn.Module, epochs: int = 1) -> list[float]:
+    """Train a model on all ranks, with what the Accelerator says about accumulation; return the losses."""
+    losses = []
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     loader = DataLoader(_data(accelerator), batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
-    for x, y in loader:
+    for x, y in (batch for _ in range(epochs) for batch in loader):
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            loss = nn.functional.mse_loss(model(x), y)
+            losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+            accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    trained = accelerator.unwrap_model(model)
     accelerator.free_memory()
-    return trained
+    return losses
 
 
-def _compare(accelerator: Accelerator, found: nn.Module, expected: nn.Module) -> None:
+def _compare(accelerator: Accelerator, rounds_in_a_step: int = 1) -> None:
+    found, expected = _model(), _train_alone(accelerator, rounds_in_a_step)
+    _train(accelerator, found)
     tolerance = CLOSE if accelerator.mixed_precision == "no" else CLOSE_IN_HALF
     for (name, have), want in zip(found.named_parameters(), expected.parameters(), strict=True):
         have = have.detach()
         distance = (have.cpu() - want.detach()).abs().max().item()
-        assert distance <= tolerance, (
-            f"{name} is {distance:.2g} away from what one process gets; {tolerance:g} is allowed."
+        _require(
+            distance <= tolerance,
+            f"{name} is {distance:.2g} away from what one process gets; {tolerance:g} is allowed.",
         )
-        assert are_the_same_tensors(have), f"{name} differs between the processes."
+        _require(are_the_same_tensors(have), f"{name} differs between the processes.")
 
 
 @_check("training")
 def check_training(accelerator: Accelerator) -> None:
     """Training on all processes ends where training on one process with the whole batch ends."""
-    plain = Accelerator(gradient_accumulation_plugin=_step_by_step())
-    _compare(plain, _train(plain), _train_alone(plain))
+    _compare(Accelerator(gradient_accumulation_plugin=_step_by_step()))
 
 
 @_check("gradient accumulation")
 def check_accumulation(accelerator: Accelerator) -> None:
     """Gradients that are accumulated over three batches are those of one batch three times as large."""
-    accumulating = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3))
-    _compare(accumulating, _train(accumulating), _train_alone(accumulating, rounds_in_a_step=3))
+    _compare(Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)), rounds_in_a_step=3)
 
 
 def check_precision(name: str) -> Check:
@@ -302,24 +312,14 @@ def _train_mixed(mixed: Accelerator, dtype: torch.dtype) -> None:
     seen: list[torch.dtype] = []
     plain = _model()
     plain[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    model, optimizer, loader = mixed.prepare(
-        plain, torch.optim.SGD(plain.parameters(), lr=0.1), DataLoader(_data(mixed), batch_size=BATCH)
-    )
-    losses = []
-    for _ in range(4):
-        for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y)
-            losses.append(mixed.reduce(loss.detach().float(), "mean").item())
-            mixed.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert set(seen) == {dtype}, f"The layers computed in {set(seen)}."
+    losses = _train(mixed, plain, epochs=4)
+    _require(set(seen) == {dtype}, f"The layers computed in {set(seen)}.")
     kept = {parameter.dtype for parameter in plain.parameters()}
-    assert kept == {torch.float32}, f"The weights became {kept}."
+    _require(kept == {torch.float32}, f"The weights became {kept}.")
     first, last = sum(losses[:ROUNDS]), sum(losses[-ROUNDS:])
-    assert last < first, f"The loss of an epoch went from {first:.3g} to {last:.3g}."
+    _require(last < first, f"The loss of an epoch went from {first:.3g} to {last:.3g}.")
     for name, parameter in plain.named_parameters():
-        assert are_the_same_tensors(parameter.detach()), f"{name} differs between the processes."
+        _require(are_the_same_tensors(parameter.detach()), f"{name} differs between the processes.")
 
 
 class _Run:
@@ -373,6 +373,6 @@ def check_resume(accelerator: Accelerator) -> None:
     finally:
         if accelerator.is_local_main_process:
             shutil.rmtree(home, ignore_errors=True)
-    assert found == expected, f"The losses after loading are {found} instead of {expected}."
-    assert all(map(torch.equal, weights, new_weights)), "The weights after loading and training on differ."
-    assert (new_rates, new_drawn) == (rates, drawn), "The schedule or the random numbers differ after loading."
+    _require(found == expected, f"The losses after loading are {found} instead of {expected}.")
+    _require(all(map(torch.equal, weights, new_weights)), "The weights after loading and training on differ.")
+    _require((new_rates, new_drawn) == (rates, drawn), "The schedule or the random numbers differ after loading.")
