@@ -156,11 +156,11 @@ dist.barrier(); print("joined again"); dist.destroy_process_group()
 
 
 def test_output_of_some_ranks_goes_into_files_and_so_does_a_traceback(run, script, tmp_path):
-    script(LOSES_ITS_PEER.replace("{how}", "print('out'); fail()"))
+    script(LOSES_ITS_PEER.replace("{how}", r"print('out\33[1m'); fail()"))
     words = ("--num_processes", "2", "--log_dir", "logs", "--tee", "1:3", "--role", "mine", "script.py")
     _, out, err = run(*words)
     folders = {file.parent.name for file in (tmp_path / "logs").rglob("*.log") if file.name != "fault.log"}
-    assert folders == {"1"} and "[mine1]:out\n" in out
+    assert folders == {"1"} and "[mine1]:out\33[1m\n" in out, "what a rank prints is its own"
     (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
     assert "ValueError: what went wrong" in log.read_text()
     assert (log.parent / "error.json").exists() and err.count("ValueError: what went wrong") == 1

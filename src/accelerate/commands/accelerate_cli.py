@@ -61,7 +61,10 @@ def main() -> None:
 def _run(command: Command, prog: str, words: list[str]) -> None:
     module = importlib.import_module(f"accelerate.commands.{command.module}")
     args = getattr(module, command.parser)().parse_args(words)
-    or_exit(prog, getattr(module, "console", args.func), args)
+    if hasattr(module, "console"):  # it starts programs, whose output is theirs
+        module.console(args)
+    else:
+        or_exit(prog, args.func, args)
 
 
 def _without_command(word: str | None) -> NoReturn:

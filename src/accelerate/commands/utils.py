@@ -193,15 +193,13 @@ class _Printable:
 def as_program(prog: str) -> Iterator[None]:
     """End as a console program does: quietly with status 141 where the output has no reader, with 130 after Ctrl-C.
 
-    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence, and so are control
-    characters: names in files may steer a terminal.
+    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            with contextlib.redirect_stdout(sys.stdout and _Printable(sys.stdout)):
-                yield
+            yield
         finally:
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
@@ -217,10 +215,11 @@ def as_program(prog: str) -> Iterator[None]:
 def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
     """Call a function; a request that cannot be run becomes one line on stderr and exit status 2.
 
-    What the system refuses on the way (a full disk, a connection), and a `RunError`, becomes one line and status 1.
+    What the system refuses on the way (a full disk, a connection), and a `RunError`, becomes one line and status 1. Control
+    characters are written as escape sequences: names in files may steer a terminal.
     """
     try:
-        with as_program(prog):
+        with as_program(prog), contextlib.redirect_stdout(sys.stdout and _Printable(sys.stdout)):
             return func(*args)
     except RunError as error:
         problem, status = error, error.status
