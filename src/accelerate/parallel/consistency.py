@@ -32,8 +32,6 @@ def require_same_model(
     `from_main` only names and shapes count.
     """
     kept = {id(parameter) for parameter in ignored}
-    if ignored:
-        _warn_of_ignored(model, kept)
     if dist.get_world_size() == 1:
         return
     tensors = {name: tensor for name, tensor in tensors_of(model).items() if id(tensor) not in kept}
@@ -43,7 +41,7 @@ def require_same_model(
     dist.all_gather_object(seen, (part, {name: _described(tensor) for name, tensor in tensors.items()}))
     first = seen[0][1]
     for rank, (_, other) in enumerate(seen):
-        _compare(type(model).__name__, rank, first, other, from_main)
+        compare(type(model).__name__, rank, first, other, from_main)
     if from_main:
         return
     heads = dict(reversed(seen))
@@ -64,16 +62,6 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all parameters, scales of 4-bit ones and buffers, also those that a state dict leaves out, each once."""
     named = *model.named_parameters(), *four_bit.scales(model).items(), *model.named_buffers()
     return {canonical_name(name): tensor for name, tensor in named}
-
-
-def _warn_of_ignored(model: nn.Module, kept: set[int]) -> None:
-    """Warn of trainable parameters that are left whole, whose gradients FSDP does not average."""
-    names = [canonical_name(name) for name, p in model.named_parameters() if id(p) in kept and p.requires_grad]
-    if names and dist.get_world_size() > 1 and dist.get_rank() == 0:
-        logger.warning(
-            f"ignored_modules leaves {len(names)} trainable parameters whole, {names[0]!r} for one, whose gradients FSDP does not "
-            "average. Freeze them, or average their gradients with `accelerator.reduce(p.grad, 'mean')`."
-        )
 
 
 def _described(tensor: torch.Tensor) -> tuple[str, int | None]:
@@ -97,7 +85,8 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     return sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
 
 
-def _compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any], from_main: bool) -> None:
+def compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any], from_main: bool = False) -> None:
+    """Refuse (ValueError) what a rank has of a model in other names, shapes or dtypes than rank 0."""
     absent = ("missing", 0)
     for name in [*mine, *theirs]:
         (here, value), (there, other) = mine.get(name, absent), theirs.get(name, absent)
