@@ -73,7 +73,8 @@ class FSDP1(Sharded):
         else:
             _repoint_flat(accelerator, wrapped, before)
         if ignored:
-            replicas.train_alike(accelerator, wrapped, ignored, from_first=False)
+            own = {id(parameter) for parameter in ignored if parameter.requires_grad}
+            replicas.train_alike(accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own})
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:

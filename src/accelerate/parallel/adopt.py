@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel import experts, replicas
-from accelerate.parallel.mesh import submesh
+from accelerate.parallel import consistency, experts, replicas
+from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.parallel.shard import is_sharded
 from accelerate.parallel.tensor import sum_replicas
 from accelerate.parallelism_config import ParallelismConfig
@@ -71,7 +71,13 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
                 _refuse_adapted_experts(model)
             parts.append(model)
     for model in parts:
-        replicas.train_alike(accelerator, model, replicas.whole(model).values())
+        whole = replicas.whole(model)
+        added = {id(parameter) for parameter in whole.values()}
+        others = [tensor for tensor in consistency.tensors_of(model).values() if id(tensor) not in added]
+        consistency.require_same_model(accelerator, model, others)
+        for parameter in whole.values():
+            take_from_first(parameter, accelerator.device)
+        replicas.train_alike(accelerator, model, whole)
     accelerator.state.parallelism_config = layout
     if parts and not accelerator.is_fsdp2:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)

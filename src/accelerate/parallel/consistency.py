@@ -41,7 +41,7 @@ def require_same_model(
     dist.all_gather_object(seen, (part, {name: _described(tensor) for name, tensor in tensors.items()}))
     first = seen[0][1]
     for rank, (_, other) in enumerate(seen):
-        compare(type(model).__name__, rank, first, other, from_main)
+        _compare(type(model).__name__, rank, first, other, from_main)
     if from_main:
         return
     heads = dict(reversed(seen))
@@ -85,8 +85,7 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     return sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
 
 
-def compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any], from_main: bool = False) -> None:
-    """Refuse (ValueError) what a rank has of a model in other names, shapes or dtypes than rank 0."""
+def _compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any], from_main: bool) -> None:
     absent = ("missing", 0)
     for name in [*mine, *theirs]:
         (here, value), (there, other) = mine.get(name, absent), theirs.get(name, absent)

@@ -5,7 +5,7 @@ gradients. Averaging twice changes nothing, so it does not matter how passes, mi
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import consistency
-from accelerate.parallel.mesh import take_from_first
+from accelerate.precision.master import local_part
 from accelerate.runtime.run import Run
 
 logger = logging.getLogger(__name__)
@@ -24,48 +24,32 @@ _BUCKET = 1 << 24
 
 def whole(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of a sharded model that are no DTensors, by name. Any rank, alone."""
-    from torch.distributed.tensor import DTensor
-
-    return {
-        canonical_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not isinstance(parameter, DTensor)
-    }
+    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad and local_part(p) is p}
 
 
-def train_alike(accelerator: Run, model: nn.Module, whole: Collection[nn.Parameter], from_first: bool = True) -> None:
-    """Let `backward` average the gradients of a model's trainable parameters among `whole`, from equal values on. All ranks.
+def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Let `backward` average the gradients of whole parameters that are equal on all ranks. All ranks.
 
-    With `from_first` the first rank's values count, and ValueError says which name or shape differs. Without, a parameter that
-    differs stays each rank's own: a program may keep its parts in modules that FSDP ignores.
+    Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.
     """
     if dist.get_world_size() == 1 or any(known is model for known, _ in accelerator.prepared.replicated):
         return
-    chosen = {id(parameter) for parameter in whole}
-    ours = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad and id(p) in chosen}
-    described = {name: (f"{tuple(p.shape)}, {p.dtype}", int(consistency.checksum(p))) for name, p in ours.items()}
-    seen = [described] * dist.get_world_size()
-    dist.all_gather_object(seen, described)
-    if from_first:
-        for rank, other in enumerate(seen):
-            consistency.compare(type(model).__name__, rank, seen[0], other)
-        for parameter in ours.values():
-            take_from_first(parameter, accelerator.device)
-    own = {name for name in set().union(*seen) if any(other.get(name) != seen[0].get(name) for other in seen)}
-    alike = {name: parameter for name, parameter in ours.items() if from_first or name not in own}
+    seen: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(seen, {name: int(consistency.checksum(tensor)) for name, tensor in parameters.items()})
+    own = sorted({name for other in seen for name, _ in other.items() ^ seen[0].items()})
+    alike = {name: parameter for name, parameter in parameters.items() if name not in own}
     if alike:
         accelerator.prepared.replicated.append((model, list(alike.values())))
-    if dist.get_rank() == 0:
-        if alike:
-            logger.warning(
-                f"{len(alike)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(alike))!r} for one: "
-                f"`accelerator.backward` averages their gradients.{' Values differed; those of rank 0 are used.' * bool(own)}"
-            )
-        if own and not from_first:
-            logger.warning(
-                f"{len(own)} trainable parameters in ignored_modules differ between ranks, {min(own)!r} for one, and train apart: their "
-                "gradients are not averaged. Build them after `set_seed`, unless each rank is to have its own."
-            )
+    if alike and dist.get_rank() == 0:
+        logger.warning(
+            f"{len(alike)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(alike))!r} for one: "
+            "`accelerator.backward` averages their gradients."
+        )
+    if own and dist.get_rank() == 0:
+        logger.warning(
+            f"{len(own)} trainable parameters in ignored_modules differ between ranks, {own[0]!r} for one, and train apart: their "
+            "gradients are not averaged. Build them after `set_seed`, unless each rank is to have its own."
+        )
 
 
 @torch.no_grad()

@@ -149,7 +149,7 @@ def shard(
     four_bit.attach(model)
     repoint(accelerator, model, before)
     if ignored:
-        replicas.train_alike(accelerator, model, replicas.whole(model).values(), from_first=False)
+        replicas.train_alike(accelerator, model, replicas.whole(model))
     return model
 
 
