@@ -28,15 +28,17 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
 
 def patch_optimizer_step(accelerated_optimizer: "AcceleratedOptimizer", method: Callable) -> Callable:
-    """Return an optimizer's step method that notes on the wrapper that it ran.
+    """Return an optimizer's step method that notes on the wrapper that it ran, and whether it had to.
 
     Args:
-        accelerated_optimizer: The wrapper whose ``_accelerate_step_called`` is set.
+        accelerated_optimizer: The wrapper whose ``_accelerate_step_called`` is set, for a fused optimizer to the tensor that says
+            of an overflow; it looks at this itself, on the device.
         method: The inner optimizer's own ``step``.
     """
 
     def noted_step(*args: Any, **kwargs: Any) -> Any:
-        accelerated_optimizer._accelerate_step_called = True
+        found = getattr(accelerated_optimizer.optimizer, "found_inf", None)
+        accelerated_optimizer._accelerate_step_called = True if found is None else found
         return method(*args, **kwargs)
 
     return noted_step
@@ -86,7 +88,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
-        self._is_overflow = False
+        self._is_overflow: Any = False
         self._reduces_on_step = traits.of(self.accelerator_state.distributed_type).reduces_on_step
         # LOMO's optimizers step in their backward pass, and have no `step`.
         self._steps_in_backward = hasattr(optimizer, "fused_backward")
@@ -208,7 +210,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         stepped.add(id(self))
         if all(id(other) in stepped for other in list(_SCALED) if other.scaler is scaler):
             settle_scaler(scaler)
-        self._is_overflow = not self._accelerate_step_called
+        called = self._accelerate_step_called
+        self._is_overflow = called if isinstance(called, torch.Tensor) else not called
         self._accelerate_step_called = False
 
     def _reduce_gradients(self) -> None:
@@ -222,7 +225,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because the scaled gradients overflowed."""
+        """Whether the last step was left out because the scaled gradients overflowed; waits for a fused optimizer's device."""
+        self._is_overflow = bool(self._is_overflow)
         return self._is_overflow
 
     def __getstate__(self) -> dict[str, Any]:

@@ -39,6 +39,12 @@ def test_models_that_arrive_sharded_train_as_on_one_process(launched):
 
 
 @pytest.mark.slow
+def test_adapters_of_models_that_arrive_sharded_train_as_on_one_process(launched):
+    need("transformers", "peft")
+    launched("arrived_models.py", "adapt", "fsdp", "ep-fsdp")
+
+
+@pytest.mark.slow
 def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
     need("transformers")
     names = ["fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp"]

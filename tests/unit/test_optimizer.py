@@ -54,6 +54,23 @@ def test_a_scaler_assigned_later_works():
     assert optimizer.step_was_skipped
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_is_seen_and_the_schedule_waits(fused):
+    """Torch calls the step of a fused optimizer all the same: it looks at the overflow itself."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    weight = torch.nn.Parameter(torch.ones(1))
+    inner = torch.optim.Adam([weight], lr=0.5, fused=fused)
+    optimizer, schedule = accelerator.prepare(inner, torch.optim.lr_scheduler.StepLR(inner, 1, 0.1))
+    for value, skipped, rate in (1.0, False, 0.05), (float("inf"), True, 0.05), (1.0, False, 0.005):
+        before = weight.item()
+        accelerator.backward((weight * value).sum())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert (optimizer.step_was_skipped, accelerator.optimizer_step_was_skipped) == (skipped, skipped)
+        assert (weight.item() == before) is skipped and schedule.get_last_lr() == [pytest.approx(rate)]
+
+
 def test_it_pickles_with_and_without_a_scaler():
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5))

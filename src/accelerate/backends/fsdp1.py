@@ -13,7 +13,7 @@ from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
-from accelerate.parallel import consistency
+from accelerate.parallel import consistency, replicas
 from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, master
@@ -73,6 +73,9 @@ class FSDP1(Sharded):
             repoint(accelerator, wrapped, before)
         else:
             _repoint_flat(accelerator, wrapped, before)
+        if ignored:
+            own = {id(parameter) for parameter in ignored if parameter.requires_grad}
+            replicas.train_alike(accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own})
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
@@ -84,10 +87,8 @@ class FSDP1(Sharded):
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
         numerics = precision(accelerator.mixed_precision)
-        return amp.make_scaler(accelerator.device.type, numerics, handler, ShardedGradScaler)
+        return amp.make_scaler(accelerator.device.type, numerics, handler, amp.ShardGradScaler)
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float

@@ -8,6 +8,7 @@ from torch import nn
 
 from accelerate.backends.sharded import Sharded, note_memory
 from accelerate.modules.unwrap import is_compiled_module
+from accelerate.parallel import shard
 from accelerate.runtime.run import Run
 
 
@@ -35,16 +36,16 @@ class FSDP2(Sharded):
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
         """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
         inner = model._orig_mod if is_compiled_module(model) else model
-        hold = getattr(inner, "set_requires_gradient_sync", None)
-        # Without it the model was prepared for evaluation; held already, the outer context lets go.
-        if hold is None or getattr(inner, "_accelerate_held", False):
-            yield
-            return
-        note_memory(accelerator, model)
-        hold(False)
-        inner._accelerate_held = True
+        # None in a model that was prepared for evaluation; of those that are held already the outer context lets go.
+        held = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
+        if held:
+            note_memory(accelerator, model)
+        for root in held:
+            root.set_requires_gradient_sync(False)
+            root._accelerate_held = True
         try:
             yield
         finally:
-            inner._accelerate_held = False
-            hold(True)
+            for root in held:
+                root._accelerate_held = False
+                root.set_requires_gradient_sync(True)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelerate.modules.unwrap import canonical_name
+from accelerate.precision.master import local_part
 
 # Every parameter that something took the place of, by its name: its Accelerator may be gone.
 _REPLACED = WeakTensorKeyDictionary()
@@ -91,6 +92,10 @@ def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParame
     """Let torch's own optimizer follow, whichever Accelerator replaced its parameters; ValueError if none knows."""
     while any(history.follow(optimizer) for history in histories):
         pass  # one Accelerator may have replaced what another one had put there
+    for group in optimizer.param_groups:
+        spread = {local_part(parameter) is not parameter for parameter in group["params"]}
+        if len(spread) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = False  # torch's default on GPUs takes no list of DTensors and others
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if lost := [_REPLACED[parameter] for parameter in held if parameter in _REPLACED]:
         raise ValueError(

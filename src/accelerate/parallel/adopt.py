@@ -1,7 +1,8 @@
 """Models that arrive sharded: the layout is read from the meshes of their parameters, and the run follows it.
 
 Transformers shards models while it loads them (`DistributedConfig`), and programs do so by `fully_shard` or `parallelize_module`. Nothing
-is sharded here: the Accelerator learns which ranks share what, so that loaders, gradients and checkpoints fit.
+is sharded here: the Accelerator learns which ranks share what, so that loaders, gradients and checkpoints fit. Adapters that were added
+to a sharded model stay whole, and are trained alike.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel.mesh import submesh
+from accelerate.parallel import consistency, experts, replicas
+from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.parallel.shard import is_sharded
 from accelerate.parallel.tensor import sum_replicas
 from accelerate.parallelism_config import ParallelismConfig
@@ -65,7 +67,17 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
             )
         if sharded:
             _compare(accelerator, model, layout, found, sizes)
+            if sizes.get("ep", 1) > 1:
+                _refuse_adapted_experts(model)
             parts.append(model)
+    for model in parts:
+        whole = replicas.whole(model)
+        added = {id(parameter) for parameter in whole.values()}
+        others = [tensor for tensor in consistency.tensors_of(model).values() if id(tensor) not in added]
+        consistency.require_same_model(accelerator, model, others)
+        for parameter in whole.values():
+            take_from_first(parameter, accelerator.device)
+        replicas.train_alike(accelerator, model, whole)
     accelerator.state.parallelism_config = layout
     if parts and not accelerator.is_fsdp2:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
@@ -86,14 +98,29 @@ def layout_of(model: nn.Module, sharded: bool) -> dict[str, list[int]]:
         mesh = seen[id(parameter.device_mesh)] = parameter.device_mesh
         unnamed = ("dp_replicate", "dp_shard")[-mesh.ndim :] if sharded else ("tp",)
         for number, called in enumerate(mesh.mesh_dim_names or unnamed):
+            if called not in _ROLES and mesh.size(number) == 1:  # such as pipelines of one stage
+                continue
             ranks = dist.get_process_group_ranks(mesh.get_group(number))
             if called not in _ROLES or found.setdefault(_ROLES[called], ranks) != ranks:
                 raise ValueError(
-                    f"The parameter {name!r} of {type(model).__name__} is spread over {called!r} of {mesh}, which cannot be adopted: "
-                    f"known are the dimensions {', '.join(_ROLES)}, each over the same ranks in all parameters (so far {found}). Rename "
-                    "the dimension of the mesh, or let `prepare` shard the model."
+                    f"The parameter {name!r} of {type(model).__name__} is spread over {called!r}, {mesh.size(number)} ranks of {mesh}, which "
+                    f"cannot be adopted: known are the dimensions {', '.join(_ROLES)}, each over the same ranks in all parameters (so far "
+                    f"{found}), and others of size 1. Make {called!r} 1, rename it if it is one of these, or let `prepare` shard the model."
                 )
     return found
+
+
+def _refuse_adapted_experts(model: nn.Module) -> None:
+    """Refuse adapters of experts that ranks share out: each rank has those of its own experts, under the same names."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for name in [names[id(module)] for module in experts.modules(model)]:
+        while name.endswith(".base_layer"):  # what PEFT puts around a module keeps it under this name
+            name = name.removesuffix(".base_layer")
+        if adapter := next((own for own in replicas.whole(model) if own.startswith(f"{name}.")), None):
+            raise ValueError(
+                f"{adapter!r} of {type(model).__name__} adapts experts that ranks share out (expert parallelism), so it means other "
+                "experts on each rank, and its gradients cannot be averaged. Adapt other layers, or load the model without ep_size."
+            )
 
 
 def _compare(

@@ -32,8 +32,6 @@ def require_same_model(
     `from_main` only names and shapes count.
     """
     kept = {id(parameter) for parameter in ignored}
-    if ignored:
-        _warn_of_ignored(model, kept)
     if dist.get_world_size() == 1:
         return
     tensors = {name: tensor for name, tensor in tensors_of(model).items() if id(tensor) not in kept}
@@ -64,16 +62,6 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all parameters, scales of 4-bit ones and buffers, also those that a state dict leaves out, each once."""
     named = *model.named_parameters(), *four_bit.scales(model).items(), *model.named_buffers()
     return {canonical_name(name): tensor for name, tensor in named}
-
-
-def _warn_of_ignored(model: nn.Module, kept: set[int]) -> None:
-    """Warn of trainable parameters that are left whole, whose gradients FSDP does not average."""
-    names = [canonical_name(name) for name, p in model.named_parameters() if id(p) in kept and p.requires_grad]
-    if names and dist.get_world_size() > 1 and dist.get_rank() == 0:
-        logger.warning(
-            f"ignored_modules leaves {len(names)} trainable parameters whole, {names[0]!r} for one, whose gradients FSDP does not "
-            "average. Freeze them, or average their gradients with `accelerator.reduce(p.grad, 'mean')`."
-        )
 
 
 def _described(tensor: torch.Tensor) -> tuple[str, int | None]:

@@ -72,8 +72,15 @@ def join(model: nn.Module, region: Any, evaluation: bool) -> None:
     attach(model, region)
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Say whether all attention of a model is causal, as its modules say by `is_causal`; without a word it is. Any rank, alone."""
+    return all(getattr(module, "is_causal", True) for module in model.modules())
+
+
 def attach(model: nn.Module, region: Region) -> None:
     """Register the hooks of a region on a model, and on the models of transformers in it, once each."""
+    if not is_causal(model):
+        region.cuts = 1  # nothing to balance: every token sees all others
     if not _hooked(model, OutsideHook, region):
         model.register_forward_pre_hook(OutsideHook(region))
     for found in outermost(model):
@@ -167,7 +174,7 @@ class ModelHook:
         self.shifts = self.name.endswith(_SHIFTING)
         self.numbers_from_zero = not padded and not self.name.endswith("ForConditionalGeneration")
         self.window = getattr(config, "sliding_window", None) if slides else None
-        self.causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        self.causal = is_causal(model)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Change the arguments of `forward`, inside the context; ValueError if they are wrong on a part."""

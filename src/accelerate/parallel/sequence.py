@@ -68,10 +68,10 @@ class TorchRegion(Region):
     def __init__(self, part: Any, strategy: str) -> None:
         super().__init__("cp", part, cuts=2)
         self.strategy = strategy
-        self._context, self._set_rotation = _torch_parts()
+        self._context, self._set_rotation, self._options = _torch_parts()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_context": None, "_set_rotation": None}
+        return {**super().__getstate__(), "_context": None, "_set_rotation": None, "_options": None}
 
     @contextmanager
     def _cut(self, buffers: list[Tensor], dims: list[int], length: int) -> Iterator[None]:
@@ -79,7 +79,9 @@ class TorchRegion(Region):
         # back is our caller's work, so torch need not keep copies of its own.
         for buffer in buffers:
             replace(buffer, buffer.data.clone(memory_format=torch.contiguous_format))
-        self._set_rotation(self.strategy)  # one setting for the process, and other Accelerators may want another
+        # One setting for the process, and other Accelerators may want another. Balanced parts are for causal attention alone.
+        self._set_rotation(self.strategy)
+        self._options.enable_load_balance = self.cuts > 1
         # torch counts dimensions from the front.
         front = [dim % buffer.dim() for dim, buffer in zip(dims, buffers, strict=True)]
         with self._context(self.mesh, buffers=buffers, buffer_seq_dims=front, no_restore_buffers=set(buffers)):
@@ -91,6 +93,11 @@ class TorchRegion(Region):
     def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("attn_mask", args[3] if len(args) > 3 else None) is not None:
             raise ValueError(NO_MASK.format(what=self.what))
+        if self.cuts > 1 and not kwargs.get("is_causal", args[5] if len(args) > 5 else False):
+            raise ValueError(
+                f"scaled_dot_product_attention was called with is_causal=False under {self.what}, whose sequences are dealt out for causal "
+                "attention. Set `is_causal = False` on the module that calls it, before `prepare`, and they are cut one after the other."
+            )
         query = args[0] if args else kwargs["query"]
         if type(query) is Tensor:
             # Called by a name that was imported before torch replaced it: what is under the name now cuts the tensors up.
@@ -101,11 +108,11 @@ class TorchRegion(Region):
         return "maybe_context_parallel got no buffers; torch's context parallelism needs at least the input that it shall cut."
 
 
-def _torch_parts() -> tuple[Callable, Callable]:
-    """Return torch's context manager and the setter of its rotation."""
+def _torch_parts() -> tuple[Callable, Callable, Any]:
+    """Return torch's context manager, the setter of its rotation, and its options, which have no setter."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    return context_parallel, torch_private.set_rotate_method
+    return context_parallel, torch_private.set_rotate_method, torch_private.cp_options
 
 
 class GatheringRegion(Region):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.modules.repoint import named, repoint, tie, ties
-from accelerate.parallel import consistency
+from accelerate.parallel import consistency, replicas
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import four_bit, master
 from accelerate.precision.master import local_part
@@ -28,10 +28,19 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether `fully_shard` was applied to a module, out of its compiled shell. Any rank, alone."""
+    """Say whether `fully_shard` was applied to a module out of its compiled shell, or to one in it. Any rank, alone."""
+    return next(roots(model), None) is not None
+
+
+def roots(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that `fully_shard` was applied to: the model, or what adapters wrap. Any rank, alone."""
     from torch.distributed.fsdp import FSDPModule
 
-    return isinstance(model, FSDPModule)
+    if isinstance(model, FSDPModule):
+        yield model
+        return
+    for child in model.children():
+        yield from roots(child)
 
 
 def mesh_of(accelerator: Run) -> "DeviceMesh":
@@ -141,6 +150,8 @@ def shard(
         _leave_meta(model, plugin.param_init_fn)
     four_bit.attach(model)
     repoint(accelerator, model, before)
+    if ignored:
+        replicas.train_alike(accelerator, model, replicas.whole(model))
     return model
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.modules.unwrap import AUTOCAST, restore_forward
 from accelerate.precision.base import Precision, precision
+from accelerate.precision.master import local_part
 from accelerate.utils.operations import convert_to_fp32
 
 
@@ -125,8 +126,38 @@ def unwrap_forward(model: nn.Module) -> None:
         restore_forward(model)
 
 
+class GradScaler(torch.amp.GradScaler):
+    """torch's scaler, of which all ranks find the same: in shards on any meshes, and in whole gradients beside them."""
+
+    # Whether gradients are shards that do not look like ones: FSDP1's.
+    spread = False
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        # Asked before each step, fused or not, and by `unscale_`. torch takes no list of DTensors and others.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not (self.spread or any(local_part(parameter) is not parameter for parameter in parameters)):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        parts = [local_part(parameter.grad).detach() for parameter in parameters if parameter.grad is not None]
+        for part in parts:
+            part.grad = part.detach()
+        stand_in = types.SimpleNamespace(param_groups=[{"params": parts}])
+        found = super()._unscale_grads_(stand_in, inv_scale, found_inf, True) or {found_inf.device: found_inf}
+        for seen in found.values():
+            found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
+        return {device: found_inf.to(device) for device in found}
+
+
+class ShardGradScaler(GradScaler):
+    """The scaler of FSDP1."""
+
+    spread = True
+
+
 def make_scaler(
-    device_type: str, row: Precision, handler: GradScalerKwargs | None = None, kind: type = torch.amp.GradScaler
+    device_type: str, row: Precision, handler: GradScalerKwargs | None = None, kind: type = GradScaler
 ) -> Any | None:
     """Return the gradient scaler of a precision, of the class `kind`, or None when the loss is not scaled."""
     if not row.scales_loss:

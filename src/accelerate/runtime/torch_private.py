@@ -36,7 +36,7 @@ _HOMES = {
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.distributed.checkpoint.filesystem": "StorageInfo",
     "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset",
-    "torch.distributed.tensor.experimental._attention": "set_rotate_method",
+    "torch.distributed.tensor.experimental._attention": "cp_options set_rotate_method",
     "torch.nn.modules.module": "EXTRA_STATE_KEY_SUFFIX IncompatibleKeys",
     "torch.utils": "pytree",
 }

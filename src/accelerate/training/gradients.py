@@ -25,6 +25,7 @@ from accelerate.backends.registry import resolve
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallel import replicas
 from accelerate.precision import master
 from accelerate.runtime import traits
 from accelerate.training.prepared import Facade
@@ -41,11 +42,12 @@ class Window:
         counted: Micro-batches that came with ``num_items``.
         items: Sum of their ``num_items`` on this rank.
         reference: What weights are kept relative to, so that they stay near one.
+        usual: Items of a rank in the window before, on the average over the ranks; 0 before the first.
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
         warned: Whether the note about short windows was given.
         unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
         joining: Whether ranks may run out of batches, and close windows, at different steps.
-        apart: Whether a strategy keeps whole gradients beside the shards, where nothing can be rescaled.
+        held: Sharded models whose whole gradients a strategy keeps beside the shards, where nothing can be rescaled, by id.
     """
 
     micro_batches: int = 0
@@ -54,11 +56,12 @@ class Window:
     counted: int = 0
     items: float = 0.0
     reference: float = 0.0
+    usual: float = 0.0
     factor: float | None = None
     warned: bool = False
     unscaled: set[int] = field(default_factory=set)
     joining: bool = False
-    apart: bool = False
+    held: frozenset[int] = frozenset()
 
     def begin(self) -> None:
         """Count a micro-batch, as the first of a new window if the last one is done."""
@@ -114,12 +117,14 @@ class Accumulation:
 def no_sync(accelerator: Facade, backend: Backend, model: nn.Module) -> Iterator[None]:
     """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
     window = accelerator._window
-    before, window.apart = window.apart, window.apart or traits.of(accelerator.distributed_type).sharded
+    before = window.held
+    if traits.of(accelerator.distributed_type).sharded:
+        window.held |= {id(model._orig_mod if is_compiled_module(model) else model)}
     try:
         with backend.no_sync(accelerator, model):
             yield
     finally:
-        window.apart = before
+        window.held = before
 
 
 def _syncs_each(accelerator: Facade, counted: bool) -> bool:
@@ -182,7 +187,7 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
             f"num_items={num_items!r} was given inside join_uneven_inputs. Items are counted over all ranks, and here some "
             "may have no batches left. Use even_batches=True without join_uneven_inputs, or leave num_items away."
         )
-    if window.apart:
+    if window.held:
         raise ValueError(
             f"num_items={num_items!r} was given inside no_sync, where {accelerator.distributed_type} keeps gradients that cannot be "
             "weighed afterwards. Leave no_sync away: `accumulate` exchanges gradients in every micro-batch then."
@@ -195,23 +200,32 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
         raise ValueError(f"num_items={num_items!r} is negative; pass the number of items that the loss averages over.")
     window.items += count
     # Gradients that are averaged after every micro-batch need weights that mean the same on every rank. So do those of ranks
-    # that share a sequence: through attention, the loss of one reaches the gradients that another keeps.
+    # that share a sequence: through attention, the loss of one reaches the gradients that another keeps. What all know is the
+    # window before.
     layout = accelerator.parallelism_config
     alike = _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled))
-    window.reference = window.reference or (1.0 if alike else count or 1.0)
-    if not accelerator.gradient_state.sync_gradients:
+    last = accelerator.gradient_state.sync_gradients
+    if alike and not (window.reference or window.usual or last):
+        window.usual = _over_ranks(accelerator, count, "mean") * accelerator.gradient_state.num_steps
+    window.reference = window.reference or (window.usual if alike else count) or 1.0
+    if not last:
         window.factor = count / window.reference
         return
-    total = torch.tensor([window.items], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
     # Ranks that share each layer count the same items.
     copies = layout.tp_size if layout is not None else 1
-    total = accelerator._communicator.all_reduce(total.to(accelerator.device), "sum").item() / copies
+    total = _over_ranks(accelerator, window.items, "sum") / copies
+    window.usual = total * copies / accelerator.num_processes
     if total == 0:
         raise ValueError("num_items is 0 on every rank in every micro-batch of this window: no loss to average.")
     # The wrapper averages over its replicas; the mean over items needs their sum.
     scale = accelerator.num_processes // copies / total
     _rescale(accelerator, models, window.reference * scale)
     window.factor = count * scale
+
+
+def _over_ranks(accelerator: Facade, count: float, how: str) -> float:
+    number = torch.tensor([count], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
+    return accelerator._communicator.all_reduce(number.to(accelerator.device), how).item()
 
 
 def _mixed(window: Window, num_items: Any) -> ValueError:
@@ -249,6 +263,8 @@ def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: d
         accelerator.lomo_backward(loss, options.get("learning_rate"))
         return
     resolve(accelerator.state).backward(accelerator, loss, **options)
+    if accelerator.prepared.replicated:
+        replicas.average(accelerator, window.held)
 
 
 def unscale(accelerator: Facade, optimizer: Any | None) -> None:

@@ -72,6 +72,7 @@ class PreparedObjects:
         self.engines: list[Any] = []
         self.sequence_context: Callable | None = None
         self.logged: set[str] = set()
+        self.replicated: list[tuple[nn.Module, list[nn.Parameter]]] = []
         self.moved = MovedParameters()
         self._entries: list[Entry] = []
         _LIVE.add(self)
@@ -102,7 +103,7 @@ class PreparedObjects:
 
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""
-        for known in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.engines):
+        for known in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.engines, self.replicated):
             known.clear()
         self._entries.clear()
         self.moved.clear()

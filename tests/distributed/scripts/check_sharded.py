@@ -1,5 +1,6 @@
 """What goes wrong with shards in silence: other weights on other ranks, optimizers left behind, gradients that are not exchanged."""
 
+import itertools
 import os
 import warnings
 import weakref
@@ -137,16 +138,6 @@ def check_models_that_differ_are_refused_by_all_ranks():
                 accelerator.prepare(model)
 
 
-def check_trainable_modules_left_whole_are_told():
-    for version in (1, 2):
-        for trained in (True, False):
-            accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
-            model, _ = build()
-            model.last.requires_grad_(trained)
-            with told("whose gradients FSDP does not average", times=int(trained)):
-                accelerator.prepare(model)
-
-
 def check_whole_and_sharded_gradients_are_weighed_together():
     plugin = GradientAccumulationPlugin(num_steps=2)
     accelerator = fresh_accelerator(
@@ -163,6 +154,22 @@ def check_whole_and_sharded_gradients_are_weighed_together():
             accelerator.backward(model(half).mean())
     found = model.first.weight.grad.full_tensor()
     assert torch.allclose(found, expected.first.weight.grad, atol=1e-6)
+
+
+def check_items_leave_the_scale_of_the_loss():
+    """Weights of thousands made scaled gradients overflow in most windows, where they are exchanged as they come."""
+    scales = []
+    for counts in ((None, None), (3000, 1000)):
+        options = {"fsdp_plugin": sharding(2), "gradient_accumulation_steps": 2}
+        accelerator = fresh_accelerator(mixed_precision="fp16", **options)
+        model, optimizer = accelerator.prepare(*build())
+        for step in range(6):
+            for count in counts:
+                items = count and count * (rank() + 1) + step
+                with accelerator.accumulate(model, num_items=items):
+                    learn(accelerator, model(batch(step)[1]).square().mean(), optimizer)
+        scales.append(accelerator.scaler.get_scale())
+    assert scales[0] <= 2 * scales[1], scales
 
 
 def check_an_optimizer_made_before_follows_into_another_accelerator():
@@ -391,10 +398,13 @@ def check_a_size_that_is_none_is_refused_by_all_ranks():
 
 
 def check_a_step_is_skipped_by_all_ranks():
-    """A gradient that overflowed in the shard of one rank alone."""
-    for version in (1, 2):
+    """A gradient that overflowed in the shard of one rank alone; a fused optimizer looks at it on its device, and steps or not."""
+    for version, fused, clip in itertools.product((1, 2), (False, True), (False, True)):
         accelerator = fresh_accelerator(fsdp_plugin=sharding(version), mixed_precision="fp16")
-        model, optimizer = accelerator.prepare(*build())
+        model, _ = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
         accelerator.backward(model(batch()[1]).mean())
         if rank() == 1:
             for parameter in model.parameters():
@@ -402,9 +412,14 @@ def check_a_step_is_skipped_by_all_ranks():
                 if local is not None and local.numel():
                     local.view(-1)[0] = float("inf")
                     break
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if clip:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        before = weights(accelerator, model)
         optimizer.step()
-        assert all(everywhere(accelerator.optimizer_step_was_skipped))
+        schedule.step()
+        assert all(everywhere(accelerator.optimizer_step_was_skipped)), (version, fused, clip)
+        assert_close(weights(accelerator, model), before)
+        assert schedule.get_last_lr() == [0.1]
         assert len(set(everywhere(accelerator.scaler.get_scale()))) == 1
 
 

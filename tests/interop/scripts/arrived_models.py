@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from pytest import raises
 from sharded_models import BATCH, EXACT, LENGTH, WORDS, adam, close, llama, same
 from tiny import report
 from torch import nn
@@ -183,10 +184,63 @@ def loads(folder, name, saved):
         )
 
 
+def adapted(folder, name):
+    """Adapters of PEFT in a model that arrived sharded, in place and around it; each rank draws its own, and rank 0's count."""
+    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+
+    make, replicas, sizes = LAYOUTS[name]
+    place = source(folder, make)
+    layers = {"target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+
+    def adapt(add, config=layers, **arriving):
+        model = AutoModelForCausalLM.from_pretrained(place, **arriving)
+        torch.manual_seed(3 + (PartialState().process_index if arriving else 0))
+        return add(LoraConfig(r=2, **config), model).train()
+
+    for add in (inject_adapter_in_model, lambda config, model: get_peft_model(model, config)):
+        whole = adapt(add)
+        optimizer = adam(p for p in whole.parameters() if p.requires_grad)
+        norms = []
+        for ids in rows(4 * BATCH).split(BATCH):
+            for part in ids.chunk(replicas):
+                (whole(input_ids=part, labels=part).loss / replicas).backward()
+            norms.append(nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator = Accelerator(cpu=True)
+        model = adapt(add, distributed_config=DistributedConfig(**sizes))
+        optimizer = adam(p for p in model.parameters() if p.requires_grad)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        found = []
+        for window in rows(4 * BATCH).split(BATCH):
+            ids = window.chunk(replicas)[accelerator.process_index % replicas]
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+            found.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        close(found, norms, name)
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            same(state, whole.state_dict(), 5 * EXACT, name)
+        accelerator.save_state(f"{folder}/{name}-adapted")
+        accelerator.load_state(f"{folder}/{name}-adapted")
+        after = accelerator.get_state_dict(model)
+        assert all(torch.equal(value, state[key]) for key, value in after.items())
+        if "ep_size" in sizes:
+            experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+            with raises(ValueError, match="lora_A.default.weight. of .* adapts experts that ranks share out"):
+                accelerator.prepare(adapt(add, experts, distributed_config=DistributedConfig(**sizes)))
+        accelerator.free_memory()
+        GradientState._reset_state()
+        AcceleratorState._reset_state()
+
+
 def main():
     folder, what, *names = sys.argv[1:]
     for name in names:
-        if what == "train":
+        if what == "adapt":
+            adapted(folder, name)
+        elif what == "train":
             trains(folder, name)
             loads(folder, name, name)
         else:

@@ -76,7 +76,7 @@ def test_no_sync_of_shards_is_left_again_after_an_error(process_group, monkeypat
     monkeypatch.setattr(model, "set_requires_gradient_sync", calls.append)
     with pytest.raises(KeyError), accelerator.no_sync(model):
         raise KeyError
-    assert calls == [False, True] and accelerator._window.apart is False
+    assert calls == [False, True] and not accelerator._window.held
 
 
 @both

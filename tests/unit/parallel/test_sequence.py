@@ -54,12 +54,13 @@ def alone(monkeypatch):
 @pytest.fixture
 def torch_calls(monkeypatch):
     """Record what torch's context parallelism is asked for, and cut as it does: in the tensors' own memory."""
-    calls = []
+    calls, options = [], SimpleNamespace()
 
     @contextlib.contextmanager
     def context_parallel(mesh, *, buffers, buffer_seq_dims, no_restore_buffers):
         lasting = [any(b is other for other in no_restore_buffers) for b in buffers]
         calls.append(("enter", mesh, [tuple(b.shape) for b in buffers], list(buffer_seq_dims), lasting))
+        calls.append(("balanced", options.enable_load_balance))
         for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
             part = buffer.chunk(2, dim)[1].clone()
             buffer.resize_(part.shape).copy_(part)
@@ -70,7 +71,7 @@ def torch_calls(monkeypatch):
             F.scaled_dot_product_attention = PLAIN
             calls.append("leave")
 
-    monkeypatch.setattr(sequence, "_torch_parts", lambda: (context_parallel, lambda how: calls.append(how)))
+    monkeypatch.setattr(sequence, "_torch_parts", lambda: (context_parallel, lambda how: calls.append(how), options))
     return calls
 
 
@@ -106,7 +107,46 @@ def test_an_accelerator_gets_torchs_own(torch_calls, strategy):
     shapes = [(2, 8), (8,), (8,), (1, 8)]
     # Putting back is ours, so torch keeps no copies.
     assert torch_calls[:2] == [strategy, ("enter", accelerator.torch_device_mesh, shapes, [1, 0, 0, 1], [True] * 4)]
-    assert torch_calls.count("torch's") == 4 and torch_calls[-1] == "leave"
+    assert torch_calls.count("torch's") == 4 and torch_calls[-1] == "leave" and ("balanced", True) in torch_calls
+
+
+class Attending(nn.Module):
+    """Says whether it is causal as the attention of transformers does; without a word it is."""
+
+    def __init__(self, is_causal=None):
+        super().__init__()
+        if is_causal is not None:
+            self.is_causal = is_causal
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=getattr(self, "is_causal", False))
+
+
+@pytest.mark.parametrize(
+    "said, balanced", [((True,), True), ((None,), True), ((False,), False), ((True, False), False)]
+)
+def test_only_causal_attention_is_balanced(torch_calls, said, balanced):
+    """Torch refuses to balance the attention of BERT, and was asked to."""
+    accelerator = stub("cuda")
+    for one in said:  # prepared one after the other
+        sequence.prepare(accelerator, "cp", (nn.Sequential(Attending(one)).eval(),))
+    region = accelerator.prepared.sequence_context
+    x = torch.randn(1, 2, 8, 4)
+    with region([x], [2]):
+        assert torch_calls[-1] == ("balanced", balanced)
+        if said == (None,):
+            with pytest.raises(ValueError, match="is_causal=False.*Set `is_causal = False`"):
+                Attending()(x)
+        else:
+            assert Attending(said[-1])(x).shape == (1, 2, 4, 4) and torch_calls[-1] == "torch's"
+    odd = pytest.raises(ValueError, match="divisible by 4") if balanced else contextlib.nullcontext()
+    with odd, region([torch.arange(6)], [0]):  # two parts for each rank, or one
+        pass
+
+
+def test_torch_has_what_the_region_sets():
+    """Its options are private; a torch without this one would balance all the same."""
+    assert sequence._torch_parts()[2].enable_load_balance is True
 
 
 def test_torchs_own_needs_a_buffer_and_balances(torch_calls):
