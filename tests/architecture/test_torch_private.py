@@ -14,7 +14,7 @@ ALLOWED = {
         "_optimizer_load_state_dict_post_hooks _get_iterator _num_samples _metadata"
     ),
     "documented by torch": (
-        "_foreach_norm _foreach_mul_ _foreach_clamp_min_ _foreach_clamp_max_ _HYBRID_SHARD_ZERO2 _record_memory_history "
+        "_foreach_norm _foreach_mul_ _foreach_copy_ _foreach_clamp_min_ _foreach_clamp_max_ _HYBRID_SHARD_ZERO2 _record_memory_history "
         "_dump_snapshot _dynamo _base"
     ),
     "torch's agent and schedulers, documented for subclasses": (

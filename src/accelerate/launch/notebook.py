@@ -98,7 +98,7 @@ def _is_lost_by_forks(namespace: Any) -> bool:
         return True
     if (process := os.fork()) == 0:
         try:
-            os._exit(bool(getattr(namespace, "_is_in_bad_fork", bool)()))
+            os._exit(torch_private.is_lost_by_fork(namespace))
         finally:
             os._exit(1)
     return os.waitpid(process, 0)[1] != 0

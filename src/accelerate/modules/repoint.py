@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelerate.modules.unwrap import canonical_name
+from accelerate.runtime import torch_private
 
 # Every parameter that something took the place of, by its name: its Accelerator may be gone.
 _REPLACED = WeakTensorKeyDictionary()
@@ -92,7 +93,7 @@ def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParame
     while any(history.follow(optimizer) for history in histories):
         pass  # one Accelerator may have replaced what another one had put there
     for group in optimizer.param_groups:
-        spread = {hasattr(parameter, "_local_tensor") for parameter in group["params"]}
+        spread = {torch_private.local_part(parameter) is not parameter for parameter in group["params"]}
         if len(spread) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = False  # torch's default on GPUs takes no list of DTensors and others
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
