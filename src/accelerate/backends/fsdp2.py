@@ -4,12 +4,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from accelerate.backends.sharded import Sharded, note_memory
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel import shard
 from accelerate.runtime.run import Run
+from accelerate.utils.versions import is_torch_version
 
 
 class FSDP2(Sharded):
@@ -19,6 +21,11 @@ class FSDP2(Sharded):
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse weights that one rank alone has where layers are split first, from those of every rank."""
+        if is_torch_version("<", "2.10") and accelerator.num_processes > 1 and dist.get_backend() == "gloo":
+            raise ValueError(
+                "fsdp_version=2 on CPUs with several processes needs torch 2.10 or newer: gloo of older ones mixes up the exchanges of "
+                "`fully_shard`, and weights come out wrong. Run pip install 'torch>=2.10', or set fsdp_version=1."
+            )
         layout = accelerator.parallelism_config
         split = layout is not None and (layout.tp_enabled or layout.ep_size > 1)
         if split and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:

@@ -16,6 +16,7 @@ from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel import consistency
 from accelerate.runtime.run import Run
+from accelerate.utils.versions import is_torch_version
 
 
 def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
@@ -27,6 +28,11 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     layout = accelerator.parallelism_config
     models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
     models = [model for model in models if not any(modules(model))]
+    if models and is_torch_version("<", "2.8"):
+        raise ValueError(
+            f"ep_size={layout.ep_size} needs torch 2.8 or newer, which divides gradients by another number than the ranks that exchange "
+            "them. Run pip install 'torch>=2.8', or set ep_size=1."
+        )
     for model in models:
         if not accelerator.is_fsdp2 or layout.tp_enabled or not getattr(model, "ep_plan", None):
             raise ValueError(

@@ -88,7 +88,7 @@ def test_what_a_worker_assigns_to_its_dataset_the_dataset_has():
     def open_it(worker):
         get_worker_info().dataset.opened = 100
 
-    loader = DataLoader(Opened(4), 2, num_workers=1, worker_init_fn=open_it)
+    loader = DataLoader(Opened(4), 2, num_workers=1, worker_init_fn=open_it, multiprocessing_context="fork")
     assert values(prepare_data_loader(loader)) == [[100, 101], [102, 103]]
 
 

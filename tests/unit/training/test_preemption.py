@@ -279,7 +279,9 @@ def note(folder: Path, worker: int) -> None:
 def test_workers_outlive_the_signal_and_obey_their_parent(tmp_path):
     run = Run(tmp_path)
     noted = functools.partial(note, tmp_path)
-    loader = run.accelerator.prepare(DataLoader(torch.ones(4, 1), num_workers=1, worker_init_fn=noted))
+    # Named, because Python 3.14 begins them otherwise, and pytest's modules cannot be imported there.
+    plain = DataLoader(torch.ones(4, 1), num_workers=1, worker_init_fn=noted, multiprocessing_context="fork")
+    loader = run.accelerator.prepare(plain)
     batches = iter(loader)
     next(batches)
     worker = int((tmp_path / "worker").read_text())
