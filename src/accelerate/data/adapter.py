@@ -23,12 +23,8 @@ CPU = torch.device("cpu")
 _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
 # What samplers that know their rank call the number of parts and their own: torch's and those that follow it, lhotse's and
 # mmengine's, Megatron's, this package's.
-_DIVISIONS = (
-    ("num_replicas", "rank"),
-    ("world_size", "rank"),
-    ("data_parallel_size", "data_parallel_rank"),
-    ("num_processes", "process_index"),
-)
+_DIVISIONS = [("num_replicas", "rank"), ("world_size", "rank")]
+_DIVISIONS += [("data_parallel_size", "data_parallel_rank"), ("num_processes", "process_index")]
 # Attributes of prepared loaders that are not pickled.
 _OF_THE_PROCESS = ("gradient_state", "_connection")
 
@@ -122,9 +118,10 @@ def deals_out(loader: DataLoader, parts: int) -> bool:
     sampler = None if is_stream(loader) else get_sampler(loader)
     if not isinstance(sampler, DistributedSampler):
         return False
-    kind = type(sampler)
-    as_torch = kind.__iter__ is DistributedSampler.__iter__ and kind.__len__ is DistributedSampler.__len__
-    return (as_torch or kind.__module__.partition(".")[0] == "torchdata") and sampler.num_replicas == parts
+    as_torch = type(sampler).__iter__ is DistributedSampler.__iter__ or type(sampler).__module__.startswith(
+        "torchdata."
+    )
+    return as_torch and sampler.num_replicas == parts
 
 
 def sharding(loader: DataLoader) -> Any:

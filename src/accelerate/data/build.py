@@ -109,9 +109,15 @@ def prepare_data_loader(
     layouts = [ShardLayout.of(num_processes, rank, torch_device_mesh) for rank in range(num_processes)]
     layout = layouts[process_index]
     # A caller who asks for one part among several processes divides nothing, as a sampler may have done it.
-    whole = num_processes == 1 < state.num_processes
-    own = ShardLayout(state.num_processes, state.process_index) if whole else layout
-    divided = already_sharded or _is_divided(dataloader, own, shard_iterable_dataset)
+    own = ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
+    if is_stream(dataloader):
+        divided = (
+            not shard_iterable_dataset
+            or already_sharded
+            or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
+        )
+    else:
+        divided = already_sharded or _is_divided(dataloader, own)
     reading = _reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
     if reading == plan.SPLIT_ALREADY and layout.num_shards > 1 and not (already_sharded or is_stream(dataloader)):
         warn_user(
@@ -190,21 +196,17 @@ def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool 
     return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataset, shards) else plan.EVERYTHING
 
 
-def _is_divided(dataloader: DataLoader, own: ShardLayout, shard_stream: bool) -> bool:
-    """Whether a loader gives each process its own part already; ValueError if the part is another process's."""
-    if is_stream(dataloader):
-        return not shard_stream or iterable.is_split_by_node(dataloader.dataset, own.num_shards)
+def _is_divided(dataloader: DataLoader, own: ShardLayout) -> bool:
+    """Whether a loader's sampler gives each process its own part already; ValueError if the part is another process's."""
     known = adapter.division(dataloader)
-    if known is None:
-        return False
-    if known[1:] != (own.num_shards, own.shard_index):
+    if known is not None and known[1:] != (own.num_shards, own.shard_index):
         raise ValueError(
             f"The loader's {_division(dataloader)}, but this process reads part {own.shard_index} of {own.num_shards}: data "
             "would be read twice, or not at all. Build the sampler for that part (processes that differ only along tp, cp or "
             "sp share one), leave it away, since `prepare` divides a plain loader, or pass "
             "DataLoaderConfiguration(already_sharded=True) to read exactly what it gives."
         )
-    return True
+    return known is not None
 
 
 def _division(dataloader: DataLoader) -> str:

@@ -162,13 +162,14 @@ def make(
     drop_last = bool(dataloader.drop_last or getattr(batching, "drop_last", False))
     total, size = adapter.samples_per_epoch(dataloader), _batch_size(dataloader, batching, reading)
     dealt_out = reading == SPLIT_ALREADY and _is_plain(dataloader, batching) and adapter.deals_out(dataloader, count)
+    unseen = reading == SPLIT_ALREADY and not dealt_out  # the other processes' parts
     if size is not None and split_batches:
         size //= count
     known: list[tuple[int | None, int | None, int | None]] = [(None, None, None)] * count
     if total is not None and size is not None and _is_plain(dataloader, batching):
         if dealt_out:
             known, total = _dealt_out(adapter.get_sampler(dataloader), size, count, drop_last)
-        elif reading == SPLIT_ALREADY and count > 1:  # the other processes' parts are not in sight
+        elif unseen and count > 1:
             [known[own]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
         elif reading != BY_PIECES:  # how many samples a piece holds is known to the stream alone
             # Streams that are divided round by round are always completed.
@@ -188,9 +189,7 @@ def make(
         process_index=process_index,
         shard_index=own,
         shards=tuple(shards),
-        dataset_length=None
-        if reading == SPLIT_ALREADY and not dealt_out
-        else known_length(adapter.dataset_length, dataloader.dataset),
+        dataset_length=None if unseen else known_length(adapter.dataset_length, dataloader.dataset),
         samples=samples,
         duplicates=duplicates,
         dropped=None if samples is None or total is None else total - samples,
@@ -199,14 +198,16 @@ def make(
         workers=dataloader.num_workers,
         sampler=adapter.sampler_kind(dataloader),
         drop_last=drop_last,
-        uneven=count > 1 and reading in (BY_PIECES, SPLIT_ALREADY) and not dealt_out,
+        uneven=count > 1 and (unseen or reading == BY_PIECES),
     )
 
 
 def _dealt_out(sampler: Any, size: int, shards: int, drop_last: bool) -> tuple[list[Any], int]:
     """What each shard holds of a `DistributedSampler`, whose last shards end with a repeated sample; and all its samples."""
-    [(taken, _, batches)] = shards_of(len(sampler), size, 1, drop_last=drop_last, fill="nothing")
-    samples = len(sampler.dataset)
+    [(taken, _, batches)], samples = (
+        shards_of(len(sampler), size, 1, drop_last=drop_last, fill="nothing"),
+        len(sampler.dataset),
+    )
     repeated = max(0, sampler.total_size - samples) if taken == len(sampler) else 0
     fills = [int(shard >= shards - repeated) for shard in range(shards)]
     return [(taken - fill, fill, batches) for fill in fills], samples

@@ -29,13 +29,12 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     whole = counts is None and (not state.end_of_dataloader or state.remainder == 0)
     keep = state.remainder if counts is None else sum(counts)
     spread = layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None
-    ends = counts if getattr(getattr(state.active_dataloader, "plan", None), "filled_ends", None) else None
-    if spread or ends:
+    # A sampler of the user's own fills up each part at its own end.
+    apart = counts is not None and bool(getattr(getattr(state.active_dataloader, "plan", None), "filled_ends", None))
+    if spread or apart:
         inner, copies = (layout.non_data_parallel_size, layout.tp_size) if spread else (1, 1)
-        limit = None if whole or keep < 0 else keep
-        pick = partial(
-            _of_distinct, inner=inner, copies=copies, ranks=accelerator.num_processes, keep=limit, ends=ends
-        )
+        limit = counts if apart else None if whole or keep < 0 else keep
+        pick = partial(_of_distinct, inner=inner, copies=copies, ranks=accelerator.num_processes, keep=limit)
         return operations.recursively_apply(pick, gathered) if by_tensor else pick(gathered)
     if whole:
         return gathered
@@ -45,14 +44,10 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     return _first(gathered, keep, by_tensor)
 
 
-def _of_distinct(
-    gathered: Any, *, inner: int, copies: int, ranks: int, keep: int | None, ends: Sequence[int] | None
-) -> Any:
-    """Return what ranks gathered, once from those that share each layer, and `keep` samples of all replicas.
+def _of_distinct(gathered: Any, *, inner: int, copies: int, ranks: int, keep: int | tuple[int, ...] | None) -> Any:
+    """Return what ranks gathered, once from the `copies` that share each layer of a replica of `inner` ranks.
 
-    Args:
-        inner: Ranks of a replica, of which `copies` after each other share each layer.
-        ends: The samples to keep of each replica, where what fills it up stands at its own end.
+    Of all replicas the first `keep` samples stay, or so many of each as a tuple says.
 
     Ranks that have parts of one sequence may differ in what they computed, so all of theirs stay.
     """
@@ -64,7 +59,7 @@ def _of_distinct(
         rank * each + sample
         for rank in range(0, ranks, copies)
         for sample in range(each)
-        if keep is None or (sample < ends[rank // inner] if ends else rank // inner * each + sample < keep)
+        if keep is None or sample < (keep[rank // inner] if isinstance(keep, tuple) else keep - rank // inner * each)
     ]
     return gathered[chosen] if isinstance(gathered, torch.Tensor) else [gathered[index] for index in chosen]
 
