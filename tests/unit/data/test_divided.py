@@ -186,7 +186,7 @@ def test_an_interrupted_epoch_goes_on_on_another_number_of_processes():
         uneven.load_state_dict(states[0])
     other = prepare_data_loader(DataLoader(Numbers(24), 2), num_processes=3, process_index=0, already_sharded=True)
     states[0]["accelerate_position"]["data"] = None
-    with pytest.warns(UserWarning, match=r"in steps of 2 batches.*among 3 processes.*deals them out in turn"):
+    with pytest.warns(UserWarning, match=r"steps of 2 batches.*among 3 processes.*deals them out in turn"):
         other.load_state_dict(states[0])
 
 
