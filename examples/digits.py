@@ -47,10 +47,10 @@ class DigitNet(nn.Module):
 
 
 class Progress:
-    """Where the training stands; saved and restored with everything else through `register_for_checkpointing`."""
+    """How many updates were made; saved and restored with everything else through `register_for_checkpointing`."""
 
     def __init__(self) -> None:
-        self.epoch = self.batch = self.updates = 0
+        self.updates = 0
 
     def state_dict(self) -> dict[str, int]:
         return dict(vars(self))
@@ -137,23 +137,18 @@ def train(options: argparse.Namespace) -> float | None:
     if options.resume:
         folder = accelerator.load_state(latest=True, missing_ok=options.resume == "auto")
         where = f"resumed from {folder}: " if folder else "nothing to resume from: "
-        accelerator.print(f"{where}epoch {progress.epoch}, batch {progress.batch}")
+        accelerator.print(f"{where}epoch {training.iteration}, update {progress.updates}")
 
     accuracy = None
-    for epoch in range(progress.epoch, options.epochs):
-        if hasattr(training, "set_epoch"):
-            training.set_epoch(epoch)
-        resumed_inside = epoch == progress.epoch and progress.batch > 0
-        batches = accelerator.skip_first_batches(training, progress.batch) if resumed_inside else training
-        progress.epoch, progress.batch = epoch, progress.batch if resumed_inside else 0
-        for images, labels in batches:
+    # The prepared loader knows its epoch, and goes on with the batch that was next where the checkpoint was saved.
+    for epoch in range(training.iteration, options.epochs):
+        for images, labels in training:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(images), labels)
                 accelerator.backward(loss)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            progress.batch += 1
             if not accelerator.sync_gradients:
                 continue
             progress.updates += 1
@@ -166,7 +161,6 @@ def train(options: argparse.Namespace) -> float | None:
                 return None
         accuracy, pictures = evaluate(accelerator, model, held_out)
         accelerator.print(f"epoch {epoch:2d}  loss {loss.item():.4f}  accuracy {accuracy:.4f} on {pictures} pictures")
-        progress.batch = 0
     if accuracy is None:
         accuracy, _ = evaluate(accelerator, model, held_out)
     accelerator.print(f"processes: {accelerator.num_processes}")

@@ -26,6 +26,9 @@ class DataLoaderConfiguration:
         use_stateful_dataloader: use torchdata's `StatefulDataLoader` (torchdata 0.8.0), which can resume in an epoch.
         shard_iterable_dataset: False says that an iterable dataset gives every process its own part already, so it is
             neither divided again nor read by the main process alone.
+        already_sharded: True says the same of every loader, whatever it reads: each process reads exactly what its own
+            loader gives. Samplers that know their rank, such as torch's `DistributedSampler`, are recognised without it,
+            with a warning.
         continue_after_load: a loader that was being iterated when a checkpoint was saved goes on within its epoch after
             `load_state`; False begins epochs anew.
 
@@ -43,6 +46,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
     shard_iterable_dataset: bool = True
     continue_after_load: bool = True
+    already_sharded: bool = False
 
 
 @at_public_path

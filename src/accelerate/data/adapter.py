@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.resume import Progress, generators_kept, is_stateful
@@ -21,6 +21,10 @@ from accelerate.utils.operations import send_to_device
 CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().
 _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
+# What samplers that know their rank call the number of parts and their own: torch's and those that follow it, lhotse's and
+# mmengine's, Megatron's, this package's.
+_DIVISIONS = [("num_replicas", "rank"), ("world_size", "rank")]
+_DIVISIONS += [("data_parallel_size", "data_parallel_rank"), ("num_processes", "process_index")]
 # Attributes of prepared loaders that are not pickled.
 _OF_THE_PROCESS = ("gradient_state", "_connection")
 
@@ -95,6 +99,29 @@ def sampler_kind(loader: DataLoader) -> str | None:
     if isinstance(sampler, ReplayableRandomSampler):
         return "RandomSampler"  # it was made replayable in place, and draws as the plain one does
     return type(innermost(batching_sampler(loader)) if sampler is None else sampler).__name__
+
+
+def division(loader: DataLoader) -> tuple[Any, int, int] | None:
+    """The sampler or batch sampler that knows its rank, the number of parts it divides the data into, and which it gives."""
+    part = None if is_stream(loader) else batching_sampler(loader)
+    while part is not None:
+        for names in _DIVISIONS:
+            parts, index = (getattr(part, name, None) for name in names)
+            if isinstance(parts, int) and isinstance(index, int) and parts > 1:
+                return part, parts, index
+        part = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
+    return None
+
+
+def deals_out(loader: DataLoader, parts: int) -> bool:
+    """Whether the sampler is torch's `DistributedSampler` of so many parts, which hold equally many samples, taken in turn."""
+    sampler = None if is_stream(loader) else get_sampler(loader)
+    if not isinstance(sampler, DistributedSampler):
+        return False
+    as_torch = type(sampler).__iter__ is DistributedSampler.__iter__ or type(sampler).__module__.startswith(
+        "torchdata."
+    )
+    return as_torch and sampler.num_replicas == parts
 
 
 def sharding(loader: DataLoader) -> Any:

@@ -46,6 +46,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any | None = None,
     shard_iterable_dataset: bool = True,
+    already_sharded: bool = False,
 ) -> DataLoader:
     """Make a loader that gives each process its part of the data, on its device.
 
@@ -76,14 +77,16 @@ def prepare_data_loader(
         shard_iterable_dataset: False says that a stream gives every process its own part already: it is neither divided
             nor dispatched. Recognised without it are streams after `datasets.distributed.split_dataset_by_node`,
             WebDataset's `split_by_node`, and torch datapipes with a `sharding_filter`.
+        already_sharded: True says the same of any loader. Recognised without it, with a warning, are samplers and batch
+            samplers that know their rank, such as torch's `DistributedSampler`.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`; on XLA devices one that torch_xla's loader reads for.
 
     Raises:
         TypeError: `dataloader` is not a torch loader.
-        ValueError: the arguments contradict each other, the batch size cannot be split, or the dataset was split among
-            another number of nodes.
+        ValueError: the arguments contradict each other, the batch size cannot be split, or the dataset or its sampler
+            was divided among another number of processes, or gives the part of another one.
         ImportError: `use_stateful_dataloader` without torchdata 0.8 or later.
 
     Example:
@@ -105,7 +108,23 @@ def prepare_data_loader(
     process_index = state.process_index if process_index is None else process_index
     layouts = [ShardLayout.of(num_processes, rank, torch_device_mesh) for rank in range(num_processes)]
     layout = layouts[process_index]
-    reading = _reading(dataloader, layout.num_shards, shard_iterable_dataset, dispatch_batches, put_on_device)
+    # A caller who asks for one part among several processes divides nothing, as a sampler may have done it.
+    own = ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
+    if is_stream(dataloader):
+        divided = (
+            not shard_iterable_dataset
+            or already_sharded
+            or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
+        )
+    else:
+        divided = already_sharded or _is_divided(dataloader, own)
+    reading = _reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
+    if reading == plan.SPLIT_ALREADY and layout.num_shards > 1 and not (already_sharded or is_stream(dataloader)):
+        warn_user(
+            f"The loader's {_division(dataloader)}, so it is read as it is: each process reads exactly what its own sampler "
+            "gives. `prepare` divides a plain loader; or say that it is divided, with "
+            "DataLoaderConfiguration(already_sharded=True)."
+        )
     dispatch = reading == plan.DISPATCHED
     if slice_fn_for_dispatch is not None and not dispatch:
         warn_user(
@@ -158,26 +177,41 @@ def plan_of(loader: DataLoader) -> DataPlan:
     return loader.plan
 
 
-def _reading(
-    dataloader: DataLoader, shards: int, shard_stream: bool, dispatch: bool | None, put_on_device: bool
-) -> str:
+def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool | None, put_on_device: bool) -> str:
     """How the data is read; warns where the parts of some processes would not be read."""
     dataset, stream = dataloader.dataset, is_stream(dataloader)
-    divided = stream and (not shard_stream or iterable.is_split_by_node(dataset, shards))
     if dispatch and not put_on_device:
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches arrive on a process's device.")
     if dispatch or (dispatch is None and stream and put_on_device and not divided):
         if divided:
             warn_user(
-                "dispatch_batches=True reads on the main process only, but the dataset is split by node: the parts of the "
-                "other processes will not be read. Use dispatch_batches=False, or do not split the dataset."
+                "dispatch_batches=True reads on the main process only, but the data is divided already: the parts of the "
+                "other processes will not be read. Use dispatch_batches=False, or do not divide the data."
             )
         return plan.DISPATCHED
-    if not stream:
-        return plan.OWN_SHARD
     if divided:
         return plan.SPLIT_ALREADY
+    if not stream:
+        return plan.OWN_SHARD
     return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataset, shards) else plan.EVERYTHING
+
+
+def _is_divided(dataloader: DataLoader, own: ShardLayout) -> bool:
+    """Whether a loader's sampler gives each process its own part already; ValueError if the part is another process's."""
+    known = adapter.division(dataloader)
+    if known is not None and known[1:] != (own.num_shards, own.shard_index):
+        raise ValueError(
+            f"The loader's {_division(dataloader)}, but this process reads part {own.shard_index} of {own.num_shards}: data "
+            "would be read twice, or not at all. Build the sampler for that part (processes that differ only along tp, cp or "
+            "sp share one), leave it away, since `prepare` divides a plain loader, or pass "
+            "DataLoaderConfiguration(already_sharded=True) to read exactly what it gives."
+        )
+    return known is not None
+
+
+def _division(dataloader: DataLoader) -> str:
+    sampler, parts, index = adapter.division(dataloader)
+    return f"sampler ({type(sampler).__name__}) gives part {index} of {parts} already"
 
 
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
@@ -231,6 +265,8 @@ def _changes(
             changes["dataset"] = ChainDataset([dataset])
     elif shards > 1 and is_stream(dataloader):
         return _sharded_stream(dataloader, layout, reading, split_batches)
+    elif shards > 1 and reading == plan.SPLIT_ALREADY:
+        changes |= _cut(dataloader, shards) if split_batches else {}
     elif shards > 1:
         outer = batching_sampler(dataloader)
         if dataloader.batch_sampler is None and not isinstance(outer, BatchSampler):
@@ -247,7 +283,7 @@ def _changes(
 
 def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool) -> dict[str, Any]:
     dataset, shards, index, size = dataloader.dataset, layout.num_shards, layout.shard_index, dataloader.batch_size
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = _cut(dataloader, shards) if split_batches else {}
     if reading == plan.BY_PIECES:
         changes["dataset"] = dataset.shard(num_shards=shards, index=index)
     elif reading == plan.EVERYTHING:
@@ -255,10 +291,20 @@ def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, reading: str, s
         changes["dataset"] = part
         if dataloader.num_workers and adapter.iterates_plainly(dataloader):
             changes["collate_fn"] = CountingCollate(dataloader.collate_fn, part)
-    if split_batches:
-        batches = BatchSampler(dataloader.sampler, size // shards, dataloader.drop_last)
-        changes |= {"batch_size": size // shards, "batch_sampler": batches}
     return changes
+
+
+def _cut(dataloader: DataLoader, shards: int) -> dict[str, Any]:
+    """The parts that change where `split_batches` makes the batches of a process's own data smaller."""
+    batching = dataloader.batch_sampler
+    if type(batching) is not BatchSampler:
+        raise ValueError(
+            f"split_batches=True would cut the batches of a {type(batching).__name__}, which gives each process its own part "
+            "already. Build its batches in the size of a process, and use split_batches=False."
+        )
+    size = batching.batch_size // shards
+    changes = {"batch_sampler": BatchSampler(batching.sampler, size, batching.drop_last)}
+    return changes if dataloader.batch_size is None else {**changes, "batch_size": size}
 
 
 # Leaving out the beginning of an epoch -----------------------------------------------------------------------------------

@@ -119,9 +119,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def batch_counts(self) -> tuple[int, ...] | None:
         """Real samples in each shard's batch of the round yielded last; None if all are real."""
         shard = adapter.sharding(self.base_dataloader)
-        if not isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
-            return None
-        return shard.round_log.get(self._progress.batches - 1)
+        if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
+            return shard.round_log.get(self._progress.batches - 1)
+        return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
+
+    def _parts(self) -> int:
+        """How many parts data with indices came in, of which the wrapped loader knows its own alone; 1 where that is not so."""
+        base = self.base_dataloader
+        known = self.plan is None or is_stream(base) or isinstance(adapter.sharding(base), BatchSamplerShard)
+        return 1 if known else self.plan.parts
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position and order as of the batch yielded last, of this process.
@@ -426,10 +432,20 @@ class DataLoaderShard(PreparedLoader):
         place = placer(self.device, self._non_blocking)
         return self._run(pending, place, iterable.in_step if self._ends_unevenly() else None)
 
+    def _samples_per_step(self) -> int | None:
+        size = super()._samples_per_step()
+        return size if size is None else size * self._parts()
+
+    def _batches_per_step(self) -> int:
+        return super()._batches_per_step() * self._parts()
+
     def _remainder_ahead(self) -> int:
         if self._drop_last:
             return -1
-        if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
+        stream = is_stream(self.base_dataloader)
+        if self._parts() > 1 or (stream and self.plan is not None and self.plan.parts > 1):
+            return 0  # nothing is filled up here; what the user's sampler has filled up is counted in the last batch
+        if stream and self.base_dataloader.num_workers > 1:
             return -1  # each worker ends with a batch of its own, so the total tells nothing about the last one
         size = self._samples_per_step()
         samples = adapter.samples_per_epoch(self.base_dataloader)

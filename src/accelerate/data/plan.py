@@ -19,7 +19,7 @@ SHARED_DATA_DIMS = frozenset({"tp", "cp", "sp"})
 # How data is read.
 OWN_SHARD = "own shard by index"
 BY_PIECES = "by pieces"
-SPLIT_ALREADY = "split by node already"
+SPLIT_ALREADY = "divided already, read as it is"
 EVERYTHING = "reads everything, keeps its part"
 DISPATCHED = "main process reads and sends"
 
@@ -104,6 +104,19 @@ class DataPlan:
         return self.shards[self.shard_index]
 
     @property
+    def parts(self) -> int:
+        """Number of parts that the data came in; 1 where preparing has divided it."""
+        return len(self.shards) if self.reading == SPLIT_ALREADY else 1
+
+    @property
+    def filled_ends(self) -> tuple[int, ...] | None:
+        """Real samples in each shard's last batch, where the user's own sampler has filled up some; else None."""
+        if self.reading != SPLIT_ALREADY or not self.duplicates:
+            return None
+        size = self.own.samples + self.own.duplicates - (self.own.batches - 1) * self.batch_size
+        return tuple(size - shard.duplicates for shard in self.shards)
+
+    @property
     def summary(self) -> str:
         """The plan in one line, without the single shards."""
         return f"{len(self.shards)} shards; " + "; ".join(f"{name}: {value}" for name, value in self._facts())
@@ -148,11 +161,15 @@ def make(
     batching = batching_sampler(dataloader)
     drop_last = bool(dataloader.drop_last or getattr(batching, "drop_last", False))
     total, size = adapter.samples_per_epoch(dataloader), _batch_size(dataloader, batching, reading)
+    dealt_out = reading == SPLIT_ALREADY and _is_plain(dataloader, batching) and adapter.deals_out(dataloader, count)
+    unseen = reading == SPLIT_ALREADY and not dealt_out  # the other processes' parts
     if size is not None and split_batches:
         size //= count
     known: list[tuple[int | None, int | None, int | None]] = [(None, None, None)] * count
     if total is not None and size is not None and _is_plain(dataloader, batching):
-        if reading == SPLIT_ALREADY and count > 1:  # the other processes' parts are not in sight
+        if dealt_out:
+            known, total = _dealt_out(adapter.get_sampler(dataloader), size, count, drop_last)
+        elif unseen and count > 1:
             [known[own]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
         elif reading != BY_PIECES:  # how many samples a piece holds is known to the stream alone
             # Streams that are divided round by round are always completed.
@@ -160,7 +177,7 @@ def make(
             fill = "nothing" if count == 1 else "round" if reading == DISPATCHED else fill
             known = shards_of(total, size, count, drop_last=drop_last, fill=fill)
     parts = {EVERYTHING: [1.0] * count, OWN_SHARD: [1 / count] * count, DISPATCHED: [1.0] + [0.0] * (count - 1)}
-    read = [1.0] if count == 1 else parts.get(reading, [None] * count)
+    read = [1.0] if count == 1 else parts.get(OWN_SHARD if dealt_out else reading, [None] * count)
     shards = []
     for shard, numbers in enumerate(known):
         ranks = tuple(rank for rank, layout in enumerate(layouts) if layout.shard_index == shard)
@@ -172,7 +189,7 @@ def make(
         process_index=process_index,
         shard_index=own,
         shards=tuple(shards),
-        dataset_length=None if reading == SPLIT_ALREADY else known_length(adapter.dataset_length, dataloader.dataset),
+        dataset_length=None if unseen else known_length(adapter.dataset_length, dataloader.dataset),
         samples=samples,
         duplicates=duplicates,
         dropped=None if samples is None or total is None else total - samples,
@@ -181,8 +198,19 @@ def make(
         workers=dataloader.num_workers,
         sampler=adapter.sampler_kind(dataloader),
         drop_last=drop_last,
-        uneven=count > 1 and reading in (BY_PIECES, SPLIT_ALREADY),
+        uneven=count > 1 and (unseen or reading == BY_PIECES),
     )
+
+
+def _dealt_out(sampler: Any, size: int, shards: int, drop_last: bool) -> tuple[list[Any], int]:
+    """What each shard holds of a `DistributedSampler`, whose last shards end with a repeated sample; and all its samples."""
+    [(taken, _, batches)], samples = (
+        shards_of(len(sampler), size, 1, drop_last=drop_last, fill="nothing"),
+        len(sampler.dataset),
+    )
+    repeated = max(0, sampler.total_size - samples) if taken == len(sampler) else 0
+    fills = [int(shard >= shards - repeated) for shard in range(shards)]
+    return [(taken - fill, fill, batches) for fill in fills], samples
 
 
 def _is_plain(dataloader: DataLoader, batching: Any) -> bool:

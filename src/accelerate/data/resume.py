@@ -283,8 +283,14 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
     if unit == "samples" and (steps, rest) != (position["batches"], 0):
         place = f"{steps} steps" + (f" and {rest} samples" if rest else "")
         _report(f"The interrupted epoch has {behind} samples behind it; with {size} a step it goes on after {place}.")
-    base = loader.base_dataloader
-    if rest and unit == "samples" and not isinstance(base.dataset, IterableDataset):
+    base, plan = loader.base_dataloader, loader.plan
+    before, parts = position.get("shards"), loader._parts()
+    if parts > 1 and plan.uneven and before not in (None, loader._batches_per_step()):
+        warn_user(
+            f"The interrupted epoch had steps of {before} batches, and its sampler divides the data among {parts} processes now: "
+            "some samples will be seen again and others left out, unless it deals them out in turn."
+        )
+    if rest and parts == 1 and unit == "samples" and not isinstance(base.dataset, IterableDataset):
         if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
             return steps, rest
     if rest:

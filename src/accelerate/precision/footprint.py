@@ -94,17 +94,16 @@ def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
 
 
 def no_sync_memory_note(model: nn.Module) -> str:
-    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading. Any rank, alone."""
+    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading; "" if nothing. Any rank, alone."""
     trained = [piece for piece in pieces(model) if piece.trainable and piece.strategy]
-    if not trained:
-        return ""
     whole = sum(piece.whole * piece.unreduced.itemsize for piece in trained)
     shards = sum(piece.here * piece.gradient.itemsize for piece in trained)
+    if whole <= shards:
+        return ""
     count = sum(piece.whole for piece in trained)
     kinds = " and ".join(sorted({short(piece.unreduced) for piece in trained}))
-    more = f"{size(whole - shards)} more" if whole > shards else "no more"
     return (
         f"Accumulating without synchronisation (no_sync) adds up whole gradients in {kinds} on each rank: those of {count} "
-        f"trainable parameters are {size(whole)}, where this rank's shards are {size(shards)} ({more}). "
+        f"trainable parameters are {size(whole)}, where this rank's shards are {size(shards)} ({size(whole - shards)} more). "
         "GradientAccumulationPlugin(sync_each_batch=True) keeps the shards alone, for a reduce-scatter in each micro-batch."
     )

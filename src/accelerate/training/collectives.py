@@ -28,9 +28,13 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     counts = getattr(state.active_dataloader, "batch_counts", None)
     whole = counts is None and (not state.end_of_dataloader or state.remainder == 0)
     keep = state.remainder if counts is None else sum(counts)
-    if layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None:
-        limit = None if whole or keep < 0 else keep
-        pick = partial(_of_distinct, layout=layout, ranks=accelerator.num_processes, keep=limit)
+    spread = layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None
+    # A sampler of the user's own fills up each part at its own end.
+    apart = counts is not None and bool(getattr(getattr(state.active_dataloader, "plan", None), "filled_ends", None))
+    if spread or apart:
+        inner, copies = (layout.non_data_parallel_size, layout.tp_size) if spread else (1, 1)
+        limit = counts if apart else None if whole or keep < 0 else keep
+        pick = partial(_of_distinct, inner=inner, copies=copies, ranks=accelerator.num_processes, keep=limit)
         return operations.recursively_apply(pick, gathered) if by_tensor else pick(gathered)
     if whole:
         return gathered
@@ -40,20 +44,22 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     return _first(gathered, keep, by_tensor)
 
 
-def _of_distinct(gathered: Any, *, layout: Any, ranks: int, keep: int | None) -> Any:
-    """Return what ranks gathered, once from those that share each layer, and `keep` samples of all replicas.
+def _of_distinct(gathered: Any, *, inner: int, copies: int, ranks: int, keep: int | tuple[int, ...] | None) -> Any:
+    """Return what ranks gathered, once from the `copies` that share each layer of a replica of `inner` ranks.
+
+    Of all replicas the first `keep` samples stay, or so many of each as a tuple says.
 
     Ranks that have parts of one sequence may differ in what they computed, so all of theirs stay.
     """
     whole = isinstance(gathered, torch.Tensor) and gathered.ndim == 0
     if whole or not isinstance(gathered, (torch.Tensor, list)) or len(gathered) % ranks:
         return gathered
-    each, inner = len(gathered) // ranks, layout.non_data_parallel_size
+    each = len(gathered) // ranks
     chosen = [
         rank * each + sample
-        for rank in range(0, ranks, layout.tp_size)
+        for rank in range(0, ranks, copies)
         for sample in range(each)
-        if keep is None or rank // inner * each + sample < keep
+        if keep is None or sample < (keep[rank // inner] if isinstance(keep, tuple) else keep - rank // inner * each)
     ]
     return gathered[chosen] if isinstance(gathered, torch.Tensor) else [gathered[index] for index in chosen]
 

@@ -18,6 +18,7 @@ from accelerate.config.enums import DistributedType
 from accelerate.data import resume
 from accelerate.devices import probe
 from accelerate.diagnostics import hang
+from accelerate.diagnostics.status import connection, interval
 from accelerate.runtime import rendezvous, storage, traits
 from accelerate.runtime.run import Run
 
@@ -200,11 +201,12 @@ def _called_out(store: Any | None) -> Iterator[None]:
     if store is None:
         yield
         return
-    over, pause = threading.Event(), hang.interval(dist.get_world_size())
+    over, pause = threading.Event(), interval(dist.get_world_size())
+    own = connection(store)  # this rank may wait in the store itself, as NCCL does for a new communicator
 
     def watch() -> None:
         while not over.wait(pause):
-            if store.check([_FAILED]):
+            if own.check([_FAILED]):
                 return rendezvous.abort()
 
     thread = threading.Thread(target=watch, name="accelerate-out-of-memory", daemon=True)

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 from expect import raised
-from harness import Stream, everywhere, fresh_accelerator, rank, world
+from harness import Stream, everywhere, fresh_accelerator, rank, shared_folder, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 from accelerate import DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
@@ -98,6 +98,45 @@ def check_dispatched_loops_are_left_early_or_fail_together():
     with raised(*((OSError,) if rank() == 0 else (RuntimeError, "OSError")), "row 5"):
         list(dispatched(12, 4, error_at=5, dispatch_batches=True))
     assert everywhere(1) == [1] * world()
+
+
+class EveryOther:
+    """A batch sampler that knows its rank; the last one has a batch more."""
+
+    def __init__(self):
+        self.num_replicas, self.rank = world(), rank()
+
+    def __iter__(self):
+        return iter([[self.rank], [world() + self.rank], [2 * world()]][: 2 + (self.rank == world() - 1)])
+
+
+def check_what_a_sampler_has_divided_is_read_as_it_is():
+    if world() == 1:
+        return
+    for length in range(4 * world(), 6 * world() + 1):
+        accelerator = fresh_accelerator()
+        sampler = DistributedSampler(range(length), world(), rank(), seed=length)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = accelerator.prepare(DataLoader(range(length), 2, sampler=sampler))
+        assert [("DistributedSampler" in str(one.message), one.filename) for one in caught] == [(True, __file__)]
+        for epoch in range(2):
+            mine, metric = [], []
+            for batch in loader:
+                mine += batch.tolist()
+                metric += accelerator.gather_for_metrics(batch).tolist()
+            assert sampler.epoch == epoch and mine == list(sampler)
+            assert sorted(metric) == list(range(length)), (length, metric)
+    with shared_folder() as folder:
+        for number, _ in enumerate(loader):
+            if number == 1:
+                rest = list(sampler)[4:]
+                accelerator.save_state(folder)
+                break
+        accelerator.load_state(folder)
+        assert sum(values(loader), []) == rest, "the interrupted epoch goes on, on every rank"
+    loader = accelerator.prepare(DataLoader(range(3 * world()), batch_sampler=EveryOther()))
+    assert values(loader) == [[rank()], [world() + rank()]], "all ranks stop together"
 
 
 def check_ranks_of_one_replica_share_their_data():

@@ -5,16 +5,32 @@ import sys
 
 import numpy as np
 from tiny import TokenRows, causal_model, report
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainingArguments
 
+from accelerate import DataLoaderConfiguration
 
-def build(folder, **options):
+
+def build(folder, kind=Trainer, **options):
     arguments = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=4, per_device_eval_batch_size=5, gradient_accumulation_steps=2,
         num_train_epochs=2, learning_rate=1e-2, logging_steps=1, save_steps=3, eval_strategy="no", report_to=[],
         use_cpu=True, disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
-    return Trainer(causal_model(), arguments, train_dataset=TokenRows(48), eval_dataset=TokenRows(13, seed=1))
+    return kind(causal_model(), arguments, train_dataset=TokenRows(48), eval_dataset=TokenRows(13, seed=1))
+
+
+class DividedTrainer(Trainer):
+    """A Trainer whose loader has torch's sampler, which divides the rows among the processes."""
+
+    def get_train_dataloader(self):
+        state, rows = self.accelerator.state, self.train_dataset
+        sampler = DistributedSampler(rows, state.num_processes, state.process_index, seed=3)
+        return self.accelerator.prepare(DataLoader(rows, 4, sampler=sampler))
+
+    def training_step(self, model, inputs, *rest, **options):
+        self.seen = getattr(self, "seen", 0) + len(self.accelerator.gather_for_metrics(inputs["input_ids"]))
+        return super().training_step(model, inputs, *rest, **options)
 
 
 def losses(trainer):
@@ -59,6 +75,10 @@ def run(folder, stage=None, *sections):
     trainer.save_model(f"{folder}/final")
     resumed = build(folder, **options)
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    if stage is None and hasattr(DataLoaderConfiguration, "already_sharded"):
+        divided = build(folder, DividedTrainer)
+        divided.train()
+        assert divided.seen == 2 * 48 and divided.state.global_step == len(losses(trainer)), divided.seen
     assert prediction.predictions.shape[0] == 13, prediction.predictions.shape
     assert len(trainer.accelerator._models) == 1, trainer.accelerator._models
     saved = {"saved": os.listdir(f"{folder}/final")} if stage and trainer.is_world_process_zero() else {}

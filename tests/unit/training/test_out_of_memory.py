@@ -104,9 +104,7 @@ def test_settings_that_apply_and_what_they_save(kind, device, plugin, expected):
         deepspeed_plugin=plugin,
         state=SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=plugin)),
     )
-    found = [
-        (saving.setting, saving.most) for saving in out_of_memory._of_states(run, ROW, moments=160) if saving.most
-    ]
+    found = [saving for saving in out_of_memory._of_states(run, ROW, moments=160) if saving[1]]
     assert [most for _, most in found] == list(expected.values())
     assert all(setting.startswith(words) for (setting, _), words in zip(found, expected, strict=True))
 
@@ -116,6 +114,6 @@ def test_what_makes_activations_smaller(checkpoints):
     model = torch.nn.Linear(1, 1)
     model.gradient_checkpointing = checkpoints
     run = SimpleNamespace(state=None, gradient_accumulation_steps=3, mixed_precision="bf16")
-    found = [(saving.setting, saving.most) for saving in out_of_memory._of_activations(run, [model], 80)]
+    found = list(out_of_memory._of_activations(run, [model], 80))
     assert found[-1] == ("half the batch size, and gradient_accumulation_steps=6", 40)
     assert [most for _, most in found[:-1]] == ([] if checkpoints else [80])

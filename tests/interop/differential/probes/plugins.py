@@ -25,6 +25,7 @@ STRATEGIES = [
 ADDED = {
     *("shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan", "ep_size"),
     "memory_snapshot",
+    "already_sharded",
 }
 
 
