@@ -265,7 +265,7 @@ class Pruning:
         old: whole checkpoints beyond those that are kept, oldest first.
         unfinished: checkpoints whose saving did not come to its end, or which lost a file.
         left: what saves and removals left behind, or are at work on, by location.
-        put_back: checkpoints among that which get their names back, because they are the only copy or the newer one.
+        put_back: folders among that with a checkpoint which gets its name back, because it is the only copy.
         unread: checkpoints that cannot be read here, which stay.
     """
 
@@ -302,13 +302,7 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
         plan.unread.extend(one for one in series if one.unread)
         plan.unfinished.extend(one for one in series if one.state.kind == "incomplete" and not one.unread)
         for path, stored in home.leftovers().items():
-            (plan.put_back if _is_put_back(home, path) else plan.left)[path] = stored
+            # A sweep gives a checkpoint in a hidden folder its name back if it is read from there.
+            read = isinstance(home, LocalStorage) and any(one.fetch().startswith(f"{path}/") for one in home.entries())
+            (plan.put_back if read else plan.left)[path] = stored
     return plan
-
-
-def _is_put_back(home: CheckpointStorage, path: str) -> bool:
-    """Whether a sweep gives a hidden folder its name back instead of removing it."""
-    hidden = os.path.basename(path)
-    name = hidden.removeprefix(manifest.READY_PREFIX).removeprefix(manifest.REPLACED_PREFIX)
-    newer = os.path.lexists(os.path.join(path, manifest.PUBLISHING_MARKER))
-    return name != hidden and (newer or home.child(name).fetch() == path)

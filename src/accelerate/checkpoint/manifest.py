@@ -40,16 +40,9 @@ METADATA = ".metadata"
 # with a number behind it that of another rank, which may come first.
 INCOMPLETE_MARKER = ".incomplete"
 
-# What a checkpoint has in front of its name while it is written, takes its place, is replaced, and is removed: no reader takes
-# a folder of such a name for a checkpoint.
-READY_PREFIX = ".ready_"
-REPLACED_PREFIX = ".replaced_"
-REMOVED_PREFIX = ".removed_"
-HIDDEN_PREFIXES = (STAGING_PREFIX, READY_PREFIX, REPLACED_PREFIX, REMOVED_PREFIX)
-
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
-OF_SAVES = (*HIDDEN_PREFIXES, LOCK_PREFIX)
+OF_SAVES = (STAGING_PREFIX, LOCK_PREFIX)
 
 # Lies in the newer one of two checkpoints that are being exchanged.
 PUBLISHING_MARKER = ".publishing"

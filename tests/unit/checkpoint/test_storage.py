@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint_samples as samples
 from accelerate import Accelerator
 from accelerate.checkpoint import manifest, storage
 from accelerate.checkpoint.formats import describe
@@ -196,7 +197,7 @@ def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, 
         second.stage()
     assert sum(slept) == pytest.approx(60) and caplog.text.count("waiting for it") == 1
     monkeypatch.setattr(time, "sleep", lambda seconds: first.abandon())
-    assert second.stage() == folder and os.path.isdir(folder)
+    assert os.path.isdir(second.stage()) and not os.path.exists(folder)
     second.abandon()
     (tmp_path / f"{manifest.LOCK_PREFIX}checkpoint_7").touch()
     second.parent().sweep()
@@ -271,8 +272,9 @@ def numbered(folder: Path, number: int, kind: str = "complete") -> str:
 )
 def test_the_oldest_go(tmp_path, kinds, limit, keep, left):
     paths = [numbered(tmp_path, number, kind) for number, kind in enumerate(kinds)]
-    for prefix in (manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX, ".users_own"):
-        (tmp_path / f"{prefix}checkpoint_9").mkdir()
+    for number, inner in enumerate(("checkpoint_9", ".removed")):
+        samples.left_behind(tmp_path, "checkpoint_9", inner, number)
+    (tmp_path / ".users_owncheckpoint_9").mkdir()
     prune(LocalStorage(tmp_path), limit, keep=[*(paths[number] for number in keep), None])
     assert sorted(os.listdir(tmp_path)) == [".users_owncheckpoint_9", *(f"checkpoint_{number}" for number in left)]
 

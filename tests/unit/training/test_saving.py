@@ -59,7 +59,9 @@ def test_hooks_may_save_and_load_models_themselves(tmp_path):
 
     handle = accelerator.register_save_state_pre_hook(hook)
     accelerator.save_state(tmp_path / "a")
-    assert seen == [([first, second], [["weight", "bias"]] * 2, str(tmp_path / ".saving_a"))]
+    staged = Path(seen[0][2])
+    assert seen == [([first, second], [["weight", "bias"]] * 2, str(staged))]
+    assert staged.parent.parent == tmp_path and staged.parent.name.startswith(".saving_") and staged.name == "a"
     assert load_file(tmp_path / "a" / "model.safetensors")["weight"].shape == (3, 3)
     assert not (tmp_path / "a" / "model_1.safetensors").exists()
     assert len(accelerator._models) == 2
