@@ -28,9 +28,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below, is_inside
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
 from accelerate.checkpoint.storage import CheckpointStorage, Stored, refuse_unfinished
-from accelerate.runtime.durable import each
+from accelerate.runtime.durable import each, is_inside
 
 logger = logging.getLogger(__name__)
 

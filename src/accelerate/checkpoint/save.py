@@ -300,7 +300,7 @@ def _listed(entries: Mapping[str, FileEntry] | None) -> dict[str, Any]:
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
     """Return entries of the files in a staged folder that no rank has listed. One process per folder."""
     names = sorted(manifest.files_below(folder).keys() - {*known, manifest.NAME})
-    if bad := [name for name in names if not manifest.is_inside(name)]:
+    if bad := [name for name in names if not durable.is_inside(name)]:
         raise ValueError(
             f"The file {bad[0]!r} cannot be part of a checkpoint: not every system can have a file of that name. Let the "
             "hook that writes it choose a name without a backslash, and without a colon behind one letter."

@@ -181,7 +181,7 @@ def refuse_unreadable(path: str | os.PathLike[str]) -> None:
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"The path {os.fspath(path)!r} is no UTF-8, and safetensors opens no other. Rename the folder.") from None
+        raise ValueError(f"{os.fspath(path)!r} is no UTF-8, and safetensors opens no other path. Rename it.") from None
 
 
 def refuse_unfinished(entries: Collection[str]) -> None:
@@ -424,8 +424,8 @@ class LocalStorage(CheckpointStorage):
     def sweep(self) -> None:
         """Remove what killed runs left among the checkpoints here."""
         left = [name for _, name in _asides(self.location)]
-        left += [entry.name[len(LOCK_PREFIX) :] for entry in _scan(self.location) if entry.name.startswith(LOCK_PREFIX)]
-        for name in dict.fromkeys(filter(None, left)):
+        locks = [entry.name for entry in _scan(self.location) if entry.name.startswith(LOCK_PREFIX)]
+        for name in dict.fromkeys([*left, *(lock[len(LOCK_PREFIX) :] for lock in locks if lock != LOCK_PREFIX)]):
             with _warned(f"What a save of {name!r} left in {self.location} could not be removed"):
                 with contextlib.suppress(Busy), self.child(name).locked(waits=False):
                     pass  # it has removed what it found
@@ -457,7 +457,8 @@ class LocalStorage(CheckpointStorage):
                 )
             time.sleep(0.1)
         try:
-            if os.path.lexists(os.path.join(self.location, manifest.PUBLISHING_MARKER)) or self._readable() != self.location:
+            marker = os.path.join(self.location, manifest.PUBLISHING_MARKER)
+            if os.path.lexists(marker) or self._readable() != self.location:
                 logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
             self._complete()
             del self  # which has this generator: a storage that is dropped drops its lock at once

@@ -365,12 +365,16 @@ def test_what_the_former_one_leaves_behind_holds_up_nothing(tmp_path, monkeypatc
     folder, real = tmp_path / "c", os.rename
     make(folder)
     put(folder, "notes.txt")
-    monkeypatch.setattr(os, "rename", lambda source, target: refuse() if source.endswith("notes.txt") else real(source, target))
+    monkeypatch.setattr(
+        os, "rename", lambda source, target: refuse() if source.endswith("notes.txt") else real(source, target)
+    )
     make(folder, "new")
     assert content(folder) == "new" and "Operation not supported" in caplog.text
     monkeypatch.setattr(os, "rename", real)
     make(folder, "newer")
-    assert content(folder) == "newer" and (folder / "notes.txt").read_text() == "mine" and os.listdir(tmp_path) == ["c"]
+    assert (
+        content(folder) == "newer" and (folder / "notes.txt").read_text() == "mine" and os.listdir(tmp_path) == ["c"]
+    )
 
 
 def test_what_cannot_be_removed_is_reported_and_the_rest_goes(tmp_path, monkeypatch, caplog):
