@@ -19,8 +19,8 @@ import torch
 from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, zero
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, files_below, problems
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, refuse_unreadable, storage_of
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
@@ -68,6 +68,19 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
             "Load it there, and save it with SHARDED_STATE_DICT and use_dcp=True."
         )
     return whole[0] if whole else None
+
+
+def _refuse_links_out(folder: str, names: Collection[str], parts: Collection[Found] = ()) -> None:
+    """Raise ValueError if one of the files leads out of the folder: who gets what is written here must not get what is elsewhere."""
+    inside = os.path.join(os.path.realpath(folder), "")
+    for part in parts:
+        below = files_below(os.path.join(folder, part.name))
+        names = {*names, *(part.files() if part.layout == "full" else (f"{part.name}/{name}" for name in below))}
+    for name in names:
+        if not (path := os.path.realpath(os.path.join(folder, name))).startswith(inside):
+            raise ValueError(
+                f"{name!r} in {folder!r} is a link to {path!r}, out of the checkpoint. Put the file itself there."
+            )
 
 
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
@@ -135,15 +148,19 @@ def export(
             f"It has {', '.join(sorted(names)) or 'no files'}."
         )
     # The files that an index lists are known when it is here.
-    folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
-    part = dataclasses.replace(part, folder=folder)
-    part.verify()
-    if found.manifest is None:
-        logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
-    elif found.kind != "complete":
-        logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
-    content = _storable(part.open(), DTYPES[dtype] if dtype else None)
-    return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
+    try:
+        folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
+        part = dataclasses.replace(part, folder=folder)
+        _refuse_links_out(folder, (), [part])
+        part.verify()
+        if found.manifest is None:
+            logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
+        elif found.kind != "complete":
+            logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
+        content = _storable(part.open(), DTYPES[dtype] if dtype else None)
+        return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
+    finally:
+        storage.release()
 
 
 def _pattern(index: int) -> str:
@@ -204,6 +221,7 @@ def merge_fsdp_weights(
             raise ValueError(
                 f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
             )
+        _refuse_links_out(str(source), files_below(source))
         found = Found(str(source.parent), source.name, "sharded")
         found.verify()
         stored = found.open()
@@ -256,6 +274,8 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
             raise damaged(storage.location, lines)
         files = _names(LocalStorage(folder), found.manifest)
         parts = _parts_of(folder, files)
+        _refuse_links_out(folder, files, parts)
+        refuse_unreadable(there.location)
         staged = there.stage()
         entries = _converted(parts, staged, layout, shards)
         entries |= _copied(folder, staged, files, parts, found.manifest)

@@ -464,11 +464,10 @@ class LocalStorage(CheckpointStorage):
             del self  # which has this generator: a storage that is dropped drops its lock at once
             yield
         finally:
-            # A fork has the descriptor, too, and must not give up what is its parent's. A file with content is the user's own.
-            if os.getpid() == owner and os.fstat(descriptor).st_size == 0:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), os.fdopen(descriptor):
+                # A fork has the descriptor, too, and must not give up what is its parent's. A file with content is the user's own.
+                if os.getpid() == owner and os.fstat(descriptor).st_size == 0:
                     os.unlink(path)
-            os.close(descriptor)
 
 
 def _locks(descriptor: int, path: str) -> bool | None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -334,13 +335,17 @@ def store():
     memory.rm("/bucket", recursive=True)
 
 
-def test_object_store(accelerate, store, tmp_path):
+def test_object_store(accelerate, store, tmp_path, monkeypatch):
     out = run(accelerate, "ls", store)
     assert [row[:2] for row in rows(out)[2:]] == [["checkpoint_1", "1"], ["checkpoint_2", "2"]]
     assert "incomplete: optimizer.bin is missing" in out
     assert "2 of 3 checkpoints are whole." in run(accelerate, "verify", store, status=1)
     assert "5 with 66 numbers" in run(accelerate, "info", f"{store}/checkpoint_2")
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(copies))
     assert "5 tensors in 1 file" in run(accelerate, "export", f"{store}/checkpoint_2", tmp_path / "out")
+    assert os.listdir(copies) == [], "what was fetched is removed at once, not when the process ends"
     prune(accelerate, store, 1)
     found = json.loads(run(accelerate, "ls", store, "--json"))
     assert [one["name"] for one in found] == ["checkpoint_0", "checkpoint_2"]
