@@ -283,7 +283,6 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
         if found.manifest is not None:
             made = dataclasses.replace(found.manifest, files=entries, created=made.created, versions=made.versions)
         made.write(staged)
-        there.upload(staged)
         there.publish()
     except BaseException:
         there.abandon()

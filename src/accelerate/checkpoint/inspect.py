@@ -265,7 +265,6 @@ class Pruning:
         old: whole checkpoints beyond those that are kept, oldest first.
         unfinished: checkpoints whose saving did not come to its end, or which lost a file.
         left: what saves and removals left behind, or are at work on, by location.
-        put_back: folders among that with a checkpoint which gets its name back, because it is the only copy.
         unread: checkpoints that cannot be read here, which stay.
     """
 
@@ -274,7 +273,6 @@ class Pruning:
     old: list[Summary] = field(default_factory=list)
     unfinished: list[Summary] = field(default_factory=list)
     left: dict[str, Stored] = field(default_factory=dict)
-    put_back: dict[str, Stored] = field(default_factory=dict)
     unread: list[Summary] = field(default_factory=list)
 
 
@@ -301,8 +299,5 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
         plan.old.extend(one for one in whole[:-keep] if one is not newest)
         plan.unread.extend(one for one in series if one.unread)
         plan.unfinished.extend(one for one in series if one.state.kind == "incomplete" and not one.unread)
-        for path, stored in home.leftovers().items():
-            # A sweep gives a checkpoint in a hidden folder its name back if it is read from there.
-            read = isinstance(home, LocalStorage) and any(one.fetch().startswith(f"{path}/") for one in home.entries())
-            (plan.put_back if read else plan.left)[path] = stored
+        plan.left.update(home.leftovers())
     return plan

@@ -212,22 +212,22 @@ def prune(folder: CheckpointStorage, limit: int | None, keep: Collection[str | N
     One rank per file system calls it, once the newest one is at its location and all ranks know it: what goes wrong here is
     a warning. Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at.
     """
-    with _warned(f"What killed saves left in {folder.location} could not be removed"):
+    with warned(f"What killed saves left in {folder.location} could not be removed"):
         folder.sweep()
     whole: list[CheckpointStorage] = []
-    with _warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
+    with warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
         # What a link leads to is not ours to remove.
         found = [] if limit is None else [one for _, one in folder.checkpoints() if one.parent() == folder]
         whole = [storage for storage in found if storage.state().loads]
     surplus = max(0, len(whole) - max(limit or 1, 1))
     for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
         logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
-        with _warned(f"The checkpoint {storage.location} could not be removed"):
+        with warned(f"The checkpoint {storage.location} could not be removed"):
             storage.remove()
 
 
 @contextlib.contextmanager
-def _warned(what: str) -> Iterator[None]:
+def warned(what: str) -> Iterator[None]:
     """Turn what goes wrong into a warning: the new checkpoint is whole all the same."""
     try:
         yield
@@ -318,8 +318,9 @@ class LocalStorage(CheckpointStorage):
         return Stored(size, modified)
 
     def leftovers(self) -> dict[str, Stored]:
-        """Return the hidden folders of saves and removals in here, by path."""
-        return {path: LocalStorage(path).stored() for path, _ in _asides(self.location)}
+        """Return the hidden folders of saves and removals in here, by path; not one in which the checkpoint itself still lies."""
+        asides = [path for path, name in _asides(self.location) if not self.child(name).fetch().startswith(f"{path}/")]
+        return {path: LocalStorage(path).stored() for path in asides}
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return the folder itself."""
@@ -401,12 +402,10 @@ class LocalStorage(CheckpointStorage):
                 sync_folder(os.path.dirname(self.location))
             # It says that what lies aside is the former one, so it must be gone before the next checkpoint is staged.
             marker.unlink(missing_ok=True)
-            with _warned(f"What was at {self.location} before lies in {former}, and could not be removed"):
+            with warned(f"What was at {self.location} before lies in {former}, and could not be removed"):
                 if os.path.isdir(former):
-                    _remove_parts(former)
-                    _carry_over(former, self.location)
-                    _discard(aside, _FORMER)
-                _discard(aside, self.name)
+                    _carry_over(former, self.location, _parts_of(former))
+                _discard(aside, _FORMER if os.path.isdir(former) else self.name)
         for entry in _scan(os.path.dirname(self.location)):
             if _HIDDEN.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # not empty
@@ -423,10 +422,11 @@ class LocalStorage(CheckpointStorage):
 
     def sweep(self) -> None:
         """Remove what killed runs left among the checkpoints here."""
-        left = [name for _, name in _asides(self.location)]
-        locks = [entry.name for entry in _scan(self.location) if entry.name.startswith(LOCK_PREFIX)]
-        for name in dict.fromkeys([*left, *(lock[len(LOCK_PREFIX) :] for lock in locks if lock != LOCK_PREFIX)]):
-            with _warned(f"What a save of {name!r} left in {self.location} could not be removed"):
+        locks = {entry.name for entry in _scan(self.location) if entry.name.startswith(LOCK_PREFIX)} - {LOCK_PREFIX}
+        for name in sorted(
+            {name for _, name in _asides(self.location)} | {lock[len(LOCK_PREFIX) :] for lock in locks}
+        ):
+            with warned(f"What a save of {name!r} left in {self.location} could not be removed"):
                 with contextlib.suppress(Busy), self.child(name).locked(waits=False):
                     pass  # it has removed what it found
 
@@ -498,7 +498,6 @@ def _asides(folder: str) -> list[tuple[str, str]]:
 def _discard(aside: str, name: str) -> None:
     """Remove what is called `name` in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
     gone = os.path.join(aside, _GONE)
-    shutil.rmtree(gone, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rename(os.path.join(aside, name), gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -530,43 +529,30 @@ def _make_folder(path: str) -> None:
         sync_folder(os.path.dirname(path))
 
 
-def _remove(path: str) -> None:
-    """Remove a file or a folder, if it is there."""
-    if _is_folder(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
-def _remove_parts(folder: str) -> None:
-    """Remove a checkpoint's parts from a folder, the manifest last; all that stays is the user's own.
-
-    The parts are what the manifest lists, and in the folder itself what has a name of checkpoints alone.
-    """
+def _parts_of(folder: str) -> list[str]:
+    """Return the files of a checkpoint and, in the folder itself, what has a name of checkpoints alone; the rest is the user's own."""
     listed: list[str] = []
     with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
         listed += Manifest.read(folder).files
-    unlisted = sorted({*os.listdir(folder)} - {name.split("/")[0] for name in listed})
+    unlisted = {*os.listdir(folder)} - {name.split("/")[0] for name in listed}
     named = [entry for entry in unlisted if manifest.is_checkpoint_file(entry) or manifest.is_shard_file(entry)]
-    # Without the manifest the next process could not distinguish the other parts from the user's own.
-    for path in (os.path.join(folder, name) for name in (*listed, *named, manifest.PUBLISHING_MARKER, NAME)):
-        inner = os.path.dirname(path)
-        if os.path.realpath(inner) == inner:  # what a link leads to is the user's own
-            _remove(path)
-            with contextlib.suppress(OSError):  # something else is in it
-                os.removedirs(inner)
+    return [*listed, *named, manifest.PUBLISHING_MARKER, NAME]
 
 
-def _carry_over(former: str, folder: str) -> None:
-    """Move what is the user's own from the folder that was replaced to the one that replaced it, and overwrite nothing."""
+def _carry_over(former: str, folder: str, parts: Collection[str]) -> None:
+    """Move all but the parts of a checkpoint from the folder that was replaced to the one that replaced it, and overwrite nothing."""
     for entry in _scan(former):
-        target = os.path.join(folder, entry.name)
-        if _is_folder(entry.path) and _is_folder(target):
-            _carry_over(entry.path, target)
+        if entry.name in parts:
             continue
-        if os.path.lexists(target):
+        target, merges = os.path.join(folder, entry.name), _is_folder(entry.path)
+        if os.path.lexists(target) and not (merges and _is_folder(target)):
             number = next(number for number in itertools.count(1) if not os.path.lexists(f"{target}.former_{number}"))
             message = "%s was written to while a checkpoint took its folder; what it was before is %s.former_%d."
             logger.warning(message, target, target, number)
             target = f"{target}.former_{number}"
-        os.rename(entry.path, target)
+        below = [name.partition("/")[2] for name in parts if name.startswith(f"{entry.name}/")] if merges else []
+        if below or _is_folder(target):
+            _carry_over(entry.path, target, below)
+        else:
+            os.makedirs(folder, exist_ok=True)
+            os.rename(entry.path, target)
