@@ -19,7 +19,7 @@ import torch
 from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, zero
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, files_below, problems
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, refuse_unreadable, storage_of
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
@@ -70,16 +70,13 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
     return whole[0] if whole else None
 
 
-def _refuse_links_out(folder: str, names: Collection[str], parts: Collection[Found] = ()) -> None:
-    """Raise ValueError if one of the files leads out of the folder: who gets what is written here must not get what is elsewhere."""
-    inside = os.path.join(os.path.realpath(folder), "")
-    for part in parts:
-        below = files_below(os.path.join(folder, part.name))
-        names = {*names, *(part.files() if part.layout == "full" else (f"{part.name}/{name}" for name in below))}
-    for name in names:
-        if not (path := os.path.realpath(os.path.join(folder, name))).startswith(inside):
+def _refuse_links_out(folder: str, names: Collection[str] = ()) -> None:
+    """Raise ValueError if a file in a folder, or one of `names`, is elsewhere: who gets what is written here must not get that."""
+    below = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
+    for path in [*below, *(os.path.join(folder, name) for name in names)]:
+        if not (real := os.path.realpath(path)).startswith(os.path.join(os.path.realpath(folder), "")):
             raise ValueError(
-                f"{name!r} in {folder!r} is a link to {path!r}, out of the checkpoint. Put the file itself there."
+                f"{path!r} is a link to {real!r}, out of the checkpoint. Put the file itself there, or remove it."
             )
 
 
@@ -151,7 +148,7 @@ def export(
     try:
         folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
         part = dataclasses.replace(part, folder=folder)
-        _refuse_links_out(folder, (), [part])
+        _refuse_links_out(folder)
         part.verify()
         if found.manifest is None:
             logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
@@ -221,7 +218,7 @@ def merge_fsdp_weights(
             raise ValueError(
                 f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
             )
-        _refuse_links_out(str(source), files_below(source))
+        _refuse_links_out(str(source))
         found = Found(str(source.parent), source.name, "sharded")
         found.verify()
         stored = found.open()
@@ -274,7 +271,7 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
             raise damaged(storage.location, lines)
         files = _names(LocalStorage(folder), found.manifest)
         parts = _parts_of(folder, files)
-        _refuse_links_out(folder, files, parts)
+        _refuse_links_out(folder, files)
         refuse_unreadable(there.location)
         staged = there.stage()
         entries = _converted(parts, staged, layout, shards)
@@ -284,10 +281,8 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
             made = dataclasses.replace(found.manifest, files=entries, created=made.created, versions=made.versions)
         made.write(staged)
         there.publish()
-    except BaseException:
-        there.abandon()
-        raise
     finally:
+        there.abandon()
         storage.release()
 
 

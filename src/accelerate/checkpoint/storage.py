@@ -432,16 +432,12 @@ class LocalStorage(CheckpointStorage):
 
     # -- one writer at a time ------------------------------------------------------------------------------------------
 
-    def _lock(self) -> str:
-        folder, name = os.path.split(self.location)
-        if len(os.fsencode(name)) > _LONGEST:
-            name = hashlib.sha256(os.fsencode(name)).hexdigest()
-        return os.path.join(folder, LOCK_PREFIX + name)
-
     @contextlib.contextmanager
     def locked(self, waits: bool = True) -> Iterator[None]:
         """Hold the lock, which the system drops with the process; complete or remove what a killed one left."""
-        path, owner = self._lock(), os.getpid()
+        key, owner = os.fsencode(self.name), os.getpid()
+        name = self.name if len(key) <= _LONGEST else hashlib.sha256(key).hexdigest()
+        path = os.path.join(os.path.dirname(self.location), LOCK_PREFIX + name)
         for tenths in itertools.count():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             holds = _locks(descriptor, path)
@@ -457,9 +453,6 @@ class LocalStorage(CheckpointStorage):
                 )
             time.sleep(0.1)
         try:
-            marker = os.path.join(self.location, manifest.PUBLISHING_MARKER)
-            if os.path.lexists(marker) or self._readable() != self.location:
-                logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
             self._complete()
             del self  # which has this generator: a storage that is dropped drops its lock at once
             yield

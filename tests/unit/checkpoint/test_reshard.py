@@ -166,9 +166,7 @@ def test_what_links_lead_to_outside_is_not_copied(tmp_path, full, name, listed):
         reshard(str(full), str(tmp_path / "new"), "sharded")
         assert not (tmp_path / "new" / "folder").exists()
     else:
-        refused(
-            full, tmp_path / "new", ValueError, f"'{name}' in .* is a link to .*elsewhere.*Put the file itself there"
-        )
+        refused(full, tmp_path / "new", ValueError, f"{name}' is a link to .*elsewhere.*Put the file itself there")
     if name == "model.safetensors":
         with pytest.raises(ValueError, match="is a link to"):
             export(full, tmp_path / "exported")
