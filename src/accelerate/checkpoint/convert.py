@@ -354,7 +354,7 @@ def _copied(folder: str, staged: str, files: Collection[str], parts: list[Found]
     entries: Entries = {}
     for name in sorted(files):
         steps = name.split("/")
-        if steps[0] in converted or any(step.startswith(manifest.OF_SAVES) for step in steps):
+        if steps[0] in converted:
             continue
         copy = os.path.join(staged, *steps)
         os.makedirs(os.path.dirname(copy), exist_ok=True)

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from typing import Any, get_args, get_origin
 
 from accelerate.runtime import durable
-from accelerate.runtime.durable import STAGING_PREFIX, Path, is_inside
+from accelerate.runtime.durable import Path, is_inside
 
 NAME = "accelerate_manifest.json"
 FORMAT = 1
@@ -42,7 +42,6 @@ INCOMPLETE_MARKER = ".incomplete"
 
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
-OF_SAVES = (STAGING_PREFIX, LOCK_PREFIX)
 
 # Lies in the newer one of two checkpoints that are being exchanged.
 PUBLISHING_MARKER = ".publishing"

@@ -267,20 +267,12 @@ class LocalStorage(CheckpointStorage):
         self._staged = ""
         self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
 
-    def _readable(self) -> str:
-        """Where the checkpoint is: at its location, or where a publish that was killed between two renames left it."""
-        for aside in () if os.path.isdir(self.location) else self._asides():
-            if os.path.isdir(former := os.path.join(aside, _FORMER)):
-                new = os.path.join(aside, self.name)
-                return new if os.path.isdir(new) else former
-        return self.location
-
     def _asides(self) -> list[str]:
         """Return the hidden folders of saves and removals of this checkpoint."""
         return [path for path, name in _asides(os.path.dirname(self.location)) if name == self.name]
 
     def _verified(self) -> tuple[Manifest | None, list[str]]:
-        folder = self._readable()
+        folder = self.fetch()
         entries = os.listdir(folder)
         if not entries:
             raise DamagedCheckpoint("the folder is empty")
@@ -300,7 +292,7 @@ class LocalStorage(CheckpointStorage):
     def files(self) -> dict[str, Stored]:
         """Return the files that lie directly here, by name."""
         found = {}
-        for entry in _scan(self._readable()):
+        for entry in _scan(self.fetch()):
             with contextlib.suppress(OSError):  # it was removed just now
                 if entry.is_file():
                     found[entry.name] = Stored(entry.stat().st_size, entry.stat().st_mtime)
@@ -309,7 +301,7 @@ class LocalStorage(CheckpointStorage):
     def stored(self) -> Stored:
         """Return the bytes of all that is here, and when it was last written to."""
         size, modified = 0, 0.0
-        for path, _, files in os.walk(self._readable()):
+        for path, _, files in os.walk(self.fetch()):
             for name in (".", *files):
                 with contextlib.suppress(OSError):  # it was removed just now
                     about = os.lstat(os.path.join(path, name))
@@ -323,8 +315,12 @@ class LocalStorage(CheckpointStorage):
         return {path: LocalStorage(path).stored() for path in asides}
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
-        """Return the folder itself."""
-        return self._readable()
+        """Return the folder itself: the location, or where a publish that was killed between two renames left the checkpoint."""
+        for aside in () if os.path.isdir(self.location) else self._asides():
+            if os.path.isdir(former := os.path.join(aside, _FORMER)):
+                new = os.path.join(aside, self.name)
+                return new if os.path.isdir(new) else former
+        return self.location
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
