@@ -164,9 +164,9 @@ def replace_weights(
         aside = storage.stage()
         entries = write_weights(aside, tensors, pattern, limit, **options)
         with here.child("weights").locked():
-            index = os.path.join(folder, index_name)
-            if index_name in entries and os.path.exists(index):
-                os.unlink(index)  # without it the shards are no model
+            if index_name in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, index_name))  # without it the shards are no model
             for name in entries:  # the index is the last one
                 os.replace(os.path.join(aside, name), os.path.join(folder, name))
             # Of an earlier save with another number of shards.

@@ -418,10 +418,9 @@ class LocalStorage(CheckpointStorage):
 
     def sweep(self) -> None:
         """Remove what killed runs left among the checkpoints here."""
-        locks = {entry.name for entry in _scan(self.location) if entry.name.startswith(LOCK_PREFIX)} - {LOCK_PREFIX}
-        for name in sorted(
-            {name for _, name in _asides(self.location)} | {lock[len(LOCK_PREFIX) :] for lock in locks}
-        ):
+        names = {name for _, name in _asides(self.location)}
+        names |= {one.name[len(LOCK_PREFIX) :] for one in _scan(self.location) if one.name.startswith(LOCK_PREFIX)}
+        for name in sorted(names - {""}):
             with warned(f"What a save of {name!r} left in {self.location} could not be removed"):
                 with contextlib.suppress(Busy), self.child(name).locked(waits=False):
                     pass  # it has removed what it found
