@@ -51,6 +51,14 @@ def foreign(folder: Path, age: float = 0.0) -> Path:
     return folder
 
 
+def left_behind(folder: Path, name: str, inner: str | None = None, number: int = 0) -> Path:
+    """Make the hidden folder of a save or removal of the checkpoint `name` that was killed; return `inner` in it, or that folder."""
+    aside = folder / f".saving_{number:016x}"
+    (aside / (inner or ".")).mkdir(parents=True)
+    (aside / ".accelerate_save").write_text(name)
+    return aside / (inner or ".")
+
+
 def touch(folder: Path, age: float) -> None:
     """Let a folder and all in it look as old as given, in seconds."""
     then = datetime.now().timestamp() - age

@@ -20,7 +20,7 @@ from accelerate.checkpoint import formats, layouts, manifest, optimizers, state,
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, refuse_unreadable, storage_of
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
@@ -68,6 +68,16 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
             "Load it there, and save it with SHARDED_STATE_DICT and use_dcp=True."
         )
     return whole[0] if whole else None
+
+
+def _refuse_links_out(folder: str, names: Collection[str] = ()) -> None:
+    """Raise ValueError if a file in a folder, or one of `names`, is elsewhere: who gets what is written here must not get that."""
+    below = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
+    for path in [*below, *(os.path.join(folder, name) for name in names)]:
+        if not (real := os.path.realpath(path)).startswith(os.path.join(os.path.realpath(folder), "")):
+            raise ValueError(
+                f"{path!r} is a link to {real!r}, out of the checkpoint. Put the file itself there, or remove it."
+            )
 
 
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
@@ -135,15 +145,19 @@ def export(
             f"It has {', '.join(sorted(names)) or 'no files'}."
         )
     # The files that an index lists are known when it is here.
-    folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
-    part = dataclasses.replace(part, folder=folder)
-    part.verify()
-    if found.manifest is None:
-        logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
-    elif found.kind != "complete":
-        logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
-    content = _storable(part.open(), DTYPES[dtype] if dtype else None)
-    return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
+    try:
+        folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
+        part = dataclasses.replace(part, folder=folder)
+        _refuse_links_out(folder)
+        part.verify()
+        if found.manifest is None:
+            logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
+        elif found.kind != "complete":
+            logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
+        content = _storable(part.open(), DTYPES[dtype] if dtype else None)
+        return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
+    finally:
+        storage.release()
 
 
 def _pattern(index: int) -> str:
@@ -204,6 +218,7 @@ def merge_fsdp_weights(
             raise ValueError(
                 f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
             )
+        _refuse_links_out(str(source))
         found = Found(str(source.parent), source.name, "sharded")
         found.verify()
         stored = found.open()
@@ -256,6 +271,8 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
             raise damaged(storage.location, lines)
         files = _names(LocalStorage(folder), found.manifest)
         parts = _parts_of(folder, files)
+        _refuse_links_out(folder, files)
+        refuse_unreadable(there.location)
         staged = there.stage()
         entries = _converted(parts, staged, layout, shards)
         entries |= _copied(folder, staged, files, parts, found.manifest)
@@ -263,12 +280,9 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
         if found.manifest is not None:
             made = dataclasses.replace(found.manifest, files=entries, created=made.created, versions=made.versions)
         made.write(staged)
-        there.upload(staged)
         there.publish()
-    except BaseException:
-        there.abandon()
-        raise
     finally:
+        there.abandon()
         storage.release()
 
 
@@ -340,7 +354,7 @@ def _copied(folder: str, staged: str, files: Collection[str], parts: list[Found]
     entries: Entries = {}
     for name in sorted(files):
         steps = name.split("/")
-        if steps[0] in converted or any(step.startswith(manifest.OF_SAVES) for step in steps):
+        if steps[0] in converted:
             continue
         copy = os.path.join(staged, *steps)
         os.makedirs(os.path.dirname(copy), exist_ok=True)

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,7 +17,8 @@ import numpy as np
 import torch
 
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
-from accelerate.runtime.durable import STAGING_PREFIX, Path, durable, of_file, sync_folder
+from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
+from accelerate.runtime.durable import Path, durable, of_file, sync_folder
 
 # What safetensors calls torch's dtypes, as far as this torch has them.
 _ODD = {
@@ -51,6 +51,7 @@ def write_safetensors(
     With `read`, which returns the values of a name, `tensors` are on the meta device, and one at a time is in memory.
     Format: https://huggingface.co/docs/safetensors/index#format
     """
+    refuse_unreadable(path)
     # Largest elements first, so that each tensor starts where its dtype may; then by name.
     order = sorted(tensors, key=lambda name: (-check_storable(name, tensors[name]).element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -148,30 +149,35 @@ def write_weights(
 def replace_weights(
     folder: Path, tensors: Mapping[str, torch.Tensor], pattern: str, limit: float, **options: Any
 ) -> dict[str, FileEntry]:
-    """Write weights aside, and let them replace those of the same pattern; at no moment do old and new files mix."""
-    aside = os.path.join(folder, f"{STAGING_PREFIX}model")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    """Write weights aside, and let them replace those of the same pattern; at no moment do old and new files mix.
+
+    Several processes may write into one folder: then the weights of the last one are there.
+    """
     os.makedirs(folder, exist_ok=True)  # also refuses an empty name
-    os.mkdir(aside)
+    here = LocalStorage(folder)
+    here.sweep()
+    storage = LocalStorage(os.path.join(folder, f"weights_{os.urandom(8).hex()}"))
     index_name = pattern.format(suffix="") + INDEX_SUFFIX
-    try:
-        entries = write_weights(aside, tensors, pattern, limit, **options)
-        index = os.path.join(folder, index_name)
-        if index_name in entries and os.path.exists(index):
-            os.unlink(index)  # without it the shards are no model
-        for name in entries:  # the index is the last one
-            os.replace(os.path.join(aside, name), os.path.join(folder, name))
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)  # if a failure leaves it empty
-    # Of an earlier save with another number of shards.
     stem, _, extension = pattern.partition("{suffix}")
     ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(extension)}")
-    for entry in sorted(os.listdir(folder), key=lambda name: name != index_name):
-        if entry not in entries and (ours.fullmatch(entry) or entry == index_name):
-            os.remove(os.path.join(folder, entry))
-    sync_folder(os.fspath(folder))
+    try:
+        aside = storage.stage()
+        entries = write_weights(aside, tensors, pattern, limit, **options)
+        with here.child("weights").locked():
+            if index_name in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, index_name))  # without it the shards are no model
+            for name in entries:  # the index is the last one
+                os.replace(os.path.join(aside, name), os.path.join(folder, name))
+            # Of an earlier save with another number of shards.
+            for entry in sorted(os.listdir(folder), key=lambda name: name != index_name):
+                if entry not in entries and (ours.fullmatch(entry) or entry == index_name):
+                    os.remove(os.path.join(folder, entry))
+            sync_folder(os.fspath(folder))
+    finally:
+        storage.abandon()
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)  # if a failure leaves it empty
     return entries
 
 

@@ -265,7 +265,6 @@ class Pruning:
         old: whole checkpoints beyond those that are kept, oldest first.
         unfinished: checkpoints whose saving did not come to its end, or which lost a file.
         left: what saves and removals left behind, or are at work on, by location.
-        put_back: checkpoints among that which get their names back, because they are the only copy or the newer one.
         unread: checkpoints that cannot be read here, which stay.
     """
 
@@ -274,7 +273,6 @@ class Pruning:
     old: list[Summary] = field(default_factory=list)
     unfinished: list[Summary] = field(default_factory=list)
     left: dict[str, Stored] = field(default_factory=dict)
-    put_back: dict[str, Stored] = field(default_factory=dict)
     unread: list[Summary] = field(default_factory=list)
 
 
@@ -301,14 +299,5 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
         plan.old.extend(one for one in whole[:-keep] if one is not newest)
         plan.unread.extend(one for one in series if one.unread)
         plan.unfinished.extend(one for one in series if one.state.kind == "incomplete" and not one.unread)
-        for path, stored in home.leftovers().items():
-            (plan.put_back if _is_put_back(home, path) else plan.left)[path] = stored
+        plan.left.update(home.leftovers())
     return plan
-
-
-def _is_put_back(home: CheckpointStorage, path: str) -> bool:
-    """Whether a sweep gives a hidden folder its name back instead of removing it."""
-    hidden = os.path.basename(path)
-    name = hidden.removeprefix(manifest.READY_PREFIX).removeprefix(manifest.REPLACED_PREFIX)
-    newer = os.path.lexists(os.path.join(path, manifest.PUBLISHING_MARKER))
-    return name != hidden and (newer or home.child(name).fetch() == path)

@@ -165,7 +165,8 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     files = set(os.listdir(folder))
     shards, _ = usual_names(kind, index)
     # What a killed save has put aside counts.
-    name = os.path.basename(LocalStorage(os.path.join(folder, shards)).fetch())
+    aside = LocalStorage(os.path.join(folder, shards)).fetch()
+    name = shards if os.path.isdir(os.path.join(folder, shards)) else os.path.relpath(aside, os.path.realpath(folder))
     if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
         files.add(f"{shards}/{manifest.METADATA}")
     files.update(glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder))

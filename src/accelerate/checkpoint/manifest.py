@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from typing import Any, get_args, get_origin
 
 from accelerate.runtime import durable
-from accelerate.runtime.durable import STAGING_PREFIX, Path
+from accelerate.runtime.durable import Path, is_inside
 
 NAME = "accelerate_manifest.json"
 FORMAT = 1
@@ -40,16 +40,8 @@ METADATA = ".metadata"
 # with a number behind it that of another rank, which may come first.
 INCOMPLETE_MARKER = ".incomplete"
 
-# What a checkpoint has in front of its name while it is written, takes its place, is replaced, and is removed: no reader takes
-# a folder of such a name for a checkpoint.
-READY_PREFIX = ".ready_"
-REPLACED_PREFIX = ".replaced_"
-REMOVED_PREFIX = ".removed_"
-HIDDEN_PREFIXES = (STAGING_PREFIX, READY_PREFIX, REPLACED_PREFIX, REMOVED_PREFIX)
-
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
-OF_SAVES = (*HIDDEN_PREFIXES, LOCK_PREFIX)
 
 # Lies in the newer one of two checkpoints that are being exchanged.
 PUBLISHING_MARKER = ".publishing"
@@ -252,7 +244,7 @@ class Manifest:
                 raise ValueError(f"format {values['format']} is newer than {FORMAT}; update accelerate to read it")
             if values.pop("checksum") != _CHECKSUM or values.get("world_size") == 0:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
-            if outside := [name for name in values["files"] if not is_inside(name)]:
+            if outside := [name for name in values["files"] if name == NAME or not is_inside(name)]:
                 raise ValueError(f"the file name {outside[0]!r:.80} leads out of the folder")
             files = {name: FileEntry.from_json(_checked_file(name, one)) for name, one in values["files"].items()}
             return cls(**{"created": "", "versions": {}, **values, "files": files})
@@ -293,14 +285,6 @@ def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
             f"{origin} is no index of shards: it has no weight_map of tensors and files in its folder"
         ) from None
     return files
-
-
-def is_inside(name: Any) -> bool:
-    """Say whether a path that a manifest or an index gives stays within its folder, on every system."""
-    refused = "\\\0:" if os.name == "nt" else "\\\0"
-    if not isinstance(name, str) or name == NAME or any(sign in name for sign in refused):
-        return False
-    return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
 
 
 _CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}

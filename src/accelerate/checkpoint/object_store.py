@@ -18,7 +18,6 @@ Requests that fail for a moment are repeated by the packages behind fsspec.
 
 import contextlib
 import json
-import logging
 import os
 import posixpath
 import re
@@ -28,11 +27,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below, is_inside
-from accelerate.checkpoint.storage import CheckpointStorage, Stored, refuse_unfinished
-from accelerate.runtime.durable import each
-
-logger = logging.getLogger(__name__)
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
+from accelerate.checkpoint.storage import CheckpointStorage, Stored, refuse_unfinished, warned
+from accelerate.runtime.durable import each, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
@@ -234,10 +231,8 @@ class ObjectStore(CheckpointStorage):
             return
         self._staged.cleanup()
         self._staged = self.generation = None
-        try:
+        with warned(f"What does not count any more at {self.location} could not be removed"):
             self._clear()
-        except OSError as error:
-            logger.warning("What does not count any more at %s could not be removed: %s", self.location, error)
 
     # -- removing --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.state import POSITIONS, Common, keeps_state, rank_and_size
-from accelerate.checkpoint.storage import CheckpointStorage
+from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
@@ -191,7 +191,7 @@ class Save:
     Attributes:
         facts: What the manifest says of the run.
         refusing: Called with the storage by the leader before it stages; raises where the storage must not be taken.
-        rotating: Called with the storage by the rank that published, once the checkpoint is there.
+        rotating: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
         shards: The process group of the ranks that write shards together; None for the default one.
         plan: What takes the files of this rank; from `begin` on.
         problem: Why this rank cannot go on; the next step of all ranks reports it.
@@ -246,10 +246,13 @@ class Save:
             notes = self._exchange(_listed(entries if self._leads else {}))
             if not self.group.each_node:
                 entries = merged(notes)  # all nodes have uploaded their part of one checkpoint
-        if self.group.rank == (self._leader if self.group.each_node else 0):
+        publishes = self.group.rank == (self._leader if self.group.each_node else 0)
+        if publishes:
             self._attempt(lambda: self._publish(entries))
         self._exchange(None)
         self.barrier.leave()
+        if publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
+            self.rotating(self.storage)
 
     def _attempt(self, step: Callable[[], Any]) -> Any:
         """Take a step, unless this rank has failed before; the next exchange of all ranks reports what it raises."""
@@ -269,6 +272,7 @@ class Save:
 
     def _stage(self) -> str:
         self.refusing(self.storage)
+        refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
     def _complete(self, notes: list[Any], threads: int) -> dict[str, FileEntry]:
@@ -282,7 +286,6 @@ class Save:
     def _publish(self, entries: dict[str, FileEntry]) -> None:
         Manifest(entries, save=self.barrier.name, **self.facts).write(self.plan.folder)
         self.storage.publish()
-        self.rotating(self.storage)
 
 
 def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
@@ -297,7 +300,7 @@ def _listed(entries: Mapping[str, FileEntry] | None) -> dict[str, Any]:
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
     """Return entries of the files in a staged folder that no rank has listed. One process per folder."""
     names = sorted(manifest.files_below(folder).keys() - {*known, manifest.NAME})
-    if bad := [name for name in names if not manifest.is_inside(name)]:
+    if bad := [name for name in names if not durable.is_inside(name)]:
         raise ValueError(
             f"The file {bad[0]!r} cannot be part of a checkpoint: not every system can have a file of that name. Let the "
             "hook that writes it choose a name without a backslash, and without a colon behind one letter."

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry, is_inside
+from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
 from accelerate.checkpoint.state import is_spread, mapped_leaves
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable
@@ -363,7 +363,7 @@ def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: durab
     sizes: dict[str, int] = {}
     for index, place in places.items():
         file, end = place.relative_path, place.offset + place.length
-        if not is_inside(file):
+        if not durable.is_inside(file):
             return f"the file name {file!r} leads out of the folder"
         if file not in sizes:
             path = os.path.join(folder, *file.split("/"))

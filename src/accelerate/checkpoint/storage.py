@@ -1,17 +1,19 @@
 """Where a checkpoint lies, how it gets there in one step, and which checkpoints of a run stay.
 
 A checkpoint is written into a hidden folder beside its location. When all of it is there, the manifest too, and every byte has
-reached the disk, the hidden folder takes the location: by one rename, or, where an older checkpoint lies there, by exchanging the
-two. A reader finds the old one or the new one, and never a part. A publish that is killed between two steps is completed by the
+reached the disk, it takes the location: by one rename, or, where an older checkpoint lies there, by exchanging the two. A reader finds the old one or the new one, and never a part. A publish that is killed between two steps is completed by the
 next process that writes to the location.
 """
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
 import posixpath
+import re
 import shutil
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -20,8 +22,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, number_of, problems
-from accelerate.runtime.durable import exchange, sync_folder, sync_tree
+from accelerate.checkpoint.manifest import LOCK_PREFIX, NAME, DamagedCheckpoint, Manifest, number_of, problems
+from accelerate.runtime.durable import STAGING_PREFIX, exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +176,14 @@ def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
     return LocalStorage(text)
 
 
+def refuse_unreadable(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a path at which safetensors could be written, and could not be opened again."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{os.fspath(path)!r} is no UTF-8, and safetensors opens no other path. Rename it.") from None
+
+
 def refuse_unfinished(entries: Collection[str]) -> None:
     """Raise DamagedCheckpoint if the names in a folder say that it must not be loaded: a save there has not ended."""
     if any(entry.startswith(manifest.INCOMPLETE_MARKER) for entry in entries):
@@ -199,36 +209,54 @@ def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], li
 def prune(folder: CheckpointStorage, limit: int | None, keep: Collection[str | None]) -> None:
     """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`.
 
-    One rank per file system calls it, once the newest one is at its location. Only complete ones count and go, and
-    what killed saves left; a damaged checkpoint stays, so that it can be looked at.
+    One rank per file system calls it, once the newest one is at its location and all ranks know it: what goes wrong here is
+    a warning. Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at.
     """
-    folder.sweep()
-    if limit is None:
-        return
-    # What a link leads to is not ours to remove.
-    whole = [storage for _, storage in folder.checkpoints() if storage.parent() == folder and storage.state().loads]
-    surplus = max(0, len(whole) - max(limit, 1))
+    with warned(f"What killed saves left in {folder.location} could not be removed"):
+        folder.sweep()
+    whole: list[CheckpointStorage] = []
+    with warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
+        # What a link leads to is not ours to remove.
+        found = [] if limit is None else [one for _, one in folder.checkpoints() if one.parent() == folder]
+        whole = [storage for storage in found if storage.state().loads]
+    surplus = max(0, len(whole) - max(limit or 1, 1))
     for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
         logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
-        try:
+        with warned(f"The checkpoint {storage.location} could not be removed"):
             storage.remove()
-        except OSError as error:  # the new checkpoint is whole all the same
-            logger.warning("The checkpoint %s could not be removed: %s", storage.location, error)
+
+
+@contextlib.contextmanager
+def warned(what: str) -> Iterator[None]:
+    """Turn what goes wrong into a warning: the new checkpoint is whole all the same."""
+    try:
+        yield
+    except Exception as error:  # file systems and stores have errors of their own
+        logger.warning("%s: %s", what, error or type(error).__name__)
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
+
+# In a hidden folder of a save or a removal: the file that holds the name of the checkpoint, by which the folder is known to be one;
+# the former checkpoint, until what is the user's own in it is in the new one; and what is worth nothing any more.
+_PLACE, _FORMER, _GONE = ".accelerate_save", ".former", ".removed"
+_HIDDEN = re.compile(re.escape(STAGING_PREFIX) + "[0-9a-f]{16}")
+
+# A longer name is hashed for the name of its lock: a file's name has 255 bytes at most, and less on some systems.
+_LONGEST = 100
 
 
 class LocalStorage(CheckpointStorage):
     """A folder of a file system that is mounted here; it need not exist.
 
-    A checkpoint called X changes places by hidden folders beside it, in the order of a publish::
+    A checkpoint called X is saved and removed by way of a hidden folder beside it, whose name is random::
 
-        .saving_X    being written; worth nothing if its writer is gone
-        .ready_X     whole, with the file .publishing in it: the new one, about to take the location;
-                     without that file: the former one, which the new one was exchanged with
-        .replaced_X  the former one, until what is the user's own in it is in the new one
-        .removed_X   being removed
+        .saving_0123456789abcdef/
+            .accelerate_save   says X; a folder without that file is the user's own
+            X                  being written; worth nothing if its writer is gone. With the file .publishing in the
+                               checkpoint at the location: the former one, which was exchanged with that one
+            .former            the former one, until what is the user's own in it is in the new one
+            .removed           being removed
 
     The file .lock_X is locked while a process saves or removes.
     """
@@ -239,17 +267,12 @@ class LocalStorage(CheckpointStorage):
         self._staged = ""
         self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
 
-    def _beside(self, prefix: str) -> str:
-        folder, name = os.path.split(self.location)
-        return os.path.join(folder, prefix + name)
-
-    def _readable(self) -> str:
-        """Where the checkpoint is: at its location, or where a publish that was killed between two steps left it."""
-        beside = self._beside(manifest.READY_PREFIX), self._beside(manifest.REPLACED_PREFIX)
-        return next(filter(os.path.isdir, (self.location, *beside)), self.location)
+    def _asides(self) -> list[str]:
+        """Return the hidden folders of saves and removals of this checkpoint."""
+        return [path for path, name in _asides(os.path.dirname(self.location)) if name == self.name]
 
     def _verified(self) -> tuple[Manifest | None, list[str]]:
-        folder = self._readable()
+        folder = self.fetch()
         entries = os.listdir(folder)
         if not entries:
             raise DamagedCheckpoint("the folder is empty")
@@ -262,14 +285,14 @@ class LocalStorage(CheckpointStorage):
     def entries(self) -> list[CheckpointStorage]:
         """Return the visible folders here, by name; of links those named as a checkpoint, with where they lead to."""
         folders = [entry for entry in _scan(self.location) if entry.is_dir()]
-        shown = [entry.name for entry in folders if not entry.is_symlink() or number_of(entry.name) is not None]
-        found = {name.removeprefix(manifest.READY_PREFIX).removeprefix(manifest.REPLACED_PREFIX) for name in shown}
-        return list(dict.fromkeys(self.child(name) for name in sorted(found) if name and not name.startswith(".")))
+        shown = {entry.name for entry in folders if not entry.is_symlink() or number_of(entry.name) is not None}
+        shown |= {name for path, name in _asides(self.location) if os.path.isdir(os.path.join(path, _FORMER))}
+        return list(dict.fromkeys(self.child(name) for name in sorted(shown) if not name.startswith(".")))
 
     def files(self) -> dict[str, Stored]:
         """Return the files that lie directly here, by name."""
         found = {}
-        for entry in _scan(self._readable()):
+        for entry in _scan(self.fetch()):
             with contextlib.suppress(OSError):  # it was removed just now
                 if entry.is_file():
                     found[entry.name] = Stored(entry.stat().st_size, entry.stat().st_mtime)
@@ -278,7 +301,7 @@ class LocalStorage(CheckpointStorage):
     def stored(self) -> Stored:
         """Return the bytes of all that is here, and when it was last written to."""
         size, modified = 0, 0.0
-        for path, _, files in os.walk(self._readable()):
+        for path, _, files in os.walk(self.fetch()):
             for name in (".", *files):
                 with contextlib.suppress(OSError):  # it was removed just now
                     about = os.lstat(os.path.join(path, name))
@@ -287,29 +310,34 @@ class LocalStorage(CheckpointStorage):
         return Stored(size, modified)
 
     def leftovers(self) -> dict[str, Stored]:
-        """Return the hidden folders of saves and removals in here, by path."""
-        hidden = [entry.path for entry in _scan(self.location) if entry.name.startswith(manifest.HIDDEN_PREFIXES)]
-        return {path: LocalStorage(path).stored() for path in hidden if _is_folder(path)}
+        """Return the hidden folders of saves and removals in here, by path; not one in which the checkpoint itself still lies."""
+        asides = [path for path, name in _asides(self.location) if not self.child(name).fetch().startswith(f"{path}/")]
+        return {path: LocalStorage(path).stored() for path in asides}
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
-        """Return the folder itself."""
-        return self._readable()
+        """Return the folder itself: the location, or where a publish that was killed between two renames left the checkpoint."""
+        for aside in () if os.path.isdir(self.location) else self._asides():
+            if os.path.isdir(former := os.path.join(aside, _FORMER)):
+                new = os.path.join(aside, self.name)
+                return new if os.path.isdir(new) else former
+        return self.location
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
     def stage(self) -> str:
         """Make the hidden, empty folder; OSError if no checkpoint can take the location, Busy if one is saved."""
-        if os.path.isdir(self.location):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.stat(self.location).st_mode):  # which raises for a name that is too long
+                raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
             self._refuse_what_stays()
-        elif os.path.exists(self.location):
-            raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
         _make_folder(os.path.dirname(self.location))
         self.abandon()
         with contextlib.ExitStack() as save:
-            save.enter_context(self._locked())
-            self._staged = self._beside(manifest.STAGING_PREFIX)
+            save.enter_context(self.locked())
+            aside = self._make_aside()
+            save.callback(_discard, aside, self.name)
+            self._staged = os.path.join(aside, self.name)
             os.mkdir(self._staged)
-            save.callback(shutil.rmtree, self._staged, ignore_errors=True)
             self._save = save.pop_all()
         return self._staged
 
@@ -326,69 +354,89 @@ class LocalStorage(CheckpointStorage):
             if holds:
                 raise OSError(f"{self.location!r} cannot be renamed: {reason}. Save into a folder inside it.")
 
+    def _make_aside(self) -> str:
+        """Make a hidden folder that says whose it is."""
+        while True:
+            path = os.path.join(os.path.dirname(self.location), STAGING_PREFIX + os.urandom(8).hex())
+            os.mkdir(path)
+            with contextlib.suppress(FileNotFoundError):  # another process took the empty folder for a left-over
+                Path(path, _PLACE).write_bytes(os.fsencode(self.name))
+                return path
+
     def abandon(self) -> None:
         """Remove what was staged."""
         self._save.close()
 
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
-        sync_tree(self._staged)
+        aside = os.path.dirname(self._staged)
+        sync_tree(aside)
         if not os.path.lexists(self.location):
             os.rename(self._staged, self.location)
-            sync_folder(os.path.dirname(self.location))
         else:
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
             Path(self._staged, manifest.PUBLISHING_MARKER).touch()
-            os.rename(self._staged, self._beside(manifest.READY_PREFIX))
+            if not exchange(self._staged, self.location):
+                with open(os.path.join(aside, _PLACE), "rb") as file:
+                    os.fsync(file.fileno())  # between the renames nothing else says where the checkpoint is
+                os.rename(self.location, os.path.join(aside, _FORMER))
+                os.rename(self._staged, self.location)
+        sync_folder(os.path.dirname(self.location))
         self._complete()
         self._save.close()
 
     def _complete(self) -> None:
-        """Bring a publish to its end from whichever step it has come to, and remove what is worth nothing. Needs the lock."""
-        for prefix in (manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX):
-            shutil.rmtree(self._beside(prefix), ignore_errors=True)
-        ready, replaced = self._beside(manifest.READY_PREFIX), self._beside(manifest.REPLACED_PREFIX)
-        if not os.path.isdir(ready) and not os.path.isdir(replaced):
-            return
-        if os.path.lexists(os.path.join(ready, manifest.PUBLISHING_MARKER)) and os.path.lexists(self.location):
-            if not exchange(ready, self.location):
-                os.rename(self.location, replaced)
-        if not os.path.lexists(self.location):
-            os.rename(ready if os.path.isdir(ready) else replaced, self.location)
-        if os.path.isdir(ready):
-            os.rename(ready, replaced)
-        sync_folder(os.path.dirname(self.location))
-        # It marks the newer of two folders, so it must be gone before the next exchange.
-        Path(self.location, manifest.PUBLISHING_MARKER).unlink(missing_ok=True)
-        if os.path.isdir(replaced):
-            _remove_parts(replaced)
-            _carry_over(replaced, self.location)
-            shutil.rmtree(replaced, ignore_errors=True)
+        """Bring publishes to their end from whichever step they have come to, and remove what is worth nothing. Needs the lock."""
+        marker = Path(self.location, manifest.PUBLISHING_MARKER)
+        for aside in self._asides():
+            new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
+            if os.path.isdir(new) and os.path.lexists(marker):
+                os.rename(new, former)
+            if os.path.isdir(former) and not os.path.lexists(self.location):
+                os.rename(new if os.path.isdir(new) else former, self.location)
+                sync_folder(os.path.dirname(self.location))
+            # It says that what lies aside is the former one, so it must be gone before the next checkpoint is staged.
+            marker.unlink(missing_ok=True)
+            with warned(f"What was at {self.location} before lies in {former}, and could not be removed"):
+                if os.path.isdir(former):
+                    _carry_over(former, self.location, _parts_of(former))
+                _discard(aside, _FORMER if os.path.isdir(former) else self.name)
+        for entry in _scan(os.path.dirname(self.location)):
+            if _HIDDEN.fullmatch(entry.name):
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(entry.path)
 
     def remove(self) -> None:
         """Remove the checkpoint; it is out of sight before its first file goes."""
-        with self._locked():
-            hidden = self._beside(manifest.REMOVED_PREFIX)
-            os.rename(self.location, hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+        with self.locked():
+            aside = self._make_aside()
+            try:
+                os.rename(self.location, os.path.join(aside, _GONE))
+            finally:
+                _discard(aside, self.name)
 
     def sweep(self) -> None:
         """Remove what killed runs left among the checkpoints here."""
-        left = [entry.name for entry in _scan(self.location) if entry.name.startswith(manifest.OF_SAVES)]
-        for name in dict.fromkeys(entry.partition("_")[2] for entry in left):
-            with contextlib.suppress(Busy), self.child(name)._locked(waits=False):
-                pass  # it has removed what it found
+        names = {name for _, name in _asides(self.location)}
+        names |= {one.name[len(LOCK_PREFIX) :] for one in _scan(self.location) if one.name.startswith(LOCK_PREFIX)}
+        for name in sorted(names - {""}):
+            with warned(f"What a save of {name!r} left in {self.location} could not be removed"):
+                with contextlib.suppress(Busy), self.child(name).locked(waits=False):
+                    pass  # it has removed what it found
 
     # -- one writer at a time ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _locked(self, waits: bool = True) -> Iterator[None]:
+    def locked(self, waits: bool = True) -> Iterator[None]:
         """Hold the lock, which the system drops with the process; complete or remove what a killed one left."""
-        path, owner = self._beside(manifest.LOCK_PREFIX), os.getpid()
+        key, owner = os.fsencode(self.name), os.getpid()
+        name = self.name if len(key) <= _LONGEST else hashlib.sha256(key).hexdigest()
+        path = os.path.join(os.path.dirname(self.location), LOCK_PREFIX + name)
         for tenths in itertools.count():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            if _locks(descriptor, path):
+            holds = _locks(descriptor, path)
+            if holds or (holds is None and waits):
                 break
             os.close(descriptor)
             if tenths == 20:
@@ -400,21 +448,18 @@ class LocalStorage(CheckpointStorage):
                 )
             time.sleep(0.1)
         try:
-            if os.path.isdir(self._beside(manifest.READY_PREFIX)):
-                logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
             self._complete()
             del self  # which has this generator: a storage that is dropped drops its lock at once
             yield
         finally:
-            # A fork has the descriptor, too, and must not give up what is its parent's.
-            if os.getpid() == owner:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), os.fdopen(descriptor):
+                # A fork has the descriptor, too, and must not give up what is its parent's. A file with content is the user's own.
+                if os.getpid() == owner and os.fstat(descriptor).st_size == 0:
                     os.unlink(path)
-            os.close(descriptor)
 
 
-def _locks(descriptor: int, path: str) -> bool:
-    """Lock a file (flock) unless another process has; return whether this process may go on."""
+def _locks(descriptor: int, path: str) -> bool | None:
+    """Lock a file (flock) unless another process has; return whether that succeeded, None where there are no locks."""
     try:
         import fcntl
 
@@ -423,7 +468,31 @@ def _locks(descriptor: int, path: str) -> bool:
     except (BlockingIOError, PermissionError, FileNotFoundError):  # the last: the former holder has removed the file
         return False
     except (OSError, ImportError):  # a file system without locks, or Windows
-        return True
+        return None
+
+
+def _asides(folder: str) -> list[tuple[str, str]]:
+    """Return the hidden folders of saves and removals in a folder, each with the name of its checkpoint; no others."""
+    found = []
+    for entry in _scan(folder):
+        place = Path(entry.path, _PLACE)
+        with contextlib.suppress(OSError):
+            if entry.name.startswith(STAGING_PREFIX) and entry.is_dir(follow_symlinks=False) and place.is_file():
+                name = os.fsdecode(place.read_bytes())
+                found += [(entry.path, name)] if os.path.basename(name) == name not in ("", ".", "..") else []
+    return found
+
+
+def _discard(aside: str, name: str) -> None:
+    """Remove what is called `name` in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
+    gone = os.path.join(aside, _GONE)
+    with contextlib.suppress(OSError):
+        os.rename(os.path.join(aside, name), gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        if os.listdir(aside) == [_PLACE]:
+            os.unlink(os.path.join(aside, _PLACE))
+        os.rmdir(aside)
 
 
 # -- files and folders -------------------------------------------------------------------------------------------------
@@ -448,43 +517,30 @@ def _make_folder(path: str) -> None:
         sync_folder(os.path.dirname(path))
 
 
-def _remove(path: str) -> None:
-    """Remove a file or a folder, if it is there."""
-    if _is_folder(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
-def _remove_parts(folder: str) -> None:
-    """Remove a checkpoint's parts from a folder, the manifest last; all that stays is the user's own.
-
-    The parts are what the manifest lists, and in the folder itself what has a name of checkpoints alone.
-    """
+def _parts_of(folder: str) -> list[str]:
+    """Return the files of a checkpoint and, in the folder itself, what has a name of checkpoints alone; the rest is the user's own."""
     listed: list[str] = []
     with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
         listed += Manifest.read(folder).files
-    unlisted = sorted({*os.listdir(folder)} - {name.split("/")[0] for name in listed})
+    unlisted = {*os.listdir(folder)} - {name.split("/")[0] for name in listed}
     named = [entry for entry in unlisted if manifest.is_checkpoint_file(entry) or manifest.is_shard_file(entry)]
-    # Without the manifest the next process could not distinguish the other parts from the user's own.
-    for path in (os.path.join(folder, name) for name in (*listed, *named, manifest.PUBLISHING_MARKER, NAME)):
-        inner = os.path.dirname(path)
-        if os.path.realpath(inner) == inner:  # what a link leads to is the user's own
-            _remove(path)
-            with contextlib.suppress(OSError):  # something else is in it
-                os.removedirs(inner)
+    return [*listed, *named, manifest.PUBLISHING_MARKER, NAME]
 
 
-def _carry_over(former: str, folder: str) -> None:
-    """Move what is the user's own from the folder that was replaced to the one that replaced it, and overwrite nothing."""
+def _carry_over(former: str, folder: str, parts: Collection[str]) -> None:
+    """Move all but the parts of a checkpoint from the folder that was replaced to the one that replaced it, and overwrite nothing."""
     for entry in _scan(former):
-        target = os.path.join(folder, entry.name)
-        if _is_folder(entry.path) and _is_folder(target):
-            _carry_over(entry.path, target)
+        if entry.name in parts:
             continue
-        if os.path.lexists(target):
+        target, merges = os.path.join(folder, entry.name), _is_folder(entry.path)
+        if os.path.lexists(target) and not (merges and _is_folder(target)):
             number = next(number for number in itertools.count(1) if not os.path.lexists(f"{target}.former_{number}"))
             message = "%s was written to while a checkpoint took its folder; what it was before is %s.former_%d."
             logger.warning(message, target, target, number)
             target = f"{target}.former_{number}"
-        os.rename(entry.path, target)
+        below = [name.partition("/")[2] for name in parts if name.startswith(f"{entry.name}/")] if merges else []
+        if below or _is_folder(target):
+            _carry_over(entry.path, target, below)
+        else:
+            os.makedirs(folder, exist_ok=True)
+            os.rename(entry.path, target)

@@ -191,12 +191,12 @@ def prune_command(args: argparse.Namespace) -> int:
         print(line)
     if args.incomplete:
         _refuse_if_busy(found)
-    elif found.unfinished or found.left or found.put_back:
+    elif found.unfinished or found.left:
         print("What is incomplete stays; --incomplete removes it, too.")
-        plan = replace(found, unfinished=[], left={}, put_back={})
+        plan = replace(found, unfinished=[], left={})
     going = [*plan.old, *plan.unfinished, *plan.left.values()]
     size = size_text(sum(one.size for one in going))
-    if not going and not plan.put_back:
+    if not going:
         print("There is nothing to remove.")
         return 0
     if args.dry_run:
@@ -219,8 +219,6 @@ def _lines(plan: Pruning, folder: CheckpointStorage) -> Iterator[str]:
         yield f"{one.name}  {size_text(one.size)}  {age_text(one.age)} old, {_state(one)}"
     for path, left in plan.left.items():
         yield f"{path}  {size_text(left.size)}  left behind by a save or a removal"
-    for path, left in plan.put_back.items():
-        yield f"{path}  {size_text(left.size)}  of a save that did not end; with --incomplete it gets its name back"
     for one in plan.unread:
         yield f"{one.name} stays: it was saved, and cannot be read here: {one.state.reason}"
     if plan.elsewhere is not None:
@@ -229,7 +227,7 @@ def _lines(plan: Pruning, folder: CheckpointStorage) -> Iterator[str]:
 
 def _refuse_if_busy(plan: Pruning) -> None:
     written = {one.name: one.saved for one in plan.unfinished}
-    written |= {path: left.modified for path, left in (plan.left | plan.put_back).items()}
+    written |= {path: left.modified for path, left in plan.left.items()}
     if busy := [name for name, when in written.items() if when is not None and when > time.time() - BUSY_SECONDS]:
         recent = f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes"
         raise LaunchError(f"{recent}: a run may be saving. Run this again later, or without --incomplete.")
@@ -237,7 +235,7 @@ def _refuse_if_busy(plan: Pruning) -> None:
 
 def _remove(plan: Pruning) -> int:
     problems = []
-    if plan.left or plan.put_back:
+    if plan.left:
         for home in plan.homes:
             home.sweep()
             still = sorted(plan.left.keys() & home.leftovers().keys())

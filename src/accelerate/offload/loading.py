@@ -44,6 +44,7 @@ from accelerate.offload.tensors import (
 )
 from accelerate.offload.weights import check_data
 from accelerate.runtime import storage
+from accelerate.runtime.durable import is_inside
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 logger = logging.getLogger("accelerate.utils.modeling")
@@ -221,6 +222,8 @@ def _indexed(path: Path) -> dict[str, list[str]]:
         files: dict[str, list[str]] = {name: [] for name in sorted(set(weight_map.values()))}
         for name, file in weight_map.items():
             files[file].append(name)
+        if outside := [file for file in files if not is_inside(file)]:
+            raise ValueError(f"it names {outside[0]!r:.80}, which leads out of {path.parent}")
         missing = [file for file in files if not (path.parent / file).is_file()]
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no index of a sharded checkpoint: {error}.") from error

@@ -285,6 +285,14 @@ def _rest(took: float) -> None:
         hurry.wait(rest * took)
 
 
+def is_inside(name: Any) -> bool:
+    """Say whether a path that a manifest or an index of shards gives stays within its folder, on every system."""
+    refused = "\\\0:" if os.name == "nt" else "\\\0"
+    if not isinstance(name, str) or any(sign in name for sign in refused):
+        return False
+    return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
+
+
 # -- the file system ----------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Resharding without a process group: what comes out loads, says what went in, and the rest of the checkpoint is there."""
 
+import dataclasses
 import os
 
 import pytest
@@ -11,7 +12,7 @@ import sharded_io
 from accelerate import Accelerator
 from accelerate.checkpoint import formats, optimizers
 from accelerate.checkpoint import manifest as manifest_module
-from accelerate.checkpoint.convert import export, reshard
+from accelerate.checkpoint.convert import export, merge_fsdp_weights, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
 from accelerate.checkpoint.state import names_file
 from sharded_io import same
@@ -140,6 +141,60 @@ def test_two_layouts_at_once_and_files_of_single_ranks(tmp_path, full, trained):
         refused(folder, tmp_path / "new", ValueError, match)
         with pytest.raises(ValueError, match=match):
             export(folder, tmp_path / "exported")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", ["scheduler.bin", "model.safetensors", "folder/notes.txt"])
+def test_what_links_lead_to_outside_is_not_copied(tmp_path, full, name, listed):
+    """Whoever is given a checkpoint must not get what a link in it finds on the machine that converts it."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if name == "folder/notes.txt":
+        (elsewhere / "notes.txt").write_text("secret")
+        (full / "folder").symlink_to(elsewhere)
+        if listed:  # a manifest may say anything
+            listing = Manifest.read(full)
+            files = {**listing.files, name: formats.describe(full / name)}
+            dataclasses.replace(listing, files=files).write(full)
+    else:
+        (full / name).rename(elsewhere / name)
+        (full / name).symlink_to(elsewhere / name)
+    if not listed:
+        (full / "accelerate_manifest.json").unlink()
+    if name == "folder/notes.txt" and not listed:  # what a linked folder has is no part of a checkpoint
+        reshard(str(full), str(tmp_path / "new"), "sharded")
+        assert not (tmp_path / "new" / "folder").exists()
+    else:
+        refused(full, tmp_path / "new", ValueError, f"{name}' is a link to .*elsewhere.*Put the file itself there")
+    if name == "model.safetensors":
+        with pytest.raises(ValueError, match="is a link to"):
+            export(full, tmp_path / "exported")
+        assert not (tmp_path / "exported").exists()
+
+
+def test_links_within_a_checkpoint_are_files_of_it(tmp_path, full):
+    (full / "latest").symlink_to("notes.txt")
+    (full / "accelerate_manifest.json").unlink()
+    (full / "scheduler.bin").rename(full / "real.bin")
+    (full / "scheduler.bin").symlink_to("real.bin")
+    reshard(str(full), str(tmp_path / "new"), "sharded")
+    copied = tmp_path / "new" / "scheduler.bin"
+    assert torch.load(copied) == {"last_epoch": 3} and not copied.is_symlink()
+
+
+def test_shards_that_lie_elsewhere_are_neither_converted_nor_merged(tmp_path, full):
+    reshard(str(full), str(tmp_path / "sharded"), "sharded", 2)
+    shard = next((tmp_path / "sharded" / "pytorch_model_fsdp_0").glob("*.distcp"))
+    shard.rename(tmp_path / "secret")
+    shard.symlink_to(tmp_path / "secret")
+    for run in (
+        lambda: reshard(str(tmp_path / "sharded"), str(tmp_path / "new"), "full"),
+        lambda: export(tmp_path / "sharded", tmp_path / "new"),
+        lambda: merge_fsdp_weights(str(shard.parent), str(tmp_path / "new")),
+    ):
+        with pytest.raises(ValueError, match="is a link to .*secret"):
+            run()
+    assert not (tmp_path / "new").exists()
 
 
 def test_numbers_without_names(tmp_path, full):

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint_samples as samples
 from accelerate import Accelerator
 from accelerate.checkpoint import manifest, storage
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.storage import Busy, LocalStorage, prune
+from accelerate.utils import ProjectConfiguration
 from cases import cases
 
 FILES = ("model.safetensors", "sub/more.bin")
@@ -186,6 +188,46 @@ def test_a_folder_that_cannot_be_renamed_is_refused_and_stays(tmp_path, monkeypa
     assert LocalStorage(folder / "inside").state().kind == "complete"
 
 
+def test_folders_of_the_user_that_are_called_like_hidden_ones_stay(tmp_path):
+    """What a save has made says so inside; a name alone means nothing."""
+    mine = {f".{word}_c/notes.txt" for word in ("saving", "ready", "replaced", "removed")} | {".lock_c", ".lock_d"}
+    put(tmp_path, *mine)
+    for _ in range(3):
+        make(tmp_path / "c")
+        prune(LocalStorage(tmp_path), 1, keep=[])
+    assert tree(tmp_path) == mine | {f"c/{name}" for name in (*FILES, NAME)}
+    LocalStorage(tmp_path / "c").remove()
+    assert tree(tmp_path) == mine and not LocalStorage(tmp_path).leftovers()
+
+
+@pytest.mark.parametrize("place", ["", "..", "../other/c", "other/c"])
+def test_a_hidden_folder_that_says_it_belongs_elsewhere_stays(tmp_path, place):
+    make(tmp_path / "other" / "c")
+    left = samples.left_behind(tmp_path / "in", place, ".former")
+    put(left, "model.safetensors")
+    (tmp_path / "in" / ".lock_").touch()
+    LocalStorage(tmp_path / "in").sweep()
+    assert (left / "model.safetensors").exists() and content(tmp_path / "other" / "c") == "old"
+
+
+@pytest.mark.parametrize("length", [240, 246, 255])
+def test_a_name_may_have_as_many_bytes_as_the_system_takes(tmp_path, length):
+    accelerator, place = Accelerator(cpu=True), tmp_path / ("\u00e9" * (length // 2) + "x" * (length % 2))
+    for _ in range(3):
+        accelerator.save_state(place)
+    accelerator.load_state(place)
+    assert os.listdir(tmp_path) == [place.name]
+
+
+@cases("name, error, text", (b"x" * 256, OSError, "name too long"), (b"caf\xe9", ValueError, "no UTF-8.*Rename"))
+def test_a_name_that_cannot_be_read_again_is_refused_before_any_work(tmp_path, name, error, text):
+    accelerator, called = Accelerator(cpu=True), []
+    accelerator.register_save_state_pre_hook(lambda *given: called.append(given))
+    with pytest.raises(error, match=text):
+        accelerator.save_state(os.path.join(tmp_path, os.fsdecode(name)))
+    assert os.listdir(tmp_path) == [] and not called
+
+
 def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, caplog):
     first, second, slept = LocalStorage(tmp_path / "c"), LocalStorage(tmp_path / "c"), []
     folder = first.stage()
@@ -196,7 +238,7 @@ def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, 
         second.stage()
     assert sum(slept) == pytest.approx(60) and caplog.text.count("waiting for it") == 1
     monkeypatch.setattr(time, "sleep", lambda seconds: first.abandon())
-    assert second.stage() == folder and os.path.isdir(folder)
+    assert os.path.isdir(second.stage()) and not os.path.exists(folder)
     second.abandon()
     (tmp_path / f"{manifest.LOCK_PREFIX}checkpoint_7").touch()
     second.parent().sweep()
@@ -271,10 +313,68 @@ def numbered(folder: Path, number: int, kind: str = "complete") -> str:
 )
 def test_the_oldest_go(tmp_path, kinds, limit, keep, left):
     paths = [numbered(tmp_path, number, kind) for number, kind in enumerate(kinds)]
-    for prefix in (manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX, ".users_own"):
-        (tmp_path / f"{prefix}checkpoint_9").mkdir()
+    for number, inner in enumerate(("checkpoint_9", ".removed")):
+        samples.left_behind(tmp_path, "checkpoint_9", inner, number)
+    (tmp_path / ".users_owncheckpoint_9").mkdir()
     prune(LocalStorage(tmp_path), limit, keep=[*(paths[number] for number in keep), None])
     assert sorted(os.listdir(tmp_path)) == [".users_owncheckpoint_9", *(f"checkpoint_{number}" for number in left)]
+
+
+@cases("remote, blocking", (False, True), (False, False), (True, True), (True, False))
+def test_a_save_that_was_published_does_not_raise_where_pruning_fails(
+    tmp_path, monkeypatch, request, caplog, remote, blocking
+):
+    if remote:
+        request.getfixturevalue("memory")
+    home = "memory://run" if remote else str(tmp_path)
+    project = ProjectConfiguration(home, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    kind = type(storage.storage_of(home))
+    for name in ("sweep", "checkpoints"):
+        accelerator.save_state()
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, lambda self: refuse())
+            place = accelerator.save_state(blocking=blocking)
+            accelerator.wait_for_checkpoint()
+        assert storage.storage_of(place).state().kind == "complete"
+        assert caplog.text.count("Operation not supported") == 1 and f"{home}/checkpoints" in caplog.text
+        left = [number for number, _ in storage.storage_of(f"{home}/checkpoints").checkpoints()]
+        # What could be done was done.
+        assert left == ([1] if name == "sweep" else [2, 3])
+        caplog.clear()
+
+
+def test_a_left_over_lock_that_cannot_be_opened_holds_up_nothing(tmp_path, caplog):
+    paths = [numbered(tmp_path, number) for number in (1, 2)]
+    (tmp_path / ".lock_a").mkdir()
+    samples.left_behind(tmp_path, "checkpoint_9", "checkpoint_9")
+    prune(LocalStorage(tmp_path), 1, keep=[paths[1]])
+    assert sorted(os.listdir(tmp_path)) == [".lock_a", "checkpoint_2"] and str(tmp_path) in caplog.text
+
+
+def test_an_old_checkpoint_that_another_process_saves_to_stays(tmp_path, monkeypatch, caplog):
+    paths = [numbered(tmp_path, number) for number in (1, 2)]
+    held = LocalStorage(paths[0])
+    held.stage()
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    prune(LocalStorage(tmp_path), 1, keep=[paths[1]])
+    assert content(paths[0]) == "old" and f"{paths[0]} could not be removed: Another process" in caplog.text
+
+
+def test_what_the_former_one_leaves_behind_holds_up_nothing(tmp_path, monkeypatch, caplog):
+    folder, real = tmp_path / "c", os.rename
+    make(folder)
+    put(folder, "notes.txt")
+    monkeypatch.setattr(
+        os, "rename", lambda source, target: refuse() if source.endswith("notes.txt") else real(source, target)
+    )
+    make(folder, "new")
+    assert content(folder) == "new" and "Operation not supported" in caplog.text
+    monkeypatch.setattr(os, "rename", real)
+    make(folder, "newer")
+    assert (
+        content(folder) == "newer" and (folder / "notes.txt").read_text() == "mine" and os.listdir(tmp_path) == ["c"]
+    )
 
 
 def test_what_cannot_be_removed_is_reported_and_the_rest_goes(tmp_path, monkeypatch, caplog):

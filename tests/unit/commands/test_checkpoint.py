@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 import checkpoint_samples as samples
-from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME, REMOVED_PREFIX, STAGING_PREFIX
+from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME
 from accelerate.checkpoint.storage import LocalStorage, storage_of
 
 
@@ -55,8 +56,7 @@ class Terminal(io.StringIO):
 def test_ls(accelerate, project, tmp_path):
     folder = project / "checkpoints"
     samples.foreign(folder / "epoch_1", age=60)
-    left = folder / (STAGING_PREFIX + "checkpoint_5")
-    left.mkdir()
+    left = samples.left_behind(folder, "checkpoint_5")
     (left / "model.safetensors").write_bytes(bytes(2_000_000))
     out = run(accelerate, "ls", project)
     header, *lines = rows(out)
@@ -223,11 +223,10 @@ def test_prune_looks_again_after_asking(accelerate, tmp_path, monkeypatch):
 
 def test_prune_incomplete(accelerate, project):
     folder = project / "checkpoints"
-    for name in (STAGING_PREFIX + "checkpoint_7", REMOVED_PREFIX + "checkpoint_1"):
-        (folder / name).mkdir()
-        (folder / name / "model.safetensors").write_bytes(b"part")
+    for number, (name, inner) in enumerate([("checkpoint_7", "checkpoint_7"), ("checkpoint_1", ".removed")]):
+        (samples.left_behind(folder, name, inner, number) / "model.safetensors").write_bytes(b"part")
     out = prune(accelerate, project, 4, "--incomplete", status=2)  # a run may be writing there right now
-    assert "a run may be saving" in out and str(folder / ".saving_checkpoint_7") in out
+    assert "a run may be saving" in out and str(folder / ".saving_0") in out
     samples.touch(folder, 700)
     prune(accelerate, project, 4)
     assert len(left_in(project)) == 7
@@ -265,7 +264,7 @@ def test_prune_stays_in_the_folder(accelerate, tmp_path):
     """A project may keep its checkpoints on another disk."""
     disk, project = tmp_path / "disk", tmp_path / "project"
     numbered(disk)
-    (disk / ".saving_checkpoint_7").mkdir()
+    samples.left_behind(disk, "checkpoint_7")
     samples.touch(disk, 700)
     project.mkdir()
     os.symlink(disk, project / "checkpoints")
@@ -305,13 +304,14 @@ def test_prune_leaves_what_cannot_be_read_here(accelerate, tmp_path):
 
 def test_prune_puts_back_the_only_copy(accelerate, tmp_path):
     numbered(tmp_path)
-    os.rename(tmp_path / "checkpoint_2", tmp_path / ".replaced_checkpoint_2")  # the only copy
-    samples.write(tmp_path / ".replaced_checkpoint_1")  # the former one
+    only = samples.left_behind(tmp_path, "checkpoint_2", number=2)
+    os.rename(tmp_path / "checkpoint_2", only / ".former")
+    samples.write(samples.left_behind(tmp_path, "checkpoint_1", ".former", 1))
     samples.touch(tmp_path, 5000)
     assert "\n2 would be removed (" in prune(accelerate, tmp_path, 2, "--incomplete", "--dry_run")
     out = prune(accelerate, tmp_path, 2, "--incomplete")
     assert out.endswith("\n2 removed.\n")
-    assert f"{tmp_path / '.replaced_checkpoint_2'}  " in out and "gets its name back" in out
+    assert str(only) not in out  # it is read from there until it has its name back
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "checkpoint_2"]
 
 
@@ -335,13 +335,17 @@ def store():
     memory.rm("/bucket", recursive=True)
 
 
-def test_object_store(accelerate, store, tmp_path):
+def test_object_store(accelerate, store, tmp_path, monkeypatch):
     out = run(accelerate, "ls", store)
     assert [row[:2] for row in rows(out)[2:]] == [["checkpoint_1", "1"], ["checkpoint_2", "2"]]
     assert "incomplete: optimizer.bin is missing" in out
     assert "2 of 3 checkpoints are whole." in run(accelerate, "verify", store, status=1)
     assert "5 with 66 numbers" in run(accelerate, "info", f"{store}/checkpoint_2")
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(copies))
     assert "5 tensors in 1 file" in run(accelerate, "export", f"{store}/checkpoint_2", tmp_path / "out")
+    assert os.listdir(copies) == [], "what was fetched is removed at once, not when the process ends"
     prune(accelerate, store, 1)
     found = json.loads(run(accelerate, "ls", store, "--json"))
     assert [one["name"] for one in found] == ["checkpoint_0", "checkpoint_2"]

@@ -280,7 +280,19 @@ def _break_index(folder, kind):
     (folder / "model.index.json").write_text('{"weight_map": ["first.weight"]}')
 
 
+def _lead_out(way):
+    """Let the index name a file that is there by a path that leaves the folder."""
+
+    def change(folder, kind):
+        text = (folder / "model.index.json").read_text()
+        (folder / "model.index.json").write_text(text.replace("part2", way.format(folder.parent)))
+
+    return change
+
+
 FAULTS = {
+    "relative path": (_lead_out("../checkpoint/part2"), ValueError, r"names '\.\./check.*leads out of .*checkpoint"),
+    "absolute path": (_lead_out("{}/checkpoint/part2"), ValueError, r"names '/.*, which leads out of"),
     "lost": (_lose, FileNotFoundError, r"names 2 files, of which 1 are not in .*part2"),
     "truncated": (_truncate, ValueError, r"part2.* is truncated or no"),
     "other names": (_mix_up, ValueError, r"lacks weights .*index says.*second\.weight"),

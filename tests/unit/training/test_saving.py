@@ -2,6 +2,7 @@
 
 import errno
 import os
+import traceback
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+import checkpoint_samples as samples
 from accelerate import Accelerator
+from accelerate.checkpoint.storage import LocalStorage
 from accelerate.config.project import ProjectConfiguration
+from accelerate.offload.loading import load_checkpoint_in_model
 from accelerate.training import saving
 
 
@@ -59,7 +63,9 @@ def test_hooks_may_save_and_load_models_themselves(tmp_path):
 
     handle = accelerator.register_save_state_pre_hook(hook)
     accelerator.save_state(tmp_path / "a")
-    assert seen == [([first, second], [["weight", "bias"]] * 2, str(tmp_path / ".saving_a"))]
+    staged = Path(seen[0][2])
+    assert seen == [([first, second], [["weight", "bias"]] * 2, str(staged))]
+    assert staged.parent.parent == tmp_path and staged.parent.name.startswith(".saving_") and staged.name == "a"
     assert load_file(tmp_path / "a" / "model.safetensors")["weight"].shape == (3, 3)
     assert not (tmp_path / "a" / "model_1.safetensors").exists()
     assert len(accelerator._models) == 2
@@ -213,3 +219,42 @@ def test_save_model_is_never_a_mixture(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors"]
     with pytest.warns(UserWarning, match="readers prefer"):
         accelerator.save_model(model, tmp_path, safe_serialization=False)
+
+
+def _saves(accelerator, folder, value, size, times):
+    """Save a model of one value again and again in a process of its own; return its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, value)
+        for _ in range(times):
+            accelerator.save_model(model, folder, max_shard_size=size)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+@pytest.mark.parametrize("sizes", [("1GB", "1GB"), (300, 700)])
+def test_processes_save_a_model_into_one_folder(tmp_path, sizes):
+    """No save dies, and what is there in the end is the model of one of them."""
+    accelerator = Accelerator(cpu=True)
+    pids = [_saves(accelerator, tmp_path / "m", value, size, 10) for value, size in enumerate(sizes)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
+    load_checkpoint_in_model(model, tmp_path / "m", strict=True)
+    assert len({value for parameter in model.parameters() for value in parameter.flatten().tolist()}) == 1
+    assert not [*(tmp_path / "m").glob(".*")]
+
+
+def test_saving_a_model_removes_what_killed_saves_left_and_nothing_else(tmp_path):
+    (tmp_path / ".saving_mine").mkdir()
+    at_work = LocalStorage(tmp_path / "weights_1")
+    staged = at_work.stage()
+    samples.left_behind(tmp_path, "weights_2", "weights_2")
+    Accelerator(cpu=True).save_model(nn.Linear(2, 2), tmp_path)
+    found = {".lock_weights_1", ".saving_mine", "model.safetensors", Path(staged).parent.name}
+    assert set(os.listdir(tmp_path)) == found and os.path.isdir(staged)
