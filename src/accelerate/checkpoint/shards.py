@@ -17,7 +17,8 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -30,10 +31,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry, is_inside
-from accelerate.checkpoint.state import is_spread, mapped_leaves
+from accelerate.checkpoint.state import is_spread, like, mapped_leaves, part
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable
 from accelerate.utils.other import load
+
+# So many files are held open until their tensors are read; of more the tensors are read at once, into more memory.
+_HELD = 256
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -58,6 +62,8 @@ class Stored:
     verified: bool = False
     _wanted: dict[str, Any] = field(default_factory=dict)
     _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _later: tuple[dcp.LoadPlan, dcp.LoadPlanner] | None = None
+    _early: dict[str, Any] = field(default_factory=dict)
     _reading: Any = field(default_factory=threading.Lock)
 
     @classmethod
@@ -65,6 +71,7 @@ class Stored:
         """Return what a local folder in torch's format holds; DamagedCheckpoint as `read_metadata`."""
         metadata = read_metadata(folder)
         reader = dcp.FileSystemReader(folder)
+        reader.fs = _HeldFiles()
         reader.set_up_storage_reader(metadata, True)
         stored = cls(os.fspath(folder), None, reader, metadata, verified=verified)
         with _damage_named(stored.origin):
@@ -118,27 +125,49 @@ class Stored:
         self._over.setdefault(value.stored_key, []).append(memory)
         return memory
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
-        self._wanted = {key: first for key, (first, *_) in self._over.items()}
-        self.fill()
-        for first, *others in self._over.values():
-            for memory in others:  # names of one stored tensor
-                memory.copy_(first)
-        self._over = {}
+        if self._later is not None:
+            self._read(*self._later)
+        with torch.no_grad():
+            for key, (first, *others) in self._over.items():
+                if key in self._early:
+                    part(first).copy_(part(self._early[key]))
+                for memory in others:  # names of one stored tensor
+                    memory.copy_(first)
+        self._over, self._later, self._early = {}, None, {}
 
     def fill(self) -> dict[str, Any]:
-        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says."""
+        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
+
+        The files that `finish` reads are opened: what takes their place meanwhile is of another save.
+        """
         wanted, self._wanted = self._wanted, {}
-        if not wanted:
-            return {}
+        if wanted:
+            self._read(*self._planned(wanted))
+        if self._over:
+            self._later = self._planned({key: first for key, (first, *_) in self._over.items()})
+            if isinstance(self.reader, dcp.FileSystemReader):
+                places = self.metadata.storage_data
+                files = {places[item.storage_index].relative_path for item in self._later[0].items}
+                if len(files) <= _HELD:
+                    with _damage_named(self.origin):
+                        self.reader.fs.hold(self.origin, files)
+                else:
+                    self._early, self._later = {key: like(first) for key, (first, *_) in self._over.items()}, None
+                    self._read(*self._planned(self._early))
+        return wanted
+
+    def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, dcp.LoadPlanner]:
         planner = _LoadPlanner(flatten_state_dict=False)
         with _damage_named(self.origin), torch.no_grad():
             planner.set_up_planner(wanted, self.metadata, True)
-            plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+            return planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0]), planner
+
+    @torch.no_grad()
+    def _read(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
+        with _damage_named(self.origin):
             self.reader.read_data(plan, planner)
-        return wanted
 
     def read(self, value: Any) -> Any:
         """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
@@ -157,6 +186,24 @@ def _damage_named(origin: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DamagedCheckpoint(f"{origin} could not be read: {error!r}") from error
+
+
+class _HeldFiles(FileSystem):
+    """The file system of torch's reader; it reads files that are held as they were, whatever is at their path by now."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+
+    def hold(self, folder: str, files: Iterable[str]) -> None:
+        """Open files of a folder, until this object goes."""
+        for path in (os.path.join(folder, file) for file in files):
+            self._held[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, self._held[path])
+
+    @contextlib.contextmanager
+    def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
+        with open(self._held.get(os.fspath(path), path), mode, closefd=os.fspath(path) not in self._held) as file:
+            yield file
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):

@@ -1,16 +1,19 @@
 """Loading a run's checkpoint: found, verified, read and compared in full, and only then put into the objects."""
 
+import itertools
 import logging
 import os
 import re
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import Contents, read_common, tensor_device
-from accelerate.checkpoint.manifest import Manifest, damaged
+from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, newest_first, storage_of
@@ -20,6 +23,9 @@ from accelerate.training.prepared import Facade
 logger = logging.getLogger(__name__)
 
 Folder = str | os.PathLike[str]
+
+# How often a load starts over because another save has taken the place of the checkpoint that it was reading.
+_ATTEMPTS = 100
 
 
 def load_state(
@@ -33,7 +39,8 @@ def load_state(
     """Load what ``save_state`` saved into everything prepared or registered. All ranks call it.
 
     The checkpoint is verified, read in full and compared with the objects before any of them is changed. If one of
-    them refuses its state all the same, on any rank, all are given back what they had.
+    them refuses its state all the same, on any rank, all are given back what they had. Where another save takes its
+    place meanwhile, all ranks start over with that one, so that they never mix two.
     """
     background = accelerator._background
     former = background.settle("load_state()") if background.pending else None
@@ -45,40 +52,104 @@ def load_state(
     barrier = SaveBarrier("load_state", storage.location, group, default_store())
     barrier.begin()
     barrier.exchange(None, former)  # what failed in the background on one rank alone is raised on all of them now
-    contents, problem, chosen, following = None, None, None, None
+    for attempt in itertools.count(1):
+        try:
+            chosen, contents = _begun(accelerator, barrier, group, storage, latest, options, model_options)
+        except _Refused as refused:  # every rank raises it, so no rank waits for another's
+            barrier.leave()
+            refusal, nothing = refused.args
+            # One that cannot be read is no reason to begin anew, and to save over it.
+            if missing_ok and nothing:
+                logger.info("%s Nothing was loaded.", refusal)
+                return None
+            raise refusal from None
+        if chosen is not None and contents is not None:
+            break
+        logger.info("%r: another save took its place while it was read; starting over.", storage.location)
+        if attempt == _ATTEMPTS:
+            barrier.leave()
+            raise RuntimeError(
+                f"load_state({storage.location!r}): another save took its place {attempt} times while it was read; nothing was "
+                "loaded. Save there less often, or load a copy."
+            )
+        time.sleep(attempt / 1000)
     try:
-        chosen, folder, following = _choose(accelerator, barrier, group, storage, latest)
-        contents = _read(accelerator, folder, options, model_options)
-        contents.begin(**model_options)
-    except _Refused as refused:  # every rank raises it, so no rank waits for another's
-        barrier.leave()
-        refusal, nothing = refused.args
-        # One that cannot be read is no reason to begin anew, and to save over it.
-        if missing_ok and nothing:
-            logger.info("%s Nothing was loaded.", refusal)
-            return None
-        raise refusal from None
+        _complete(accelerator, barrier, contents)
+    finally:
+        chosen.storage.release()
+    accelerator._loaded_checkpoint = chosen.storage.location
+    if chosen.following is not None:
+        accelerator.project_configuration.iteration = chosen.following
+    return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
+
+
+@dataclass
+class _Chosen:
+    """A verified checkpoint, the same on all ranks.
+
+    Attributes:
+        folder: this rank's local folder of it, and its manifest when it was verified, None without one.
+        following: the next automatic number.
+        common: what was read of what every strategy saves alike; None where some rank has a `problem` with it.
+    """
+
+    storage: CheckpointStorage
+    folder: str
+    manifest: Manifest | None
+    following: int | None = None
+    common: Contents | None = None
+    problem: Exception | None = None
+
+    def replaced(self) -> bool:
+        """Say whether another save has taken its place, or it was removed, since it was verified. Any rank, alone."""
+        try:
+            return Manifest.read(self.folder) != self.manifest
+        except (OSError, DamagedCheckpoint):
+            return self.manifest is not None
+
+
+def _begun(
+    accelerator: Facade,
+    barrier: SaveBarrier,
+    group: Group,
+    storage: CheckpointStorage,
+    latest: bool,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
+) -> tuple[_Chosen | None, Contents | None]:
+    """Choose a checkpoint, read it, and let the objects take it. All ranks; if it was replaced, Nones and nothing changed."""
+    chosen, contents, problem, replaced = None, None, None, False
+    try:
+        chosen = _choose(accelerator, barrier, group, storage, latest, options)
+        if chosen is None:
+            return None, None
+        if chosen.problem is not None:
+            raise chosen.problem
+        if chosen.common is not None:
+            contents = _read(accelerator, chosen.common, options, model_options)
+        replaced = chosen.replaced()
+        if contents is not None and not replaced:
+            contents.begin(**model_options)
+    except _Refused:
+        raise
     except BaseException as error:  # the other ranks would wait for a rank that leaves now
         problem = error
+        replaced = isinstance(error, Exception) and chosen is not None and chosen.replaced()
+    begun = False
     try:
-        _complete(accelerator, barrier, contents, problem)
+        replaced = any(barrier.exchange(replaced, None if replaced else problem))
+        begun = not replaced
     finally:
-        if chosen is not None:
-            chosen.release()
-    accelerator._loaded_checkpoint = chosen.location
-    if following is not None:
-        accelerator.project_configuration.iteration = following
-    return Path(chosen.location) if isinstance(chosen, LocalStorage) else chosen.location
-
-
-def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents | None, problem: Any) -> None:
-    """Put the rest into the objects if no rank has a problem so far, else give back what they had."""
-    try:
-        barrier.exchange(None, problem)
-    except BaseException:
-        if contents is not None:
+        if not begun and contents is not None:
             contents.undo()
-        raise
+        if not begun and chosen is not None:
+            chosen.storage.release()
+    return (chosen, contents) if begun else (None, None)
+
+
+def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents) -> None:
+    """Put the rest into the objects, which no rank has a problem with."""
+    problem = None
     try:
         for name, value in contents.complete().items():
             setattr(accelerator, name, value)
@@ -120,9 +191,45 @@ _ABSENT = "absent: "
 
 
 def _choose(
-    accelerator: Facade, barrier: SaveBarrier, group: Group, storage: CheckpointStorage, latest: bool
-) -> tuple[CheckpointStorage, str, int | None]:
-    """Return the checkpoint that all ranks take, verified; this rank's local folder of it; and the next automatic number."""
+    accelerator: Facade,
+    barrier: SaveBarrier,
+    group: Group,
+    storage: CheckpointStorage,
+    latest: bool,
+    options: dict[str, Any],
+) -> _Chosen | None:
+    """Return the checkpoint that all ranks take; None if another save took its place while it was verified."""
+    searched, (candidates, passed) = None, ([storage.location], [])
+    while latest or searched is None:
+        if latest:
+            candidates, passed = _searched(barrier, group, storage, warns=searched is None)
+        if not candidates or candidates == searched:
+            break
+        searched = candidates  # none of them can be loaded: if a run prunes beside this load, there are others by now
+        for candidate in map(storage_of, candidates):
+            chosen, problems = _verified(accelerator, barrier, group, candidate, options)
+            if not problems:
+                return chosen
+            candidate.release()
+            absent = all(line.startswith(_ABSENT) for line in problems)
+            if not latest:
+                refusal: Exception = damaged(candidate.location, problems)
+                if problems[0].startswith(_ABSENT):
+                    reason = problems[0].removeprefix(_ABSENT)
+                    refusal = ValueError(f"load_state({candidate.location!r}): {reason}.")
+                raise _Refused(refusal, absent)
+            passed.append(f"{candidate.location}: {'; '.join(problems)}")
+            if group.rank == 0 and not absent:
+                logger.warning("Passed over %s", passed[-1])
+    more = "".join(f"\n  passed over {line}" for line in passed)
+    text = f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
+    raise _Refused(FileNotFoundError(text), not passed)
+
+
+def _searched(
+    barrier: SaveBarrier, group: Group, storage: CheckpointStorage, warns: bool
+) -> tuple[list[str], list[str]]:
+    """Return the checkpoints in a folder, newest first, as the first rank finds them, and a line for each that it passed over."""
 
     def search() -> tuple[Any, list[str]]:
         if group.rank != 0:
@@ -130,39 +237,24 @@ def _choose(
         candidates, passed = newest_first(storage)
         return [[candidate.location for candidate in candidates], passed], []
 
-    candidates, passed = [storage.location], []
-    if latest:
-        notes, problems = _on_all(barrier, search)
-        if problems:
-            text = f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"
-            raise _Refused(OSError(text), False)
-        candidates, passed = notes[0]
-        for line in passed if group.rank == 0 else ():
-            logger.warning("Passed over %s", line)
-    for candidate in map(storage_of, candidates):
-        folder, problems, following = _verified(accelerator, barrier, group, candidate)
-        if not problems:
-            return candidate, folder, following
-        candidate.release()
-        if not latest:
-            refusal: Exception = damaged(candidate.location, problems)
-            if problems[0].startswith(_ABSENT):
-                reason = problems[0].removeprefix(_ABSENT)
-                refusal = ValueError(f"load_state({candidate.location!r}): {reason}.")
-            raise _Refused(refusal, all(line.startswith(_ABSENT) for line in problems))
-        passed.append(f"{candidate.location}: {'; '.join(problems)}")
-        if group.rank == 0:
-            logger.warning("Passed over %s", passed[-1])
-    more = "".join(f"\n  passed over {line}" for line in passed)
-    text = f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
-    raise _Refused(FileNotFoundError(text), not passed)
+    notes, problems = _on_all(barrier, search)
+    if problems:
+        text = f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"
+        raise _Refused(OSError(text), False)
+    candidates, passed = notes[0]
+    for line in passed if warns and group.rank == 0 else ():
+        logger.warning("Passed over %s", line)
+    return candidates, passed
 
 
 def _verified(
-    accelerator: Facade, barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
-) -> tuple[str | None, list[str], int | None]:
-    """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
-    leader, state, folder, readers = barrier.leader(), None, None, []
+    accelerator: Facade, barrier: SaveBarrier, group: Group, candidate: CheckpointStorage, options: dict[str, Any]
+) -> tuple[_Chosen | None, list[str]]:
+    """Verify a checkpoint together, and read what every strategy saves alike; return it, and what is wrong with it.
+
+    Both are the same on all ranks; None if another save took its place.
+    """
+    leader, state, readers = barrier.leader(), None, []
 
     def fetch() -> tuple[Any, list[str]]:
         nonlocal state
@@ -174,26 +266,43 @@ def _verified(
 
     def verify() -> tuple[Any, list[str]]:
         following, hashed, problems = _following_number(accelerator, candidate), [], []
-        if state.manifest is not None:
-            problems = manifest.problems(folder, state.manifest)
-            hashed = [] if problems else _hashed(folder, state.manifest, readers.index(group.rank), len(readers))
+        if chosen.manifest is not None:
+            problems = manifest.problems(chosen.folder, chosen.manifest)
+            hashed = (
+                [] if problems else _hashed(chosen.folder, chosen.manifest, readers.index(group.rank), len(readers))
+            )
         elif group.rank == 0:
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
         return [following, hashed], problems
 
+    def compare() -> tuple[Any, list[str]]:
+        if chosen.manifest is not None and (problems := _compared(chosen.manifest, digests)):
+            return False, problems
+        try:  # alone, and before what ranks read together: there a rank would wait for one that cannot go on
+            chosen.common = _read_common(accelerator, chosen.folder, options)
+        except Exception as error:
+            chosen.problem = error
+        return chosen.problem is None, []
+
     notes, problems = _on_all(barrier, fetch)
     if not problems and len({save for _, save, _ in notes}) > 1:
+        if group.shared:
+            return None, []
         problems = ["the machines have checkpoints of different saves: not all had published when the run ended"]
     if problems:
-        return None, problems, None
-    folder = notes[group.rank][0] or notes[leader][0]
+        return None, problems
+    chosen = _Chosen(candidate, notes[group.rank][0] or notes[leader][0], state.manifest)
     readers = [rank for rank, note in enumerate(notes) if note[2] == leader]
     notes, problems = _on_all(barrier, verify)
-    following = max((note[0] for note in notes if note and note[0] is not None), default=None)
-    if not problems and state.manifest is not None:
+    if not problems:
+        chosen.following = max((note[0] for note in notes if note[0] is not None), default=None)
         digests = {(name, start): digest for rank in readers for name, start, digest in notes[rank][1]}
-        _, problems = _on_all(barrier, lambda: (None, _compared(state.manifest, digests)))
-    return folder, problems, following
+        notes, problems = _on_all(barrier, compare)
+        chosen.common = chosen.common if all(notes) else None
+    if problems and any(barrier.exchange(chosen.replaced())):
+        candidate.release()
+        return None, []
+    return chosen, problems
 
 
 def _hashed(folder: str, listing: Manifest, reader: int, readers: int) -> list[tuple[str, int, str]]:
@@ -223,8 +332,8 @@ def _pieces(listing: Manifest, name: str) -> range:
     return range(0, listing.files[name].size, durable.CHUNK)
 
 
-def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
-    backend = accelerator._backend
+def _read_common(accelerator: Facade, folder: str, options: dict[str, Any]) -> Contents:
+    """Read what every strategy saves alike. Any rank, alone."""
     custom = accelerator.prepared.custom_objects
     pattern = re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl"
     if (saved := sum(re.fullmatch(pattern, file) is not None for file in os.listdir(folder))) != len(custom):
@@ -232,17 +341,20 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
         )
-    optimizers, remaining = [], []
+    common = Common.of(accelerator, accelerator._backend.checkpointed_schedulers(accelerator))
+    return read_common(common, folder, options["load_kwargs"])
+
+
+def _read(accelerator: Facade, contents: Contents, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
+    """Read models and optimizers. All ranks, which have read the rest."""
+    backend, folder = accelerator._backend, contents.folder
     for index, optimizer in enumerate(accelerator.prepared.optimizers):
         state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
         if isinstance(state, Deferred):
-            remaining.append(state.finish)
+            contents.remaining.append(state.finish)
             state = state.state
         if state is not None:
-            optimizers.append((optimizer, state, manifest.optimizer_file(index)))
-    common = Common.of(accelerator, backend.checkpointed_schedulers(accelerator))
-    contents = read_common(common, folder, options["load_kwargs"])
-    contents.optimizers, contents.remaining = optimizers, remaining
+            contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
     _read_models(accelerator, contents, folder, options, model_options)
     _warn_of_fewer_processes(accelerator, folder)
     return contents
