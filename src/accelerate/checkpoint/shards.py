@@ -12,6 +12,7 @@ Source:
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import pickle
@@ -423,14 +424,42 @@ def _problem_of_files(places: Mapping[MetadataIndex, _StorageInfo], folder: dura
 
 
 def _problem_of_pieces(values: Mapping[str, Any]) -> str:
-    """Say which tensor lacks a piece, which torch's reader would leave as its memory was; an empty text if none does."""
+    """Say which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
     for name, value in values.items():
         if isinstance(value, TensorStorageMetadata):
             if not isinstance(value.properties.dtype, torch.dtype):
                 return f"{name} has the dtype {value.properties.dtype!r}"
+            shape = tuple(value.size)
             # Ranks that have the same piece may both list it.
-            pieces = {(piece.offsets, piece.sizes) for piece in value.chunks}
-            elements, stored = math.prod(value.size), sum(math.prod(sizes) for _, sizes in pieces)
+            pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
+            for offsets, sizes in pieces:
+                spans = zip(offsets, sizes, shape, strict=True)
+                if any(start < 0 or length < 0 or start + length > whole for start, length, whole in spans):
+                    return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
+            elements, stored = math.prod(shape), sum(math.prod(sizes) for _, sizes in pieces)
             if stored != elements:
-                return f"{name} of shape {tuple(value.size)} is not whole: of its {elements} elements {stored} are in the files"
+                return f"{name} of shape {shape} is not whole: of its {elements} elements {stored} are in the files"
+            if not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape)):
+                return (
+                    f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
+                )
     return ""
+
+
+def _disjoint(pieces: list[Any], dims: int) -> bool:
+    """Say whether no two pieces, offsets and sizes, have an element in common."""
+    for dim in range(dims):
+        groups: list[list[Any]] = []
+        end = 0
+        for piece in sorted(pieces, key=lambda piece: piece[0][dim]):
+            if not groups or piece[0][dim] >= end:
+                groups.append([])
+            groups[-1].append(piece)
+            end = max(end, piece[0][dim] + piece[1][dim])
+        if len(groups) > 1:  # which a cut across this dim separates
+            return all(_disjoint(group, dims) for group in groups)
+    # No cut separates them: a single piece, those that overlap, and few that are laid like bricks around one.
+    return not any(
+        all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
+        for one, other in itertools.combinations(pieces, 2)
+    )
