@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def load_state(
     barrier.exchange(None, former)  # what failed in the background on one rank alone is raised on all of them now
     for attempt in itertools.count(1):
         try:
-            chosen, contents = _begun(accelerator, barrier, group, storage, latest, options, model_options)
+            chosen, contents = _one_read(accelerator, barrier, group, storage, latest, options, model_options)
         except _Refused as refused:  # every rank raises it, so no rank waits for another's
             barrier.leave()
             refusal, nothing = refused.args
@@ -74,7 +74,7 @@ def load_state(
             )
         time.sleep(attempt / 1000)
     try:
-        _complete(accelerator, barrier, contents)
+        _complete(accelerator, barrier, contents, model_options)
     finally:
         chosen.storage.release()
     accelerator._loaded_checkpoint = chosen.storage.location
@@ -90,15 +90,12 @@ class _Chosen:
     Attributes:
         folder: this rank's local folder of it, and its manifest when it was verified, None without one.
         following: the next automatic number.
-        common: what was read of what every strategy saves alike; None where some rank has a `problem` with it.
     """
 
     storage: CheckpointStorage
     folder: str
     manifest: Manifest | None
     following: int | None = None
-    common: Contents | None = None
-    problem: Exception | None = None
 
     def replaced(self) -> bool:
         """Say whether another save has taken its place, or it was removed, since it was verified. Any rank, alone."""
@@ -108,7 +105,7 @@ class _Chosen:
             return self.manifest is not None
 
 
-def _begun(
+def _one_read(
     accelerator: Facade,
     barrier: SaveBarrier,
     group: Group,
@@ -117,39 +114,48 @@ def _begun(
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> tuple[_Chosen | None, Contents | None]:
-    """Choose a checkpoint, read it, and let the objects take it. All ranks; if it was replaced, Nones and nothing changed."""
-    chosen, contents, problem, replaced = None, None, None, False
+    """Choose a checkpoint and read it; Nones where another save took its place meanwhile. All ranks."""
+    chosen, contents, problem = None, None, None
     try:
-        chosen = _choose(accelerator, barrier, group, storage, latest, options)
+        chosen = _choose(accelerator, barrier, group, storage, latest)
         if chosen is None:
             return None, None
-        if chosen.problem is not None:
-            raise chosen.problem
-        if chosen.common is not None:
-            contents = _read(accelerator, chosen.common, options, model_options)
-        replaced = chosen.replaced()
-        if contents is not None and not replaced:
-            contents.begin(**model_options)
+        contents = _read(accelerator, chosen.folder, options, model_options)
     except _Refused:
         raise
     except BaseException as error:  # the other ranks would wait for a rank that leaves now
         problem = error
-        replaced = isinstance(error, Exception) and chosen is not None and chosen.replaced()
-    begun = False
+    # Before any rank gives its objects anything: they may have collectives of their own.
+    replaced = isinstance(problem, Exception | None) and chosen is not None and chosen.replaced()
     try:
-        replaced = any(barrier.exchange(replaced, None if replaced else problem))
-        begun = not replaced
-    finally:
-        if not begun and contents is not None:
-            contents.undo()
-        if not begun and chosen is not None:
-            chosen.storage.release()
-    return (chosen, contents) if begun else (None, None)
+        if not any(barrier.exchange(replaced, None if replaced else problem)):
+            return chosen, contents
+    except BaseException:
+        _give_up(chosen, contents)
+        raise
+    _give_up(chosen, contents)
+    return None, None
 
 
-def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents) -> None:
-    """Put the rest into the objects, which no rank has a problem with."""
+def _give_up(chosen: _Chosen | None, contents: Contents | None) -> None:
+    if contents is not None:
+        contents.undo()
+    if chosen is not None:
+        chosen.storage.release()
+
+
+def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
+    """Give the objects their states if none refuses its own on any rank, else give back what they had."""
     problem = None
+    try:
+        contents.begin(**model_options)
+    except BaseException as error:
+        problem = error
+    try:
+        barrier.exchange(None, problem)
+    except BaseException:
+        contents.undo()
+        raise
     try:
         for name, value in contents.complete().items():
             setattr(accelerator, name, value)
@@ -196,7 +202,6 @@ def _choose(
     group: Group,
     storage: CheckpointStorage,
     latest: bool,
-    options: dict[str, Any],
 ) -> _Chosen | None:
     """Return the checkpoint that all ranks take; None if another save took its place while it was verified."""
     searched, (candidates, passed) = None, ([storage.location], [])
@@ -207,7 +212,7 @@ def _choose(
             break
         searched = candidates  # none of them can be loaded: if a run prunes beside this load, there are others by now
         for candidate in map(storage_of, candidates):
-            chosen, problems = _verified(accelerator, barrier, group, candidate, options)
+            chosen, problems = _verified(accelerator, barrier, group, candidate)
             if not problems:
                 return chosen
             candidate.release()
@@ -248,12 +253,9 @@ def _searched(
 
 
 def _verified(
-    accelerator: Facade, barrier: SaveBarrier, group: Group, candidate: CheckpointStorage, options: dict[str, Any]
+    accelerator: Facade, barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
 ) -> tuple[_Chosen | None, list[str]]:
-    """Verify a checkpoint together, and read what every strategy saves alike; return it, and what is wrong with it.
-
-    Both are the same on all ranks; None if another save took its place.
-    """
+    """Verify a checkpoint together; return it, None if another save took its place, and what is wrong with it, on any rank."""
     leader, state, readers = barrier.leader(), None, []
 
     def fetch() -> tuple[Any, list[str]]:
@@ -275,15 +277,6 @@ def _verified(
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
         return [following, hashed], problems
 
-    def compare() -> tuple[Any, list[str]]:
-        if chosen.manifest is not None and (problems := _compared(chosen.manifest, digests)):
-            return False, problems
-        try:  # alone, and before what ranks read together: there a rank would wait for one that cannot go on
-            chosen.common = _read_common(accelerator, chosen.folder, options)
-        except Exception as error:
-            chosen.problem = error
-        return chosen.problem is None, []
-
     notes, problems = _on_all(barrier, fetch)
     if not problems and len({save for _, save, _ in notes}) > 1:
         if group.shared:
@@ -296,9 +289,11 @@ def _verified(
     notes, problems = _on_all(barrier, verify)
     if not problems:
         chosen.following = max((note[0] for note in notes if note[0] is not None), default=None)
+    if not problems and chosen.manifest is not None:
         digests = {(name, start): digest for rank in readers for name, start, digest in notes[rank][1]}
-        notes, problems = _on_all(barrier, compare)
-        chosen.common = chosen.common if all(notes) else None
+        problems = _compared(chosen.manifest, digests)
+        if len(readers) < len(notes):  # there are copies of which another one may be damaged
+            _, problems = _on_all(barrier, lambda: (None, problems))
     if problems and any(barrier.exchange(chosen.replaced())):
         candidate.release()
         return None, []
@@ -332,32 +327,43 @@ def _pieces(listing: Manifest, name: str) -> range:
     return range(0, listing.files[name].size, durable.CHUNK)
 
 
-def _read_common(accelerator: Facade, folder: str, options: dict[str, Any]) -> Contents:
-    """Read what every strategy saves alike. Any rank, alone."""
-    custom = accelerator.prepared.custom_objects
+def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
+    backend, problem = accelerator._backend, None
+    common = Common.of(accelerator, backend.checkpointed_schedulers(accelerator))
+    try:
+        _check_custom(folder, common.custom)
+        contents = read_common(common, folder, options["load_kwargs"])
+    except Exception as error:
+        if accelerator.num_processes == 1:
+            raise
+        contents, problem = Contents(folder, common), error  # the others wait for this rank where they read together
+    try:
+        for index, optimizer in enumerate(accelerator.prepared.optimizers):
+            state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
+            if isinstance(state, Deferred):
+                contents.remaining.append(state.finish)
+                state = state.state
+            if state is not None:
+                contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
+        _read_models(accelerator, contents, folder, options, model_options)
+        if problem is not None:
+            raise problem
+    except BaseException:
+        contents.undo()
+        if problem is not None:
+            raise problem from None
+        raise
+    _warn_of_fewer_processes(accelerator, folder)
+    return contents
+
+
+def _check_custom(folder: str, custom: Sequence[Any]) -> None:
     pattern = re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl"
     if (saved := sum(re.fullmatch(pattern, file) is not None for file in os.listdir(folder))) != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
         )
-    common = Common.of(accelerator, accelerator._backend.checkpointed_schedulers(accelerator))
-    return read_common(common, folder, options["load_kwargs"])
-
-
-def _read(accelerator: Facade, contents: Contents, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
-    """Read models and optimizers. All ranks, which have read the rest."""
-    backend, folder = accelerator._backend, contents.folder
-    for index, optimizer in enumerate(accelerator.prepared.optimizers):
-        state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
-        if isinstance(state, Deferred):
-            contents.remaining.append(state.finish)
-            state = state.state
-        if state is not None:
-            contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
-    _read_models(accelerator, contents, folder, options, model_options)
-    _warn_of_fewer_processes(accelerator, folder)
-    return contents
 
 
 def _read_models(
@@ -373,23 +379,19 @@ def _read_models(
     for model in inner if hooks else []:
         contents.keep(model)
     left = list(inner)
-    try:
-        for hook in hooks:
-            hook(left, folder)
-        # A hook takes out of the list what it loaded itself.
-        kept = {id(model) for model in left}
-        pairs = zip(accelerator.prepared.models, inner, strict=True)
-        for index, (outer, model) in enumerate([pair for pair in pairs if id(pair[1]) in kept]):
-            state = backend.load_model(accelerator, outer, folder, index, **options)
-            if isinstance(state, Deferred):
-                contents.remaining.append(state.finish)
-            elif isinstance(state, tuple):  # what takes the state, and the state
-                contents.models.append(state)
-            elif state is not None:  # None: the strategy has put the weights where they belong
-                contents.models.append((model, state))
-    except BaseException:
-        contents.undo()
-        raise
+    for hook in hooks:
+        hook(left, folder)
+    # A hook takes out of the list what it loaded itself.
+    kept = {id(model) for model in left}
+    pairs = zip(accelerator.prepared.models, inner, strict=True)
+    for index, (outer, model) in enumerate([pair for pair in pairs if id(pair[1]) in kept]):
+        state = backend.load_model(accelerator, outer, folder, index, **options)
+        if isinstance(state, Deferred):
+            contents.remaining.append(state.finish)
+        elif isinstance(state, tuple):  # what takes the state, and the state
+            contents.models.append(state)
+        elif state is not None:  # None: the strategy has put the weights where they belong
+            contents.models.append((model, state))
 
 
 def _warn_of_fewer_processes(accelerator: Facade, folder: str) -> None:
