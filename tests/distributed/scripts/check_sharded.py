@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from expect import assert_same_everywhere, differs_between_ranks, logged, raised
 from harness import Kept, everywhere, fresh_accelerator, learn, rank, shared_folder, world
 from torch import nn
@@ -510,8 +511,13 @@ def written_in_the_background(*kinds):
 
         train(accelerator, model, optimizer)
         with shared_folder() as folder:
+            groups = len(dist.distributed_c10d._world.pg_map)
             accelerator.save_state(f"{folder}/waits")
-            accelerator.save_state(f"{folder}/goes_on", blocking=False)
+            assert len(dist.distributed_c10d._world.pg_map) == groups, kind  # it needs no other one
+            for made in (1, 0):  # it is kept for the next one
+                groups += made
+                accelerator.save_state(f"{folder}/goes_on", blocking=False)
+                assert len(dist.distributed_c10d._world.pg_map) == groups, kind
             train(accelerator, model, optimizer)  # meanwhile: with collectives of its own
             accelerator.wait_for_checkpoint()
             accelerator.wait_for_everyone()
