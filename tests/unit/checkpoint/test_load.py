@@ -151,6 +151,19 @@ def test_arrays_and_numbers_of_numpy_are_read_as_they_were(tmp_path):
     assert generator.rand() == numpy.random.RandomState(3).rand()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin"])
+def test_a_small_file_may_become_shorter_once_it_was_read(tmp_path, file):
+    """A mapping would end the process."""
+    write_model({"weight": torch.ones(1000)}, tmp_path)
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "optimizer.bin")
+    found = load.mapped_file(str(tmp_path / file))
+    os.truncate(tmp_path / file, 0)
+    if not (child := os.fork()):
+        os._exit(0 if bytes(found["weight"].untyped_storage()) == bytes(torch.ones(1000).untyped_storage()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_what_is_missing_or_unreadable_is_named(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(ValueError, match="safe_serialization=False"):
