@@ -95,17 +95,15 @@ def mapped_file(path: str) -> Any:
 
     UnpicklingError if it holds what is not plain data, of which no code ran; DamagedCheckpoint if it is damaged.
     """
-    import safetensors.torch  # here: every import of the package passes this module
+    from safetensors import safe_open  # here: every import of the package passes this module
 
     with _reported(path):
         # A process dies of a mapping whose file becomes shorter.
         maps = os.path.getsize(path) > _LARGE
-        if path.endswith(".safetensors") and not maps:
-            with open(path, "rb") as file:
-                return dict(sorted(safetensors.torch.load(file.read()).items()))
         if path.endswith(".safetensors"):
-            with safetensors.safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+                return found if maps else {name: value.clone() for name, value in found.items()}
         try:
             return other.load(path, "cpu", mmap=maps)
         except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
