@@ -1,12 +1,13 @@
 """Checkpoints of real processes: published together, in the background, on disks of their own, on other numbers of processes."""
 
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from distributed.conftest import SCRIPTS, started_by_hand
+from distributed.conftest import SCRIPTS, begun, done, started_by_hand
 
 
 def test_saving_and_loading_together(launch, tmp_path, monkeypatch):
@@ -39,3 +40,21 @@ def test_processes_of_multiprocessing_end_after_their_save(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "ok spawned" in ended.stdout, ended.stderr
     assert (tmp_path / "c" / "accelerate_manifest.json").exists(), ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "loads"), [("path", 1500), ("latest", 500)])
+def test_loads_beside_a_run_that_saves_are_each_of_one_save(tmp_path, how, loads):
+    program = [sys.executable, str(SCRIPTS / "mixed_loads.py")]
+    saver = begun([*program, "save", str(tmp_path), how, "0"], stderr=None)
+    try:
+        assert saver.stdout.readline() == "saved\n"
+        ended = done([*program, "load", str(tmp_path), how, str(loads)])
+    finally:
+        (tmp_path / "stop").touch()
+        saver.wait(timeout=60)
+        saver.stdout.close()
+    assert ended.returncode == 0, ended.stderr
+    saves, mixed, refused = map(int, re.search(r"saves (\d+) mixed (\d+) refused (\d+)", ended.stdout).groups())
+    print(ended.stdout)
+    assert (mixed, refused) == (0, 0) and saves > 20, ended.stdout + ended.stderr

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
-# From this many bytes on, huge pages pay.
+# From this many bytes on, huge pages and mappings pay.
 _LARGE = 4 << 20
 
 
@@ -91,18 +91,21 @@ def read_optimizer(folder: Path, index: int = 0, **options: Any) -> Any:
 
 
 def mapped_file(path: str) -> Any:
-    """Return what a file of tensors holds; their memory is the file's, read when it is touched and not written back.
+    """Return what a file of tensors holds; the memory of large ones is the file's, read when it is touched, not written back.
 
     UnpicklingError if it holds what is not plain data, of which no code ran; DamagedCheckpoint if it is damaged.
     """
     from safetensors import safe_open  # here: every import of the package passes this module
 
     with _reported(path):
+        # A process dies of a mapping whose file becomes shorter.
+        maps = os.path.getsize(path) > _LARGE
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+                return found if maps else {name: value.clone() for name, value in found.items()}
         try:
-            return other.load(path, "cpu", mmap=True)
+            return other.load(path, "cpu", mmap=maps)
         except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
             return other.load(path, "cpu")
 
@@ -196,8 +199,7 @@ def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
     if not os.path.exists(path):
         return states
     with _reported(path), safe_open(path, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-        return {**(states or {}), **resume.decode_generators(tensors, opened.metadata() or {})}
+        return {**(states or {}), **resume.decode_generators(mapped_file(path), opened.metadata() or {})}
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------

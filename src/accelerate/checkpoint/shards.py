@@ -12,12 +12,14 @@ Source:
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -29,11 +31,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
-from accelerate.checkpoint.state import is_spread, mapped_leaves
+from accelerate.checkpoint.state import is_spread, like, mapped_leaves, part
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
 from accelerate.utils.other import load
+
+# So many files are held open until their tensors are read; of more the tensors are read at once, into more memory.
+_HELD = 256
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -58,6 +63,8 @@ class Stored:
     verified: bool = False
     _wanted: dict[str, Any] = field(default_factory=dict)
     _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _later: tuple[dcp.LoadPlan, dcp.LoadPlanner] | None = None
+    _early: dict[str, Any] = field(default_factory=dict)
     _reading: Any = field(default_factory=threading.Lock)
 
     @classmethod
@@ -65,6 +72,7 @@ class Stored:
         """Return what a local folder in torch's format holds; DamagedCheckpoint as `read_metadata`."""
         metadata = read_metadata(folder)
         reader = dcp.FileSystemReader(folder)
+        reader.fs = _HeldFiles()
         reader.set_up_storage_reader(metadata, True)
         stored = cls(os.fspath(folder), None, reader, metadata, verified=verified)
         with _damage_named(stored.origin):
@@ -118,27 +126,49 @@ class Stored:
         self._over.setdefault(value.stored_key, []).append(memory)
         return memory
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
-        self._wanted = {key: first for key, (first, *_) in self._over.items()}
-        self.fill()
-        for first, *others in self._over.values():
-            for memory in others:  # names of one stored tensor
-                memory.copy_(first)
-        self._over = {}
+        if self._later is not None:
+            self._read(*self._later)
+        with torch.no_grad():
+            for key, (first, *others) in self._over.items():
+                if key in self._early:
+                    part(first).copy_(part(self._early[key]))
+                for memory in others:  # names of one stored tensor
+                    memory.copy_(first)
+        self._over, self._later, self._early = {}, None, {}
 
     def fill(self) -> dict[str, Any]:
-        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says."""
+        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
+
+        The files that `finish` reads are opened: what takes their place meanwhile is of another save.
+        """
         wanted, self._wanted = self._wanted, {}
-        if not wanted:
-            return {}
+        if wanted:
+            self._read(*self._planned(wanted))
+        if self._over:
+            self._later = self._planned({key: first for key, (first, *_) in self._over.items()})
+            if isinstance(self.reader, dcp.FileSystemReader):
+                places = self.metadata.storage_data
+                files = {places[item.storage_index].relative_path for item in self._later[0].items}
+                if len(files) <= _HELD:
+                    with _damage_named(self.origin):
+                        self.reader.fs.hold(self.origin, files)
+                else:
+                    self._early, self._later = {key: like(first) for key, (first, *_) in self._over.items()}, None
+                    self._read(*self._planned(self._early))
+        return wanted
+
+    def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, dcp.LoadPlanner]:
         planner = _LoadPlanner(flatten_state_dict=False)
         with _damage_named(self.origin), torch.no_grad():
             planner.set_up_planner(wanted, self.metadata, True)
-            plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+            return planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0]), planner
+
+    @torch.no_grad()
+    def _read(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
+        with _damage_named(self.origin):
             self.reader.read_data(plan, planner)
-        return wanted
 
     def read(self, value: Any) -> Any:
         """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
@@ -157,6 +187,24 @@ def _damage_named(origin: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DamagedCheckpoint(f"{origin} could not be read: {error!r}") from error
+
+
+class _HeldFiles(FileSystem):
+    """The file system of torch's reader; it reads files that are held as they were, whatever is at their path by now."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+
+    def hold(self, folder: str, files: Iterable[str]) -> None:
+        """Open files of a folder, until this object goes."""
+        for path in (os.path.join(folder, file) for file in files):
+            self._held[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, self._held[path])
+
+    @contextlib.contextmanager
+    def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
+        with open(self._held.get(os.fspath(path), path), mode, closefd=os.fspath(path) not in self._held) as file:
+            yield file
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -376,14 +424,42 @@ def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: durab
 
 
 def _problem_of_pieces(values: Mapping[str, Any]) -> str:
-    """Say which tensor lacks a piece, which torch's reader would leave as its memory was; an empty text if none does."""
+    """Say which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
     for name, value in values.items():
         if isinstance(value, TensorStorageMetadata):
             if not isinstance(value.properties.dtype, torch.dtype):
                 return f"{name} has the dtype {value.properties.dtype!r}"
+            shape = tuple(value.size)
             # Ranks that have the same piece may both list it.
-            pieces = {(piece.offsets, piece.sizes) for piece in value.chunks}
-            elements, stored = math.prod(value.size), sum(math.prod(sizes) for _, sizes in pieces)
+            pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
+            for offsets, sizes in pieces:
+                spans = zip(offsets, sizes, shape, strict=True)
+                if any(start < 0 or length < 0 or start + length > whole for start, length, whole in spans):
+                    return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
+            elements, stored = math.prod(shape), sum(math.prod(sizes) for _, sizes in pieces)
             if stored != elements:
-                return f"{name} of shape {tuple(value.size)} is not whole: of its {elements} elements {stored} are in the files"
+                return f"{name} of shape {shape} is not whole: of its {elements} elements {stored} are in the files"
+            if not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape)):
+                return (
+                    f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
+                )
     return ""
+
+
+def _disjoint(pieces: list[Any], dims: int) -> bool:
+    """Say whether no two pieces, offsets and sizes, have an element in common."""
+    for dim in range(dims):
+        groups: list[list[Any]] = []
+        end = 0
+        for piece in sorted(pieces, key=lambda piece: piece[0][dim]):
+            if not groups or piece[0][dim] >= end:
+                groups.append([])
+            groups[-1].append(piece)
+            end = max(end, piece[0][dim] + piece[1][dim])
+        if len(groups) > 1:  # which a cut across this dim separates
+            return all(_disjoint(group, dims) for group in groups)
+    # No cut separates them: a single piece, those that overlap, and few that are laid like bricks around one.
+    return not any(
+        all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
+        for one, other in itertools.combinations(pieces, 2)
+    )

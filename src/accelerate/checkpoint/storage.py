@@ -95,6 +95,12 @@ class CheckpointStorage(ABC):
 
     def state(self) -> State:
         """Return what lies here, without reading the files themselves; OSError if the store fails. Any rank, alone."""
+        former, state = None, self._look()
+        while not state.loads and state != former:  # another save may take the place between two steps of a look
+            former, state = state, self._look()
+        return state
+
+    def _look(self) -> State:
         try:
             listing, found = self._verified()
         except FileNotFoundError:
@@ -197,7 +203,10 @@ def refuse_unfinished(entries: Collection[str]) -> None:
 
 def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], list[str]]:
     """Return the checkpoints in a folder that may be loaded, newest first, and a line for each passed over."""
-    states = [(storage, storage.state()) for _, storage in reversed(folder.checkpoints())]
+    listed, states = [], []
+    while not any(state.loads for _, state in states) and (now := folder.checkpoints()) != listed:
+        listed = now  # a run that prunes beside this search has others by now, if none of these is left
+        states = [(storage, storage.state()) for _, storage in reversed(listed)]
     if all(state.kind == "absent" for _, state in states):
         state = folder.state()
         is_one = state.kind == "complete" or (state.kind == "incomplete" and folder.files())

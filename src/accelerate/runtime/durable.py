@@ -129,18 +129,13 @@ def _digest(descriptor: int, start: int, end: int, path: str) -> bytes:
     if hasattr(os, "posix_fadvise"):
         # Threads that read one file by turns look to the system as if they jumped about, and it would not read ahead.
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
-    # A process dies of a mapped page that cannot be read, and gets an error for a read: of a bad disk, of a file that became shorter.
-    with contextlib.suppress(OSError, ValueError):
-        piece = mmap.mmap(descriptor, end - start, access=mmap.ACCESS_COPY, offset=start)
-        if advise(ctypes.addressof(ctypes.c_char.from_buffer(piece)), end - start, POPULATE):
-            return xxhash.xxh3_128(piece).digest()
-    digest = xxhash.xxh3_128()
+    # Read, not mapped: a process dies of a mapped page that cannot be read, because a disk is bad or a file became shorter.
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(min(_STEP, end - start)))
     while start < end:
-        part = os.pread(descriptor, min(_STEP, end - start), start)
-        if not part:
+        if not (size := os.preadv(descriptor, [block[: end - start]], start)):
             raise OSError(f"{path!r} became shorter while it was read")
-        digest.update(part)
-        start += len(part)
+        digest.update(block[:size])
+        start += size
     return digest.digest()
 
 

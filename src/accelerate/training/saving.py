@@ -67,7 +67,7 @@ def save_state(
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
-    if backend.saves_shards:
+    if backend.saves_shards and not blocking:  # the thread needs a group of its own, with a connection to each rank
         save.shards = shard_group(background.groups)
     try:
         _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options)

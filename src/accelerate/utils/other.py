@@ -1,12 +1,15 @@
 """Saving and loading objects, and small helpers; with ``accelerate.modules`` the public home of module questions."""
 
 import codecs
+import contextlib
 import logging
 import os
+import pickle
 import platform
 import re
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, BinaryIO
 
@@ -36,18 +39,89 @@ Path = str | os.PathLike[str]
 
 _multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray  # numpy 2 renamed the package
 
-# What numpy's random state pickles to, and numbers that numpy computed, such as the learning rates of a schedule. These
-# build arrays and numbers and run no code, so that a checkpoint loads without trusting it.
-TORCH_SAFE_GLOBALS = [
-    _multiarray._reconstruct,
-    np.ndarray,
-    codecs.encode,
-    np.dtype,
-    np.dtypes.UInt32DType,
-    _multiarray.scalar,
-    *(type(np.dtype(kind)) for kind in ("?", "e", "f", "d", "F", "D", "b", "B", "h", "H", "i", "l", "L", "q", "Q")),
-]
-torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)
+# What numpy's random state pickles to, for `torch.serialization.safe_globals`. `load` needs none of it, and trusts it less.
+TORCH_SAFE_GLOBALS = [_multiarray._reconstruct, np.ndarray, codecs.encode, np.dtype, np.dtypes.UInt32DType]
+
+
+class _DtypeRecord:
+    """Takes the place of a dtype in a file: its name and byte order. The rest, such as fields, could lead to any address."""
+
+    def __init__(self, name: Any, align: Any = False, copy: Any = False) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[?bBhHiIlLqQefdFD]|[biufcSU]\d{1,9}", name):
+            raise pickle.UnpicklingError(f"it has values of numpy's dtype {name!r:.80}; numbers and texts are read")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        _, order, *more = state
+        # Only a text's length stands in its name and, once more, among the sizes.
+        if order not in ("<", ">", "=", "|") or any(one is not None for one in more[:3]):
+            raise pickle.UnpicklingError(
+                "it has values of numpy with fields or shapes of their own; numbers and texts are read"
+            )
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _ArrayRecord(np.ndarray):
+    """Takes the place of an array while a file is read."""
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, record, *data = state
+        super().__setstate__((version, shape, _dtype_of(record), *data))
+
+
+def _dtype_of(record: Any) -> np.dtype:
+    if type(record) is not _DtypeRecord:
+        raise pickle.UnpicklingError(f"it has a {type(record).__name__} for numpy's dtype")
+    return record.dtype
+
+
+def _array_record(*arguments: Any) -> np.ndarray:
+    _built.append(np.ndarray.__new__(_ArrayRecord, (0,), "b"))
+    return _built[-1]
+
+
+def _scalar(record: Any, data: bytes) -> Any:
+    return _multiarray.scalar(_dtype_of(record), data)
+
+
+_RECORDS = {"numpy.dtype": _DtypeRecord, "numpy.ndarray": _ArrayRecord, "_codecs.encode": codecs.encode}
+for _name in ("numpy.core.multiarray", "numpy._core.multiarray"):
+    _RECORDS |= {f"{_name}._reconstruct": _array_record, f"{_name}.scalar": _scalar}
+_loading = threading.Lock()  # what torch allows is the same for all threads
+_built: list[_ArrayRecord] = []  # by the load that holds the lock
+
+
+@contextlib.contextmanager
+def _numpy_as_records() -> Iterator[None]:
+    """Let torch build numpy's arrays and numbers from records, whatever else may be allowed."""
+    serialization = torch.serialization
+    with _loading:
+        former = serialization.get_safe_globals()
+        paths = [one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in former]
+        others = [one for one, path in zip(former, paths, strict=True) if path not in _RECORDS]
+        try:
+            serialization.clear_safe_globals()
+            serialization.add_safe_globals([*others, *((record, path) for path, record in _RECORDS.items())])
+            yield
+        finally:
+            _built.clear()
+            serialization.clear_safe_globals()
+            serialization.add_safe_globals(former)
+
+
+def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
+    """Return a value in which arrays are numpy's own; dicts and lists are changed where they are."""
+    if id(value) in known:
+        return known[id(value)]
+    if type(value) is tuple:
+        made = tuple([_with_arrays(one, known) for one in value])
+        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+    if isinstance(value, (dict, list)):
+        known[id(value)] = value
+        for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (made := _with_arrays(one, known)) is not one:
+                value[key] = made
+    return value
 
 
 def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -91,9 +165,12 @@ def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     Source:
         https://docs.pytorch.org/docs/stable/generated/torch.load.html
     """
-    # To leave torch's `safe_globals`, as transformers does when it resumes, takes away what was allowed before, too.
-    torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)
-    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+    options = {"weights_only": True, **kwargs}
+    if not options["weights_only"]:
+        return torch.load(f, map_location=map_location, **options)
+    with _numpy_as_records():
+        found = torch.load(f, map_location=map_location, **options)
+        return _with_arrays(found, {id(one): np.array(one) for one in _built}) if _built else found
 
 
 def wait_for_everyone() -> None:

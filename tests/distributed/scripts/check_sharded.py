@@ -2,12 +2,14 @@
 
 import itertools
 import os
+import shutil
 import warnings
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from expect import assert_same_everywhere, differs_between_ranks, logged, raised
 from harness import Kept, everywhere, fresh_accelerator, learn, rank, shared_folder, world
 from torch import nn
@@ -369,6 +371,56 @@ def check_a_load_reads_over_what_is_there():
             accelerator.wait_for_everyone()
 
 
+class Publishing(Kept):
+    """A registered object that lets something happen when it is given its state."""
+
+    meanwhile = staticmethod(lambda: None)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.meanwhile()
+
+
+def check_a_load_beside_saves_takes_one_of_them():
+    """One rank sees another save take the place: all ranks start over. What is published after the reading does not count."""
+    for kind in ({}, {"fsdp_plugin": sharding(2)}):
+        accelerator = fresh_accelerator(**kind)
+        model, optimizer = build()[0], None
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        counter = Publishing(number=0)
+        accelerator.register_for_checkpointing(counter)
+        with shared_folder() as folder:
+            saved = []
+            for number in range(3):
+                train(accelerator, model, optimizer)
+                counter.state = {"number": number}
+                accelerator.save_state(f"{folder}/{number}")
+                saved.append(weights(accelerator, model))
+            place, others = f"{folder}/0", [f"{folder}/2", f"{folder}/1"]
+            tried = []
+
+            def publish(*_, place=place, others=others):
+                if rank() == world() - 1 and others:
+                    shutil.rmtree(place)
+                    os.rename(others.pop(), place)
+
+            def meanwhile(models, _, publish=publish, tried=tried):
+                tried.append(1)
+                if len(tried) == 1:
+                    publish()
+
+            counter.meanwhile = lambda ready=accelerator.wait_for_everyone, publish=publish: (ready(), publish())
+            accelerator.register_load_state_pre_hook(meanwhile)
+            train(accelerator, model, optimizer)
+            accelerator.load_state(place)
+            assert len(tried) == 2 and counter.state == {"number": 1}, (kind, tried, counter.state)
+            assert_close(weights(accelerator, model), saved[1])
+            assert {state["step"].item() for state in optimizer.optimizer.state.values()} == {4.0}, kind
+            train(accelerator, model, optimizer)
+            assert_close(weights(accelerator, model), saved[2])
+            accelerator.wait_for_everyone()
+
+
 def check_a_model_whose_state_is_a_copy_is_loaded():
     """Reading over such a state would change the copy alone, and the load would be lost without an error."""
 
@@ -474,8 +526,13 @@ def written_in_the_background(*kinds):
 
         train(accelerator, model, optimizer)
         with shared_folder() as folder:
+            groups = len(dist.distributed_c10d._world.pg_map)
             accelerator.save_state(f"{folder}/waits")
-            accelerator.save_state(f"{folder}/goes_on", blocking=False)
+            assert len(dist.distributed_c10d._world.pg_map) == groups, kind  # it needs no other one
+            for made in (1, 0):  # it is kept for the next one
+                groups += made
+                accelerator.save_state(f"{folder}/goes_on", blocking=False)
+                assert len(dist.distributed_c10d._world.pg_map) == groups, kind
             train(accelerator, model, optimizer)  # meanwhile: with collectives of its own
             accelerator.wait_for_checkpoint()
             accelerator.wait_for_everyone()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
 from accelerate import Accelerator
-from accelerate.checkpoint import layouts, shards, state
+from accelerate.checkpoint import convert, layouts, shards, state
 from accelerate.checkpoint.manifest import DamagedCheckpoint, rank_file
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
@@ -272,7 +272,16 @@ def smaller(told):
     (lambda told: setattr(weight(told), "chunks", []), "of its 6 elements 0 are in the files"),
     (lambda told: setattr(weight(told).chunks[1], "offsets", torch.Size((0, 0))), "of its 6 elements 3 are"),
     (smaller, "of its 6 elements 5 are"),
-    (lambda told: weight(told).chunks[0].__dict__.update(sizes=(3, 0)), "is not whole"),
+    (lambda told: weight(told).chunks[0].__dict__.update(sizes=(2, 0)), "is not whole"),
+    (
+        lambda told: weight(told).chunks[0].__dict__.update(sizes=(3, 1)),
+        r"piece of shape \(3, 1\) at \(0, 0\), outside",
+    ),
+    (
+        lambda told: weight(told).chunks[1].__dict__.update(offsets=(-1, 0)),
+        r"piece of shape \(1, 3\) at \(-1, 0\), outside",
+    ),
+    (lambda told: weight(told).chunks[1].__dict__.update(offsets=(0,)), "could not be read"),
     (lambda told: setattr(weight(told), "size", (1 << 70, 4)), "is not whole"),
     (lambda told: setattr(weight(told), "properties", None), "could not be read"),
     (lambda told: setattr(weight(told).properties, "dtype", "F32"), "has the dtype 'F32'"),
@@ -281,6 +290,87 @@ def test_metadata_that_lies(two_ranks, change, match):
     rewritten(two_ranks / "pytorch_model_fsdp_0", change)
     model = nn.Linear(3, 2)
     fails(two_ranks, model, torch.optim.AdamW(model.parameters()), DamagedCheckpoint, match)
+
+
+def in_pieces(folder, pieces, shape=(4, 3)):
+    """Write one weight, whose metadata says that these pieces, offsets and shapes, are what it is made of."""
+    parts = {f"part{number}": torch.full(size, float(number)) for number, (_, size) in enumerate(pieces)}
+    torch_dcp.save({"model": parts}, checkpoint_id=folder, no_dist=True)
+
+    def change(told):
+        specs, places = told.state_dict_metadata, told.storage_data
+        found = {index.fqn: place for index, place in places.items()}
+        properties = specs["model.part0"].properties
+        chunks = [metadata.ChunkStorageMetadata(*map(torch.Size, piece)) for piece in pieces]
+        told.state_dict_metadata = {
+            "model.weight": metadata.TensorStorageMetadata(properties, torch.Size(shape), chunks)
+        }
+        told.planner_data = {"model.weight": ("model", "weight")}
+        told.storage_data = {
+            metadata.MetadataIndex("model.weight", chunk.offsets): found[f"model.part{number}"]
+            for number, chunk in enumerate(chunks)
+        }
+
+    rewritten(folder, change)
+    return folder.parent
+
+
+SHIFTED = (
+    ([((0, 0), (2, 3)), ((1, 0), (2, 3))], r"weight of shape \(4, 3\) has pieces that overlap"),
+    ([((0, 0), (2, 3)), ((-2, 0), (2, 3))], r"piece of shape \(2, 3\) at \(-2, 0\), outside"),
+    ([((0, 0), (2, 3)), ((3, 0), (2, 3))], r"piece of shape \(2, 3\) at \(3, 0\), outside"),
+    ([((0, 0), (4, 2)), ((0, 1), (2, 1)), ((2, 2), (2, 1))], "pieces that overlap"),
+    ([((0, 0), (3, 2)), ((2, 1), (2, 2)), ((0, 2), (2, 1))], "pieces that overlap"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("reader", ["load_state", "load_fsdp_model", "export", "reshard", "merge"])
+@cases("pieces, match", *SHIFTED)
+def test_shards_that_are_shifted_are_refused(tmp_path, pieces, match, reader):
+    folder = in_pieces(tmp_path / "c" / "pytorch_model_fsdp_0", pieces)
+    model = nn.Linear(3, 4, bias=False)
+    before = model.weight.detach().clone()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    readers = {
+        "load_state": lambda: accelerator.load_state(folder),
+        "load_fsdp_model": lambda: fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder),
+        "export": lambda: convert.export(folder, tmp_path / "out"),
+        "reshard": lambda: convert.reshard(folder, tmp_path / "out", "full"),
+        "merge": lambda: fsdp_utils.merge_fsdp_weights(folder / "pytorch_model_fsdp_0", tmp_path / "out"),
+    }
+    with pytest.raises(DamagedCheckpoint, match=match):
+        readers[reader]()
+    assert torch.equal(model.weight, before) and not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@cases(
+    "pieces",
+    [((0, 0), (1, 3)), ((1, 0), (3, 3))],
+    [((0, 0), (2, 2)), ((2, 0), (2, 2)), ((0, 2), (2, 1)), ((2, 2), (2, 1))],
+    [((0, 0), (1, 2)), ((0, 2), (3, 1)), ((3, 1), (1, 2)), ((1, 0), (3, 1)), ((1, 1), (2, 1))],  # around one
+    [((0, 0), (4, 3)), ((2, 0), (0, 3)), ((0, 3), (4, 0))],  # ranks that have nothing
+)
+def test_shards_of_any_cut_are_read(tmp_path, pieces):
+    folder = in_pieces(tmp_path / "c" / "pytorch_model_fsdp_0", pieces)
+    found = shards.Stored.in_folder(folder / "pytorch_model_fsdp_0")
+    expected = torch.full((4, 3), -1.0)
+    for number, ((row, column), (rows, columns)) in enumerate(pieces):
+        expected[row : row + rows, column : column + columns] = number
+    assert torch.equal(found.read(found.state)["model"]["weight"], expected)
+
+
+def test_many_pieces_are_compared_quickly(tmp_path):
+    """20,000 of them: each with each other would take minutes."""
+    (tmp_path / "one").touch()
+    rows = [metadata.ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((1, 2))) for row in range(20_000)]
+    places = {metadata.MetadataIndex("w", rows[0].offsets): filesystem._StorageInfo("one", 0, 0)}
+    spec = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size((20_000, 2)), rows)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({"w": spec}, {}, places)))
+    assert len(shards.read_metadata(tmp_path).state_dict_metadata["w"].chunks) == 20_000
 
 
 def test_values_run_no_code(tmp_path, saved):

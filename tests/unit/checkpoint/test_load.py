@@ -16,7 +16,9 @@ from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
 from accelerate.checkpoint.state import Common
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
+from accelerate.utils import other
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
+from cases import cases
 from sharded_io import same
 
 
@@ -73,6 +75,93 @@ def test_schedulers_of_torch_load_without_trust(tmp_path):
         scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
         checkpointing.save_accelerator_state(tmp_path, [], [], [scheduler], [], 0, 0)
         checkpointing.load_accelerator_state(tmp_path, [], [], [scheduler], [], 0)
+
+
+class Reduced:
+    """Pickles to a call of `function`, and a state for what it returns."""
+
+    def __init__(self, function, arguments, *state):
+        self.reduced = (function, arguments, *state)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def lie(kind, *, subarray=None, names=None, fields=None, size=-1, flags=0):
+    return Reduced(numpy.dtype, (kind, False, True), (3, "<", subarray, names, fields, size, -1, flags))
+
+
+def array(dtype, data, shape=(1,)):
+    reconstruct, *_ = numpy.zeros(1).__reduce__()
+    return Reduced(reconstruct, (numpy.ndarray, (0,), b"b"), (1, shape, dtype, False, data))
+
+
+ADDRESS = b"AAAAAAAA"
+OBJECTS = {"names": ("f",), "fields": {"f": (Reduced(numpy.dtype, ("O",)), 0)}}
+
+
+@cases(
+    "hostile",
+    array(lie("f8", **OBJECTS), ADDRESS),
+    array(lie("u4", **OBJECTS), ADDRESS[:4]),
+    array(lie("u4", **OBJECTS, size=8), ADDRESS),
+    array(lie("f8", subarray=(numpy.dtype("f8"), (1 << 40,))), ADDRESS),
+    array(Reduced(numpy.dtype, ("O",)), ADDRESS),
+    array(Reduced(numpy.dtype, ([("f", "f8")],)), ADDRESS),
+    Reduced(numpy.float64(1).__reduce__()[0], (lie("f8", **OBJECTS), ADDRESS)),
+)
+def test_arrays_whose_dtype_leads_elsewhere_are_refused(tmp_path, hostile):
+    """The address would be read when the array is."""
+    torch.save({"value": hostile}, tmp_path / "custom_checkpoint_0.pkl")
+    with pytest.raises(pickle.UnpicklingError, match=r"custom_checkpoint_0.pkl could not be read"):
+        load.read_file(tmp_path, "custom_checkpoint_0.pkl")
+
+
+def test_arrays_and_numbers_of_numpy_are_read_as_they_were(tmp_path):
+    kinds = ("?", "i1", "<u2", ">i4", "u8", "f2", ">f4", "f8", "c16", "U5", "S3")
+    arrays = {kind: numpy.arange(6).reshape(2, 3).astype(kind) for kind in kinds}
+    arrays |= {"ordered": numpy.asfortranarray(arrays["f8"]), "one": numpy.array(2.5)}
+    shared = numpy.arange(4)
+    state = {
+        "arrays": arrays,
+        "nested": [({"twice": shared}, 1), shared],
+        "numbers": [numpy.float64(0.5), numpy.float32(0.5), numpy.int64(3), numpy.bool_(True)],
+        "random": numpy.random.RandomState(3).get_state(),
+        "tensor": torch.ones(2),
+    }
+    state["itself"] = state["nested"]
+    state["nested"].append(state["nested"])
+    torch.save(state, tmp_path / "state.bin")
+    before = torch.serialization.get_safe_globals()
+    by_others = [numpy.dtype, numpy.ndarray, type(numpy.dtype("f8"))]
+    with torch.serialization.safe_globals(by_others):
+        allowed = torch.serialization.get_safe_globals()
+        found = other.load(tmp_path / "state.bin")
+        assert set(torch.serialization.get_safe_globals()) == set(allowed)
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+    for kind, expected in pickle.loads(pickle.dumps(arrays, 2)).items():  # which changes the order of bytes
+        array = found["arrays"][kind]
+        assert type(array) is numpy.ndarray and array.dtype == expected.dtype, kind
+        assert array.shape == expected.shape and (array == expected).all() and array.flags.writeable, kind
+    assert found["nested"][0][0]["twice"] is found["nested"][1] and found["itself"][2] is found["itself"]
+    assert (found["nested"][1] == shared).all() and found["numbers"] == state["numbers"]
+    assert [type(one) for one in found["numbers"]] == [type(one) for one in state["numbers"]]
+    generator = numpy.random.RandomState()
+    generator.set_state(found["random"])
+    assert generator.rand() == numpy.random.RandomState(3).rand()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin"])
+def test_a_small_file_may_become_shorter_once_it_was_read(tmp_path, file):
+    """A mapping would end the process."""
+    write_model({"weight": torch.ones(1000)}, tmp_path)
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "optimizer.bin")
+    found = load.mapped_file(str(tmp_path / file))
+    os.truncate(tmp_path / file, 0)
+    if not (child := os.fork()):
+        os._exit(0 if bytes(found["weight"].untyped_storage()) == bytes(torch.ones(1000).untyped_storage()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_is_missing_or_unreadable_is_named(tmp_path):

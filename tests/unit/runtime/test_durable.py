@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 import threading
 
 import pytest
@@ -46,13 +45,6 @@ def test_a_flipped_bit_shows(tmp_path, at):
     (tmp_path / "f").write_bytes(data)
     after = durable.of_file(tmp_path / "f", 2)
     assert before != after and before[0] == after[0] == 17 * MB
-
-
-def test_a_kernel_that_cannot_read_pages_ahead(tmp_path, monkeypatch):
-    (tmp_path / "f").write_bytes(os.urandom(17 * MB))
-    expected = durable.of_file(tmp_path / "f")
-    monkeypatch.setattr(sys, "platform", "elsewhere")
-    assert durable.of_file(tmp_path / "f") == expected
 
 
 def test_a_file_that_becomes_shorter_is_named(tmp_path):

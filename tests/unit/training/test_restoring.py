@@ -154,6 +154,70 @@ def test_what_a_hook_has_loaded_is_given_back(tmp_path):
     assert first.weight.eq(5).all()
 
 
+def beside(run, publish, times=1):
+    """Let something be saved by others while a run reads a checkpoint: after its optimizers, before its models."""
+    calls = []
+
+    def hook(models, folder):
+        calls.append(folder)
+        if len(calls) <= times:
+            publish()
+
+    run.accelerator.register_load_state_pre_hook(hook)
+    return calls
+
+
+def test_a_load_beside_saves_to_its_place_takes_one_of_them(saved):
+    folder, first, other = saved
+    first.steps(1)
+    calls = beside(other, lambda: first.accelerator.save_state(folder))
+    assert other.accelerator.load_state(folder) == folder
+    assert len(calls) == 2 and other.counter.count == other.optimizer.state_dict()["state"][0]["step"] == 4
+    assert torch.equal(other.plain.weight, first.plain.weight)
+
+
+def test_a_save_that_is_published_while_objects_take_theirs_does_not_count(saved):
+    folder, first, other = saved
+    expected = first.plain.weight.detach().clone(), first.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    first.steps(1)
+    take = other.counter.load_state_dict
+    other.counter.load_state_dict = lambda state: (take(state), first.accelerator.save_state(folder))
+    other.accelerator.load_state(folder)
+    state = other.optimizer.state_dict()["state"][0]
+    assert other.counter.count == state["step"] == 3
+    assert torch.equal(other.plain.weight, expected[0]) and torch.equal(state["exp_avg"], expected[1])
+
+
+def test_the_newest_is_searched_again_where_a_run_prunes_beside_the_load(tmp_path, caplog):
+    first, other = (
+        Run(project_config=numbered(tmp_path, total_limit=1)),
+        Run(seed=2, project_config=numbered(tmp_path)),
+    )
+    first.steps(1)
+    first.accelerator.save_state()
+
+    def publish():
+        first.steps(1)
+        first.accelerator.save_state()
+
+    beside(other, publish, times=3)
+    with caplog.at_level(logging.WARNING):
+        assert other.accelerator.load_state(latest=True).name == "checkpoint_3"
+    assert other.counter.count == 4 and "Passed over" not in caplog.text
+    other.accelerator.save_state()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
+
+
+@pytest.mark.slow
+def test_a_place_that_never_rests_is_an_error_that_changes_nothing(saved):
+    folder, first, other = saved
+    before = other.everything()
+    calls = beside(other, lambda: first.accelerator.save_state(folder), times=1000)
+    with pytest.raises(RuntimeError, match=r"took its place 100 times while it was read; nothing was loaded"):
+        other.accelerator.load_state(folder)
+    assert len(calls) == 100 and other.everything() == before
+
+
 def test_what_somebody_else_has_put_there_is_not_loaded(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))

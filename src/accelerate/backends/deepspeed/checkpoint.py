@@ -22,6 +22,7 @@ from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import numbered, parameter_names, tied_names, together
 from accelerate.modules.unwrap import canonical_name
+from accelerate.utils import other
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
@@ -68,7 +69,7 @@ class _Files:
         paths = [name.rpartition(".") for name in zero.CLASSES]
         classes = [getattr(importlib.import_module(module), name) for module, _, name in paths]
         with torch.serialization.safe_globals(classes):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return other.load(path, map_location)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
