@@ -1,7 +1,8 @@
 """What stands for DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -77,9 +78,20 @@ class DeepSpeedEngineWrapper:
             optimizer, "_global_grad_norm"
         )
         self._norm: torch.Tensor | None = None
+        self._held = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Take no step inside, whatever `backward` is told: the next one outside steps with all gradients."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run backward, and step where `sync_gradients` says that an accumulation window ends. Every rank calls it."""
+        sync_gradients = sync_gradients and not self._held
         # The window is counted here rather than in the engine, because a data loader's end closes it early.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
@@ -144,8 +156,9 @@ class DummyScheduler:
 
     Args:
         optimizer: the optimizer it belongs to, a `DummyOptim` for instance.
-        total_num_steps: steps of the whole training, where the config says "auto".
-        warmup_num_steps: steps of the warm-up, where the config says "auto".
+        total_num_steps: batches of the whole training, counted on one process, where the config says "auto"; `prepare` divides them by
+            the number of processes, unless they split batches.
+        warmup_num_steps: steps of the engine in the warm-up, where the config says "auto".
         lr_scheduler_callable: builds a scheduler from an optimizer; None takes the config's.
         kwargs: kept for the user.
     """
