@@ -267,11 +267,11 @@ def _read_models(
             hook(left, folder)
         # A hook takes out of the list what it loaded itself.
         kept = {id(model) for model in left}
-        places = [place for place, (outer, model) in enumerate(pairs) if id(model) in kept or backend.owns_state(outer)]
-        for number, place in enumerate(places):
+        # Shards have the numbers of all models, whatever hooks of `save_state` did; whole weights of those that they left.
+        known = [place for place, (outer, model) in enumerate(pairs) if id(model) in kept or backend.owns_state(outer)]
+        for index, place in enumerate(known):
             outer, model = pairs[place]
-            # Shards are saved of every model, whatever hooks of `save_state` did.
-            index = place if backend.saves_shards else number
+            index = place if backend.saves_shards else index
             state = backend.load_model(accelerator, outer, folder, index, **options)
             if isinstance(state, Deferred):
                 contents.remaining.append(state.finish)

@@ -1,8 +1,7 @@
 """What stands for DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -78,20 +77,12 @@ class DeepSpeedEngineWrapper:
             optimizer, "_global_grad_norm"
         )
         self._norm: torch.Tensor | None = None
-        self._held = False
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Take no step inside, whatever `backward` is told: the next one outside steps with all gradients."""
-        before, self._held = self._held, True
-        try:
-            yield
-        finally:
-            self._held = before
+        # How many contexts hold its step back, whatever `backward` is told: the next one outside steps with all gradients.
+        self.held = 0
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run backward, and step where `sync_gradients` says that an accumulation window ends. Every rank calls it."""
-        sync_gradients = sync_gradients and not self._held
+        sync_gradients = sync_gradients and not self.held
         # The window is counted here rather than in the engine, because a data loader's end closes it early.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)

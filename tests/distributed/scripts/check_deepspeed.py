@@ -185,7 +185,9 @@ def check_a_schedule_of_the_configuration_ends_with_the_training():
         told = accelerator.deepspeed_config["scheduler"]["params"]
         assert (told["total_num_steps"], told["warmup_num_steps"]) == (total, 2), told
         train(accelerator, model, optimizer, scheduler, updates=range(total))
-        near(scheduler.get_last_lr(), [5e-3 / (total - 2)])  # one step before nought, because DeepSpeed's first has rate 0
+        near(
+            scheduler.get_last_lr(), [5e-3 / (total - 2)]
+        )  # one step before nought, because DeepSpeed's first has rate 0
         accelerator.free_memory()
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,10 +139,17 @@ class DeepSpeed(Backend):
             )
         engines[0].backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
 
-    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
-        """Return a context whose backward passes take no step. What the stages exchange in each of them they exchange all the same."""
+    @contextlib.contextmanager
+    def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
+        """Let backward passes of a model's engine take no step. What its stage exchanges in each of them it exchanges all the same."""
         engines = [known for known in accelerator.prepared.engines if model in (known.engine, known.engine.module)]
-        return engines[0].held() if engines else contextlib.nullcontext()
+        for known in engines:
+            known.held += 1
+        try:
+            yield
+        finally:
+            for known in engines:
+                known.held -= 1
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
