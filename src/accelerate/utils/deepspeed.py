@@ -94,9 +94,7 @@ class DeepSpeedEngineWrapper:
 
     def get_global_grad_norm(self) -> float:
         """Return the gradients' norm over all ranks at the last step."""
-        norm = self.engine.get_global_grad_norm()
-        if norm is None:
-            norm = self._norm
+        norm = self._norm if self._counts_norm else self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 

@@ -158,9 +158,7 @@ class DeepSpeed(Backend):
         engines = accelerator.prepared.engines
         if len(engines) > 1:
             given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-            engines = [
-                known for known in engines if any(id(item) in given for item in known.engine.module.parameters())
-            ]
+            engines = [one for one in engines if not given.isdisjoint(map(id, one.engine.module.parameters()))]
         if not engines:
             raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
         limit = engines[0].engine.gradient_clipping()

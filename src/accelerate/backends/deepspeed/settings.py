@@ -121,9 +121,8 @@ def resolve(
     elif config[_STEPS] != steps:
         if steps != 1 and accelerator.process_index == 0:  # 1 is what nobody has set, as under transformers' Trainer
             logger.warning(
-                "gradient_accumulation_steps is %s in the DeepSpeed configuration and %s in the Accelerator: the configuration holds.",
-                config[_STEPS],
-                steps,
+                f"gradient_accumulation_steps is {config[_STEPS]} in the DeepSpeed configuration and {steps} in the Accelerator: "
+                "the configuration holds."
             )
         accelerator.gradient_accumulation_steps = config[_STEPS]
     micro = config.get(_MICRO, "auto")
@@ -180,9 +179,8 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 def _schedule(scheduler: Any, replicas: int) -> dict[str, Any]:
     if not isinstance(scheduler, DummyScheduler) or scheduler.lr_scheduler_callable is not None:
         return {}
-    rate = getattr(scheduler.optimizer, "lr", None)
-    if rate is None:
-        rate = scheduler.optimizer.defaults["lr"]
+    optimizer = scheduler.optimizer
+    rate = optimizer.lr if hasattr(optimizer, "lr") else optimizer.defaults["lr"]
     known = {
         "scheduler.params.warmup_min_lr": 0,
         "scheduler.params.warmup_max_lr": rate,

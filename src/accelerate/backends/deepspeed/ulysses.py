@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from accelerate.checkpoint.state import on_all
+from accelerate.comm.nested import recursively_apply
 from accelerate.data.loader import PreparedLoader
 from accelerate.runtime.run import Run
 
@@ -200,14 +202,12 @@ class UlyssesSPDataLoaderAdapter:
 
     def _exchanged(self, batch: Any) -> list[dict[str, Any]] | None:
         """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end. All ranks."""
-        problem, parts = None, None
-        if batch is not None:
-            try:
-                parts = self._cut(batch)
-            except ValueError as error:
-                problem = str(error)
-        heads = [None] * distributed.get_world_size()
-        distributed.all_gather_object(heads, (problem, batch is None))
+        problem = parts = None
+        try:
+            parts = None if batch is None else self._cut(batch)
+        except ValueError as error:
+            problem = str(error)
+        heads = on_all((problem, parts is None))
         for rank, (problem, _) in enumerate(heads):
             if problem is not None:
                 raise ValueError(f"The batch of rank {rank} cannot be shared. {problem}")
@@ -223,17 +223,13 @@ class UlyssesSPDataLoaderAdapter:
         for source in distributed.get_process_group_ranks(self.sp_group):
             given = [None]
             distributed.scatter_object_list(given, parts, source, self.sp_group)
-            received.append({name: self._placed(value) for name, value in given[0].items()})
+            received.append(recursively_apply(lambda value: value.to(self.device), given[0]))
         return received
-
-    def _placed(self, value: Any) -> Any:
-        return value.to(self.device) if torch.is_tensor(value) else value
 
     def _cut(self, batch: Any) -> list[dict[str, Any]]:
         """Return the parts of this rank's batch in host memory; ValueError if it cannot be cut."""
-        missing = [
-            name for name in ("input_ids", "position_ids") if not isinstance(batch, Mapping) or name not in batch
-        ]
+        names = batch if isinstance(batch, Mapping) else ()
+        missing = [name for name in ("input_ids", "position_ids") if name not in names]
         if missing:
             raise ValueError(
                 f"It is a {type(batch).__name__} without {missing}. Let the collate_fn return a dict with input_ids, labels and "
@@ -247,17 +243,17 @@ class UlyssesSPDataLoaderAdapter:
         for name, value in batch.items():
             if name == "labels" and torch.is_tensor(value):
                 name, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=-100)
-            if torch.is_tensor(value) and (value.dim() < 2 or value.shape[1] != length):
-                raise ValueError(
-                    f"Its {name!r} has the shape {tuple(value.shape)}, and dimension 1 is cut as that of input_ids, which is {length}. "
-                    "Leave it out of the batch, or give it that dimension."
-                )
-            # Copies, because pickle would write all of what a view is part of.
-            cut = (
-                [one.to("cpu", copy=True) for one in value.detach().chunk(size, 1)] if torch.is_tensor(value) else None
-            )
-            for number, part in enumerate(parts):
-                part[name] = value if cut is None else cut[number]
+            cut = [value] * size
+            if torch.is_tensor(value):
+                if value.dim() < 2 or value.shape[1] != length:
+                    raise ValueError(
+                        f"Its {name!r} has the shape {tuple(value.shape)}, and dimension 1 is cut as that of input_ids, which is "
+                        f"{length}. Leave it out of the batch, or give it that dimension."
+                    )
+                # Copies, because pickle would write all of what a view is part of.
+                cut = [one.to("cpu", copy=True) for one in value.detach().chunk(size, dim=1)]
+            for part, one in zip(parts, cut, strict=True):
+                part[name] = one
         return parts
 
 
