@@ -26,10 +26,10 @@ def test_engine_steps_at_the_end_of_a_window(norm):
 
 def test_a_held_engine_takes_no_step():
     wrapper = DeepSpeedEngineWrapper(Mock())
-    wrapper.held = 2
+    wrapper._held = 2
     for _ in range(2):
         wrapper.backward(1.0)
-        wrapper.held -= 1
+        wrapper._held -= 1
         assert not wrapper.engine.step.called
     wrapper.backward(2.0)
     assert wrapper.engine.step.call_count == 1

@@ -144,12 +144,12 @@ class DeepSpeed(Backend):
         """Let backward passes of a model's engine take no step. What its stage exchanges in each of them it exchanges all the same."""
         engines = [known for known in accelerator.prepared.engines if model in (known.engine, known.engine.module)]
         for known in engines:
-            known.held += 1
+            known._held += 1
         try:
             yield
         finally:
             for known in engines:
-                known.held -= 1
+                known._held -= 1
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
