@@ -1143,7 +1143,10 @@ class Accelerator:
             ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
-        return amp.autocast_context(self.device.type, precision(self.mixed_precision), handler)
+        kind = (
+            "no" if traits.of(self.distributed_type).deepspeed else self.mixed_precision
+        )  # an engine casts by itself
+        return amp.autocast_context(self.device.type, precision(kind), handler)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:

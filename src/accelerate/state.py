@@ -225,6 +225,8 @@ class AcceleratorState(ProcessView):
                 )
             if value is not None and value is not live and value != live:
                 said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
+                if name == "deepspeed_plugins":
+                    raise NotImplementedError(f"{name}={value!r} was given, but {said}")
                 logger.warning("%s=%r is not used, because %s", name, value, said)
 
     @staticmethod

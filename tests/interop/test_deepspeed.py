@@ -63,6 +63,11 @@ def test_an_adapter_trains_is_saved_and_resumes_without_what_is_frozen(stage, ru
     near(found["resumed"], found["on"], 1e-6)
 
 
+def test_models_generate_and_adapters_are_saved_and_pruned(run_ours):
+    need("peft", "transformers", "deepspeed")
+    assert run_ours("zero_libraries.py", 2)["done"]
+
+
 def test_the_trainer_shares_sequences(run_ours):
     need("transformers", "deepspeed")
     whole = run_ours("trainer_ulysses.py", 2)

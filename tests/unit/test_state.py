@@ -135,6 +135,15 @@ def test_several_deepspeed_plugins(process_group, fake_deepspeed):
         state.get_deepspeed_plugin("judge")
 
 
+def test_another_deepspeed_plugin_is_refused(process_group, fake_deepspeed):
+    plugin = Plugin()
+    build(deepspeed_plugin=plugin)
+    assert build(deepspeed_plugin=plugin).deepspeed_plugin is build().deepspeed_plugin is plugin
+    for other in (Plugin(), {"teacher": Plugin()}):
+        with pytest.raises(NotImplementedError, match=r"deepspeed_plugins=.*_reset_state\(True\)"):
+            build(deepspeed_plugin=other)
+
+
 # Gradients
 
 

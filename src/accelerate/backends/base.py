@@ -61,6 +61,10 @@ class Backend:
         """Return the user's model out of its wrappers. Any rank, alone."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def owns_state(self, model: nn.Module) -> bool:
+        """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get it as it is."""
+        return False
+
     # -- step ----------------------------------------------------------------------------------------------------
 
     def backward(self, accelerator: Run, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -7,8 +7,8 @@ import json
 import logging
 import math
 import os
-import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +38,8 @@ _FIELDS = {
 }
 # Settings of the launcher that have no effect next to a configuration file.
 _NOT_WITH_A_FILE = (*_FIELDS, "mixed_precision")
-_TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
+# The plugin that was selected last, weakly.
+_REGISTERED: list["weakref.ref[DeepSpeedPlugin]"] = []
 
 
 def read_deepspeed_config(source: Any) -> dict[str, Any]:
@@ -149,7 +150,8 @@ class DeepSpeedPlugin:
         hf_ds_config: a DeepSpeed configuration as a dictionary, a path, a base64 string or an `HfDeepSpeedConfig`, which
             is kept as it is (ACCELERATE_DEEPSPEED_CONFIG_FILE).
         gradient_accumulation_steps: (ACCELERATE_GRADIENT_ACCUMULATION_STEPS), "auto" leaves it to the Accelerator.
-        gradient_clipping: the largest gradient norm (ACCELERATE_GRADIENT_CLIPPING), "auto" by default.
+        gradient_clipping: the largest gradient norm (ACCELERATE_GRADIENT_CLIPPING), "auto" (which becomes 1.0) by default; 0 is no
+            limit.
         zero_stage: 0 to 3 (ACCELERATE_DEEPSPEED_ZERO_STAGE), 2 by default.
         is_train_batch_min: of several data loaders the smallest batch size counts, not the largest.
         offload_optimizer_device: none, cpu or nvme (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE).
@@ -229,7 +231,7 @@ class DeepSpeedPlugin:
                 "offload_param": offload("param"),
                 "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
             },
-            **({"gradient_clipping": self.gradient_clipping} if self.gradient_clipping else {}),  # 0 is no limit
+            "gradient_clipping": self.gradient_clipping,  # 0 is no limit, and what is not there 1.0
         }
 
     def _read_config(self, source: Any, steps_given: bool) -> None:
@@ -375,31 +377,30 @@ class DeepSpeedPlugin:
             >>> with DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True).zero3_init_context_manager(enable=False):
             ...     pass  # models built in here are whole
         """
-        before = self.zero3_init_flag
-        if bool(before) == bool(enable):  # nothing changes, and transformers need not have DeepSpeed
-            yield
-            return
+        flag, known = self.zero3_init_flag, "dschf" in vars(self)
+        changes = self.zero_stage == 3 and (not flag if enable else known)
         self.zero3_init_flag = enable
-        self._tell_transformers()
+        if changes:
+            self._tell_transformers(enable)
         try:
             yield
         finally:
-            self.zero3_init_flag = before
-            self._tell_transformers()
+            self.zero3_init_flag = flag
+            if changes:
+                self._tell_transformers(known)
 
     def set_deepspeed_weakref(self) -> None:
-        """Register the configuration with transformers, so that `from_pretrained` builds sharded models.
+        """Register the configuration with transformers: `generate` and PEFT look at it, and at stage 3 `from_pretrained` builds sharded models.
 
-        transformers remembers it weakly: it forgets it when this plugin goes. Nothing happens while `zero3_init_flag` is
-        off.
+        transformers remembers it weakly: it forgets it with `dschf`, at the latest when this plugin goes.
 
         Raises:
             ImportError: `zero3_init_flag` is set, and transformers is not installed.
         """
-        if not self.zero3_init_flag:
-            return
         if not is_transformers_available():
-            raise ImportError("zero3_init_flag=True needs transformers, which builds the models; install it.")
+            if self.zero3_init_flag:
+                raise ImportError("zero3_init_flag=True needs transformers, which builds the models; install it.")
+            return
         from transformers.integrations import HfDeepSpeedConfig as Registered
 
         config = copy.deepcopy(self.deepspeed_config)
@@ -411,12 +412,12 @@ class DeepSpeedPlugin:
             del config["train_batch_size"]
         self.dschf = Registered(config)
 
-    def _tell_transformers(self) -> None:
-        module = sys.modules.get(_TRANSFORMERS_MODULE)
-        if module is not None:
-            module.unset_hf_deepspeed_config()
-        self.__dict__.pop("dschf", None)
-        if is_transformers_available():
+    def _tell_transformers(self, register: bool | None) -> None:
+        """Let transformers forget what plugins have registered, which a user's own configuration outlives, and register this one."""
+        for plugin in filter(None, (reference() for reference in _REGISTERED)):
+            vars(plugin).pop("dschf", None)
+        _REGISTERED[:] = [weakref.ref(self)]
+        if register and is_transformers_available() and is_deepspeed_available():
             self.set_deepspeed_weakref()
 
     # -- several plugins -----------------------------------------------------------------------------------------
@@ -439,7 +440,8 @@ class DeepSpeedPlugin:
         if not _from_accelerator_state:
             raise ValueError("Select a plugin with `AcceleratorState().select_deepspeed_plugin(name)`.")
         self._selected = True
-        self._tell_transformers()
+        # At stage 3, `from_pretrained` would shard models: without the flag they are whole, and `prepare` registers.
+        self._tell_transformers(self.zero_stage != 3 or self.zero3_init_flag)
 
     def _unselect(self) -> None:
         self._selected = False

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from accelerate.backends.deepspeed.settings import is_schedule
 from accelerate.data.loader import PreparedLoader
 from accelerate.training.prepare import again, chain, kind_of, own_states, register
 from accelerate.training.prepared import Facade
@@ -30,7 +31,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
         )
     made, new = list(objects), {}
     for position, item in enumerate(objects):
-        kind = kind_of(item)
+        kind = "scheduler" if is_schedule(item) else kind_of(item)
         if kind == "loader":
             made[position] = accelerator._prepare_one(item, first_pass=True)
         elif kind is not None and (known := again(accelerator, item, kind)) is not None:
@@ -69,9 +70,10 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
     elif scheduler is not None:
         made[new["scheduler"]] = accelerator._prepare_one(scheduler)
     accelerator.deepspeed_config = accelerator.deepspeed_plugin.deepspeed_config
-    accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
+    wrapped, trained = DeepSpeedEngineWrapper(engine), accelerator.prepared.engines
     if own_optimizer is not None:
-        accelerator.prepared.engines.append(accelerator.deepspeed_engine_wrapped)
+        trained.append(wrapped)
+    accelerator.deepspeed_engine_wrapped = (trained or [wrapped])[0]
     if shares:
         for position, item in enumerate(objects):
             if kind_of(item) == "loader":

@@ -376,16 +376,19 @@ def _read_models(
         options["adapter_only"] = model_options["adapter_only"]
     inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator.prepared.models]
     hooks = list(accelerator._load_model_state_pre_hook.values())
-    for model in inner if hooks else []:
+    pairs = list(zip(accelerator.prepared.models, inner, strict=True))
+    left = [model for outer, model in pairs if not backend.owns_state(outer)]
+    for model in left if hooks else []:
         contents.keep(model)
-    left = list(inner)
     for hook in hooks:
         hook(left, folder)
     # A hook takes out of the list what it loaded itself.
     kept = {id(model) for model in left}
-    pairs = zip(accelerator.prepared.models, inner, strict=True)
-    for index, (outer, model) in enumerate([pair for pair in pairs if id(pair[1]) in kept]):
-        state = backend.load_model(accelerator, outer, folder, index, **options)
+    # Shards have the numbers of all models, whatever hooks of `save_state` did; whole weights of those that they left.
+    known = [place for place, (outer, model) in enumerate(pairs) if id(model) in kept or backend.owns_state(outer)]
+    for number, place in enumerate(known):
+        outer, model = pairs[place]
+        state = backend.load_model(accelerator, outer, folder, place if backend.saves_shards else number, **options)
         if isinstance(state, Deferred):
             contents.remaining.append(state.finish)
         elif isinstance(state, tuple):  # what takes the state, and the state

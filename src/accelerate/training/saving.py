@@ -179,7 +179,8 @@ def _collect(
     whole = [] if backend.saves_shards else accelerator.prepared.models
     states = [plain_names(accelerator.get_state_dict(model)) for model in whole]
     hooks = list(accelerator._save_model_state_pre_hook.values())
-    models = [backend.unwrap_model(model) for model in accelerator.prepared.models] if hooks else []
+    models = accelerator.prepared.models if hooks else []
+    models = [model if backend.owns_state(model) else backend.unwrap_model(model) for model in models]
     for hook in hooks:
         hook(models, states, plan.folder)
     if unused := sorted(model_options.keys() - set(backend.save_options)):
@@ -237,7 +238,7 @@ def get_state_dict(
         if hooked and (has_offloaded_params(module) or any(w.is_meta for w in module.parameters(recurse=False))):
             return offloaded(model)
     state = accelerator._backend.model_state(accelerator, model, unwrap=unwrap)
-    return plain_names(state) if unwrap else state
+    return plain_names(state) if unwrap and state is not None else state
 
 
 def save_model(
@@ -248,7 +249,7 @@ def save_model(
         raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; pass a folder.")
     convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone
     state = accelerator.get_state_dict(model)
-    if meta := [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+    if meta := [name for name, value in (state or {}).items() if isinstance(value, torch.Tensor) and value.is_meta]:
         raise RuntimeError(
             f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
         )

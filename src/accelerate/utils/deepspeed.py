@@ -77,9 +77,12 @@ class DeepSpeedEngineWrapper:
             optimizer, "_global_grad_norm"
         )
         self._norm: torch.Tensor | None = None
+        # How many contexts hold its step back, whatever `backward` is told: the next one outside steps with all gradients.
+        self._held = 0
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run backward, and step where `sync_gradients` says that an accumulation window ends. Every rank calls it."""
+        sync_gradients = sync_gradients and not self._held
         # The window is counted here rather than in the engine, because a data loader's end closes it early.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
@@ -91,9 +94,7 @@ class DeepSpeedEngineWrapper:
 
     def get_global_grad_norm(self) -> float:
         """Return the gradients' norm over all ranks at the last step."""
-        norm = self.engine.get_global_grad_norm()
-        if norm is None:
-            norm = self._norm
+        norm = self._norm if self._counts_norm else self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 
@@ -144,8 +145,9 @@ class DummyScheduler:
 
     Args:
         optimizer: the optimizer it belongs to, a `DummyOptim` for instance.
-        total_num_steps: steps of the whole training, where the config says "auto".
-        warmup_num_steps: steps of the warm-up, where the config says "auto".
+        total_num_steps: batches of the whole training, counted on one process, where the config says "auto"; `prepare` divides them by
+            the number of processes, unless they split batches.
+        warmup_num_steps: steps of the engine in the warm-up, where the config says "auto".
         lr_scheduler_callable: builds a scheduler from an optimizer; None takes the config's.
         kwargs: kept for the user.
     """

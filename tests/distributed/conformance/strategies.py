@@ -84,12 +84,9 @@ def _zero(stage: int, processes: tuple[int, ...] = (2,), offload: str = "none") 
         settings = {"zero_stage": stage, "gradient_clipping": MAX_NORM, "zero3_save_16bit_model": True}
         return {"deepspeed_plugin": DeepSpeedPlugin(offload_optimizer_device=offload, **settings)}
 
-    without = {
-        "holds_gradients_back": "the engine steps where accumulate() ends a window, and no_sync does nothing",
-        **dict.fromkeys(
-            ("computes_in_bf16", "reports"), "buffers stay in float32 beside weights in bf16; check_deepspeed.py"
-        ),
-    }
+    without = dict.fromkeys(
+        ("computes_in_bf16", "reports"), "buffers stay in float32 beside weights in bf16; check_deepspeed.py"
+    )
     if stage == 3:
         without["has_its_part"] = "between two forwards the parameters are empty"
     name = f"zero{stage}{'-offload' * (offload != 'none')}"

@@ -91,7 +91,7 @@ def gone_on(strategy, folder, **options):
     accelerator.load_state(folder)
     for teacher in accelerator._models[:-1]:
         plain = Network().state_dict()
-        assert all(plain[name].equal(value) for name, value in accelerator.get_state_dict(teacher).items())
+        assert all(plain[name].equal(value) for name, value in (accelerator.get_state_dict(teacher) or {}).items())
     losses, _ = train(accelerator, *objects, updates=range(3, 6))
     accelerator.free_memory()
     return losses
@@ -155,7 +155,7 @@ def check_resharded_and_exported():
             accelerator, objects = begun(stage)
             train(accelerator, *objects, updates=range(3))
             accelerator.save_state(f"{folder}/{stage}")
-            weights = accelerator.get_state_dict(objects[0])
+            weights = accelerator.get_state_dict(objects[0]) or {}
             wanted = train(accelerator, *objects, updates=range(3, 6))[0]
             accelerator.free_memory()
 
@@ -183,10 +183,10 @@ def check_a_refused_load_changes_nothing():
         before = sorted(os.listdir(folder))
         for source, target in ((1, 1), (3, 3), (1, 3), (3, 1)):
             accelerator, objects = begun(target, width=4)
-            former = accelerator.get_state_dict(objects[0])
+            former = accelerator.get_state_dict(objects[0]) or {}
             with raised(RuntimeError, "first.weight has (5, 6) in the checkpoint and (4, 6) in the engine"):
                 accelerator.load_state(f"{folder}/{source}")
-            after = accelerator.get_state_dict(objects[0])
+            after = accelerator.get_state_dict(objects[0]) or {}
             assert all(after[name].equal(value) for name, value in former.items())
             assert sorted(os.listdir(folder)) == before
             train(accelerator, *objects, updates=range(2))
@@ -215,11 +215,11 @@ def check_frozen_weights_that_were_left_out_stay():
             accelerator, objects = begun(source)
             train(accelerator, *objects, updates=range(3))
             accelerator.save_state(f"{folder}/saved", exclude_frozen_parameters=True)
-            kept = accelerator.get_state_dict(objects[0])
+            kept = accelerator.get_state_dict(objects[0]) or {}
             accelerator.free_memory()
             accelerator, objects = begun(target, changed=True)
             accelerator.load_state(f"{folder}/saved")
-            state = accelerator.get_state_dict(objects[0])
+            state = accelerator.get_state_dict(objects[0]) or {}
             for name, value in state.items() if rank() == 0 else ():
                 assert value.equal(2 * kept[name] if name.startswith("frozen") else kept[name]), name
             accelerator.free_memory()
@@ -231,7 +231,7 @@ def check_deepspeeds_own_script_reads_it():
             accelerator, objects = begun(stage)
             train(accelerator, *objects, updates=range(2))
             accelerator.save_state(f"{folder}/saved")
-            weights = accelerator.get_state_dict(objects[0])
+            weights = accelerator.get_state_dict(objects[0]) or {}
 
             def merge(weights=weights):
                 command = [sys.executable, "zero_to_fp32.py", ".", "out"]
@@ -272,7 +272,7 @@ def loaded_here():
     for name, target in itertools.product(others, (0, 1, 3)):
         accelerator, (model, _, _) = begun(target, changed=True)
         accelerator.load_state(name)
-        weights = accelerator.get_state_dict(model)
+        weights = accelerator.get_state_dict(model) or {}
         accelerator.save_state("again")
         accelerator.free_memory()
 

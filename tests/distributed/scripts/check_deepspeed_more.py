@@ -47,7 +47,7 @@ def check_any_optimizer_trains_offloaded_states():
             model, optimizer, scheduler = prepared(accelerator, kind)
             assert type(model.basic_optimizer) is type(optimizer.optimizer.optimizer) is kind
             near(train(accelerator, model, optimizer, scheduler)[0], losses)
-            state = accelerator.get_state_dict(model)
+            state = accelerator.get_state_dict(model) or {}
             for name in state:
                 near(state[name].tolist(), weights[name].tolist())
             accelerator.free_memory()
@@ -128,7 +128,7 @@ def check_compiled_engines_train_and_keep_their_names():
         model, optimizer, scheduler = prepared(accelerator)
         near(train(accelerator, model, optimizer, scheduler)[0], losses)
         assert model.module._compiled_call_impl is not None
-        state = accelerator.get_state_dict(model)
+        state = accelerator.get_state_dict(model) or {}
         assert stage == 3 and rank() or state.keys() == weights.keys()
         with shared_folder() as folder:
             accelerator.save_state(f"{folder}/saved")

@@ -57,6 +57,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "parallelism.?p_with_?p_handler(value=<tensor|context|sequence|text>, *"),
         ("", "TypeError", "plugins.MegatronLMPlugin_*(value='2')*"),
         (None, "", "plugins.ProjectConfiguration_total_limit(value=*")],
+    "`DeepSpeedPlugin(gradient_clipping=0)`": [("", "", "variables.*_ACCELERATE_GRADIENT_CLIPPING(value='0')*")],
     "An unknown communication hook, a wrapper without a hook": [
         (None, None, "plugins.DistributedDataParallelKwargs_comm_*")],
     "With FSDP version 2, `sharding_strategy` is translated": [

@@ -2,6 +2,7 @@ import base64
 import json
 import sys
 import types
+import weakref
 
 import pytest
 from torch import nn
@@ -16,22 +17,27 @@ STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 
 
 @pytest.fixture
 def transformers(monkeypatch):
-    """A transformers that remembers which DeepSpeed config it was told of."""
-    told = []
-    module = types.SimpleNamespace(unset_hf_deepspeed_config=told.clear)
-    monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", module)
+    """A transformers that remembers, weakly, which DeepSpeed config it was told of last; it returns that, or None."""
+
+    class Registered:
+        last = None
+
+        def __init__(self, config):
+            self.config = config
+            Registered.last = weakref.ref(self)
+
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     integrations = types.ModuleType("transformers.integrations")
-    integrations.HfDeepSpeedConfig = told.append
+    integrations.HfDeepSpeedConfig = Registered
     monkeypatch.setitem(sys.modules, "transformers.integrations", integrations)
-    monkeypatch.setattr(home, "is_transformers_available", lambda: True)
-    return told
+    for name in ("is_transformers_available", "is_deepspeed_available"):
+        monkeypatch.setattr(home, name, lambda: True)
+    return lambda: (live := Registered.last and Registered.last()) and live.config
 
 
 @pytest.fixture
 def no_transformers(monkeypatch):
     monkeypatch.setattr(home, "is_transformers_available", lambda: False)
-    monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
 
 
 def test_bad_settings_are_named():
@@ -41,6 +47,12 @@ def test_bad_settings_are_named():
         Plugin(hf_ds_config={"train_batch_size": 8})
     with pytest.warns(UserWarning, match="the ZeRO stage is 2"):
         assert Plugin(zero_stage=2, zero3_init_flag=True).zero3_init_flag is False
+
+
+def test_no_limit_of_gradients_reaches_the_engine():
+    """DeepSpeed clips at 1.0 where the configuration says nothing."""
+    assert Plugin(gradient_clipping=0).deepspeed_config["gradient_clipping"] == 0
+    assert Plugin().is_auto("gradient_clipping")
 
 
 def test_values_of_the_config_win_and_arguments_fill_auto():
@@ -122,14 +134,41 @@ def test_registration(transformers):
     config = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     plugin = Plugin(hf_ds_config=config)
     plugin.set_deepspeed_weakref()
-    (told,) = transformers
+    told = transformers()
     assert told["train_micro_batch_size_per_gpu"] == told["gradient_accumulation_steps"] == 1
     assert "train_batch_size" not in told
     assert plugin.is_auto("train_batch_size")
     plugin.select(_from_accelerator_state=True)
     with plugin.zero3_init_context_manager(enable=False), plugin.zero3_init_context_manager(enable=False):
-        assert not plugin.is_zero3_init_enabled() and transformers == []
-    assert plugin.is_zero3_init_enabled() and len(transformers) == 1
+        assert not plugin.is_zero3_init_enabled() and transformers() is None
+    assert plugin.is_zero3_init_enabled() and transformers() == told
+
+
+def test_what_transformers_knows_of(transformers):
+    """Below stage 3 always; at stage 3 with the flag, without it from `prepare` on."""
+    known = lambda: (config := transformers()) and config["zero_optimization"]["stage"]  # noqa: E731
+    for stage in (0, 1, 2, 3):
+        plugin = Plugin(zero_stage=stage)
+        plugin.select(_from_accelerator_state=True)
+        assert known() == stage
+    whole = Plugin(zero_stage=3, zero3_init_flag=False)
+    whole.select(_from_accelerator_state=True)
+    assert known() is None  # nor does it know of the plugin before, which is still there
+    with whole.zero3_init_context_manager(enable=True):
+        assert known() == 3
+    assert known() is None
+    whole.set_deepspeed_weakref()
+    with whole.zero3_init_context_manager(enable=False):
+        assert known() is None
+    assert known() == 3 and not whole.zero3_init_flag
+    del whole
+    assert known() is None
+
+
+def test_a_configuration_of_the_users_stays_registered(transformers):
+    own = sys.modules["transformers.integrations"].HfDeepSpeedConfig({"mine": True})
+    Plugin(zero_stage=3, zero3_init_flag=False).select(_from_accelerator_state=True)
+    assert transformers() is own.config
 
 
 def test_leaf_modules(monkeypatch):

@@ -24,6 +24,17 @@ def test_engine_steps_at_the_end_of_a_window(norm):
     assert wrapper.get_global_grad_norm() == 2.0
 
 
+def test_a_held_engine_takes_no_step():
+    wrapper = DeepSpeedEngineWrapper(Mock())
+    wrapper._held = 2
+    for _ in range(2):
+        wrapper.backward(1.0)
+        wrapper._held -= 1
+        assert not wrapper.engine.step.called
+    wrapper.backward(2.0)
+    assert wrapper.engine.step.call_count == 1
+
+
 def test_wrappers_leave_the_engine_alone():
     AcceleratorState(cpu=True, _from_accelerator=True)
     parameter = torch.nn.Parameter(torch.ones(1))

@@ -341,8 +341,8 @@ def _put_counts(engine: Any, written: zero.Folder) -> None:
 # -- weights alone -----------------------------------------------------------------------------------------------------
 
 
-def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of the engine's module, on rank 0 at stage 3 and on every rank else. All ranks.
+def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state dict of the engine's module; at stage 3 None on ranks other than 0. All ranks.
 
     Raises:
         ValueError: the stage is 3, and gathering is switched off.
@@ -354,7 +354,8 @@ def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any]:
             f"The whole weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
             "zero3_save_16bit_model=True of DeepSpeedPlugin), or save shards with save_state and merge them with zero_to_fp32.py."
         )
-    return gathered(engine)
+    state = gathered(engine)
+    return state if engine.global_rank == 0 else None
 
 
 def _compact(state: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from accelerate.utils.deepspeed import (
     DummyScheduler,
     map_pytorch_optim_to_deepspeed,
 )
+from accelerate.utils.imports import is_transformers_available
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,12 @@ class DeepSpeed(Backend):
         plugin = accelerator.state.deepspeed_plugin
         together(lambda: settings.check(plugin, model, optimizer, scheduler))
         plugin.set_moe_leaf_modules(model)
+        if plugin.zero_stage == 3 and is_transformers_available():
+            from transformers.integrations import is_deepspeed_zero3_enabled
+
+            # `generate` lets ranks that have ended go on with the others where it knows, also of models that were built whole.
+            if not is_deepspeed_zero3_enabled():
+                plugin.set_deepspeed_weakref()
         config = settings.resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
         options: dict[str, Any] = {"model": model, "config_params": config}
         if isinstance(optimizer, DummyOptim):
@@ -78,6 +85,8 @@ class DeepSpeed(Backend):
             options["optimizer"] = _on_its_device(optimizer, plugin, config)
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             options["lr_scheduler"] = scheduler.lr_scheduler_callable
+        elif settings.is_schedule(scheduler):
+            options["lr_scheduler"] = scheduler
         layout = accelerator.parallelism_config
         shares = layout is not None and layout._sp_by_deepspeed
         if shares:
@@ -95,13 +104,17 @@ class DeepSpeed(Backend):
         if optimizer is None:
             return engine, None, None
         if scheduler is not None:
-            own = own_scheduler if isinstance(scheduler, DummyScheduler) else None
-            scheduler = scheduler if own is None else DeepSpeedSchedulerWrapper(own, own_optimizer)
+            stepped = isinstance(scheduler, DummyScheduler) or settings.is_schedule(scheduler)
+            scheduler = DeepSpeedSchedulerWrapper(own_scheduler, own_optimizer) if stepped else scheduler
         return engine, DeepSpeedOptimizerWrapper(own_optimizer), scheduler
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """None: the engine scales losses."""
         return None
+
+    def owns_state(self, model: nn.Module) -> bool:
+        """Whether it is an engine, which saves and loads its optimizer with its weights."""
+        return is_engine(model)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +139,18 @@ class DeepSpeed(Backend):
             )
         engines[0].backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
 
+    @contextlib.contextmanager
+    def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
+        """Let backward passes of a model's engine take no step. What its stage exchanges in each of them it exchanges all the same."""
+        engines = [known for known in accelerator.prepared.engines if model in (known.engine, known.engine.module)]
+        for known in engines:
+            known._held += 1
+        try:
+            yield
+        finally:
+            for known in engines:
+                known._held -= 1
+
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
@@ -133,9 +158,7 @@ class DeepSpeed(Backend):
         engines = accelerator.prepared.engines
         if len(engines) > 1:
             given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-            engines = [
-                known for known in engines if any(id(item) in given for item in known.engine.module.parameters())
-            ]
+            engines = [one for one in engines if not given.isdisjoint(map(id, one.engine.module.parameters()))]
         if not engines:
             raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
         limit = engines[0].engine.gradient_clipping()
@@ -149,12 +172,11 @@ class DeepSpeed(Backend):
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict: of stage 3 on rank 0 alone. All ranks."""
+    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
+        """Return the whole state dict, an engine's under the names of its module; of stage 3 on rank 0 alone, None elsewhere. All ranks."""
         if not is_engine(model):
             return super().model_state(accelerator, model, unwrap)
-        state = checkpoint.whole(model, accelerator.state.deepspeed_plugin.deepspeed_config)
-        return state if unwrap else {f"module.{name}": value for name, value in state.items()}
+        return checkpoint.whole(model, accelerator.state.deepspeed_plugin.deepspeed_config)
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
         """Put what the engine has into a `SavePlan`, its optimizer included; the weights of a model without optimizer. All ranks."""

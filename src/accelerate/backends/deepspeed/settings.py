@@ -93,10 +93,16 @@ def _check_disk(plugin: DeepSpeedPlugin) -> None:
             )
 
 
-def batch_size(loaders: Sequence[Any], smallest: bool) -> int | None:
-    """Return the batch size of the loaders that have one; of several the smallest or the largest."""
-    sizes = [getattr(loader, "batch_size", None) for loader in loaders]
-    sizes = [size for size in sizes if isinstance(size, int)]
+def is_schedule(scheduler: Any) -> bool:
+    """Whether this is one of DeepSpeed's schedulers, which derive from none of torch's."""
+    return any(kind.__module__ == "deepspeed.runtime.lr_schedules" for kind in type(scheduler).__mro__)
+
+
+def batch_size(loaders: Sequence[Any], smallest: bool, processes: int) -> int | None:
+    """Return the batch size of a process in the loaders that have one; of several the smallest or the largest."""
+    # A loader whose batches the main process reads and cuts has the size of whole ones.
+    sizes = [(getattr(loader, "batch_size", None), getattr(loader, "split_batches", False)) for loader in loaders]
+    sizes = [size // processes if cut else size for size, cut in sizes if isinstance(size, int)]
     return (min if smallest else max)(sizes) if sizes else None
 
 
@@ -115,14 +121,13 @@ def resolve(
     elif config[_STEPS] != steps:
         if steps != 1 and accelerator.process_index == 0:  # 1 is what nobody has set, as under transformers' Trainer
             logger.warning(
-                "gradient_accumulation_steps is %s in the DeepSpeed configuration and %s in the Accelerator: the configuration holds.",
-                config[_STEPS],
-                steps,
+                f"gradient_accumulation_steps is {config[_STEPS]} in the DeepSpeed configuration and {steps} in the Accelerator: "
+                "the configuration holds."
             )
         accelerator.gradient_accumulation_steps = config[_STEPS]
     micro = config.get(_MICRO, "auto")
     if micro == "auto":
-        micro = batch_size(loaders, plugin.is_train_batch_min)
+        micro = batch_size(loaders, plugin.is_train_batch_min, accelerator.num_processes)
     if micro is None:
         raise ValueError(
             f"{_MICRO} is 'auto' in the DeepSpeed configuration, and no data loader has a batch size. Pass a loader with a batch size to "
@@ -137,7 +142,7 @@ def resolve(
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
         **_widths(model, plugin),
         **_optimizer(optimizer),
-        **_schedule(scheduler),
+        **_schedule(scheduler, 1 if accelerator.split_batches else replicas),
     }
     if optimizer is not None and not isinstance(optimizer, DummyOptim):
         config.setdefault("zero_allow_untested_optimizer", True)
@@ -171,12 +176,11 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     return {"optimizer.params.lr": optimizer.lr, "optimizer.params.weight_decay": optimizer.weight_decay}
 
 
-def _schedule(scheduler: Any) -> dict[str, Any]:
+def _schedule(scheduler: Any, replicas: int) -> dict[str, Any]:
     if not isinstance(scheduler, DummyScheduler) or scheduler.lr_scheduler_callable is not None:
         return {}
-    rate = getattr(scheduler.optimizer, "lr", None)
-    if rate is None:
-        rate = scheduler.optimizer.defaults["lr"]
+    optimizer = scheduler.optimizer
+    rate = optimizer.lr if hasattr(optimizer, "lr") else optimizer.defaults["lr"]
     known = {
         "scheduler.params.warmup_min_lr": 0,
         "scheduler.params.warmup_max_lr": rate,
@@ -184,5 +188,6 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
         "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps or 1,
     }
     if scheduler.total_num_steps is not None:
-        known["scheduler.params.total_num_steps"] = scheduler.total_num_steps
+        # It counts batches of one process, as other schedulers do; the engine steps once for those of all. A warm-up counts steps.
+        known["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / replicas)
     return known
