@@ -1143,9 +1143,8 @@ class Accelerator:
             ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
-        kind = (
-            "no" if traits.of(self.distributed_type).deepspeed else self.mixed_precision
-        )  # an engine casts by itself
+        # An engine of DeepSpeed's casts by itself.
+        kind = "no" if traits.of(self.distributed_type).deepspeed else self.mixed_precision
         return amp.autocast_context(self.device.type, precision(kind), handler)
 
     @contextlib.contextmanager

@@ -54,7 +54,9 @@ def manifest(place):
 def folders(place):
     """A project in which folders and leftovers have such names."""
     samples.foreign(place / "c" / f"epoch{ESCAPES}")
-    (place / "c" / f".saving_{ESCAPES}").mkdir()
+    aside = place / "c" / f".saving_{ESCAPES}"
+    aside.mkdir()
+    (aside / ".accelerate_save").write_text(f"epoch{ESCAPES}")
 
 
 def weights(place):

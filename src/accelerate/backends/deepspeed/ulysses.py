@@ -4,14 +4,13 @@ Source: Arctic Long Sequence Training (arXiv 2506.13996), https://www.deepspeed.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
-from accelerate.checkpoint.state import on_all
-from accelerate.comm.nested import recursively_apply
 from accelerate.data.loader import PreparedLoader
 from accelerate.runtime.run import Run
 
@@ -163,6 +162,8 @@ class UlyssesSPDataLoaderAdapter:
     ) -> None:
         self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
         self.device, self.length, self.skip = device, length, skip
+        self._layout: Any = None
+        self._heads: list[Any] = []
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size - self.skip
@@ -202,16 +203,17 @@ class UlyssesSPDataLoaderAdapter:
 
     def _exchanged(self, batch: Any) -> list[dict[str, Any]] | None:
         """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end. All ranks."""
-        problem = parts = None
-        try:
-            parts = None if batch is None else self._cut(batch)
-        except ValueError as error:
-            problem = str(error)
-        heads = on_all((problem, parts is None))
+        problem, header, sent = None, None, []
+        if batch is not None:
+            try:
+                header, sent = self._cut(batch)
+            except ValueError as error:
+                problem = str(error)
+        heads = self._headers(problem, header)
         for rank, (problem, _) in enumerate(heads):
             if problem is not None:
                 raise ValueError(f"The batch of rank {rank} cannot be shared. {problem}")
-        over = [rank for rank, (_, ended) in enumerate(heads) if ended]
+        over = [rank for rank, (_, header) in enumerate(heads) if header is None]
         if over and len(over) < len(heads):
             raise ValueError(
                 f"Ranks {over} have no batch left, and the others share the next. Prepare the loader with even_batches=True or "
@@ -219,17 +221,31 @@ class UlyssesSPDataLoaderAdapter:
             )
         if over:
             return None
-        received = []
-        for source in distributed.get_process_group_ranks(self.sp_group):
-            given = [None]
-            distributed.scatter_object_list(given, parts, source, self.sp_group)
-            received.append(recursively_apply(lambda value: value.to(self.device), given[0]))
-        return received
+        layouts = [heads[rank][1] for rank in distributed.get_process_group_ranks(self.sp_group)]
+        sizes = [sum(_bytes(item) for item, cut in layout.values() if cut) for layout in layouts]
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        distributed.all_to_all_single(
+            received, torch.cat(sent), sizes, [part.numel() for part in sent], group=self.sp_group
+        )
+        return [_unpacked(layout, part) for layout, part in zip(layouts, received.split(sizes), strict=True)]
 
-    def _cut(self, batch: Any) -> list[dict[str, Any]]:
-        """Return the parts of this rank's batch in host memory; ValueError if it cannot be cut."""
-        names = batch if isinstance(batch, Mapping) else ()
-        missing = [name for name in ("input_ids", "position_ids") if name not in names]
+    def _headers(self, problem: str | None, header: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
+        """Return what each rank says about its batch; objects are exchanged where that is not what all said last. All ranks."""
+        before = self._layout
+        self._layout = header if header is not None and all(cut for _, cut in header.values()) else None
+        same = self._layout is not None and self._layout == before
+        unchanged = torch.tensor(int(same), device=self.device)
+        distributed.all_reduce(unchanged, distributed.ReduceOp.MIN)
+        if not unchanged:
+            self._heads = [None] * distributed.get_world_size()
+            distributed.all_gather_object(self._heads, (problem, header))
+        return self._heads
+
+    def _cut(self, batch: Any) -> tuple[dict[str, tuple[Any, bool]], list[torch.Tensor]]:
+        """Return what is in this rank's batch, and the bytes of each part; ValueError if it cannot be cut."""
+        missing = [
+            name for name in ("input_ids", "position_ids") if not isinstance(batch, Mapping) or name not in batch
+        ]
         if missing:
             raise ValueError(
                 f"It is a {type(batch).__name__} without {missing}. Let the collate_fn return a dict with input_ids, labels and "
@@ -239,22 +255,42 @@ class UlyssesSPDataLoaderAdapter:
         if length % size or self.length not in (None, length):
             wanted = f"sp_seq_length={self.length}" if self.length else f"a multiple of sp_size={size}"
             raise ValueError(f"Its sequences have {length} tokens instead of {wanted}. Pad or cut them.")
-        parts: list[dict[str, Any]] = [{} for _ in range(size)]
+        header: dict[str, tuple[Any, bool]] = {}
+        sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
         for name, value in batch.items():
             if name == "labels" and torch.is_tensor(value):
                 name, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=-100)
-            cut = [value] * size
-            if torch.is_tensor(value):
-                if value.dim() < 2 or value.shape[1] != length:
-                    raise ValueError(
-                        f"Its {name!r} has the shape {tuple(value.shape)}, and dimension 1 is cut as that of input_ids, which is "
-                        f"{length}. Leave it out of the batch, or give it that dimension."
-                    )
-                # Copies, because pickle would write all of what a view is part of.
-                cut = [one.to("cpu", copy=True) for one in value.detach().chunk(size, dim=1)]
-            for part, one in zip(parts, cut, strict=True):
-                part[name] = one
-        return parts
+            if not torch.is_tensor(value):
+                header[name] = (value, False)
+                continue
+            if value.dim() < 2 or value.shape[1] != length:
+                raise ValueError(
+                    f"Its {name!r} has the shape {tuple(value.shape)}, and dimension 1 is cut as that of input_ids, which is {length}. "
+                    "Leave it out of the batch, or give it that dimension."
+                )
+            parts = value.detach().to(self.device).chunk(size, dim=1)
+            header[name] = ((parts[0].dtype, tuple(parts[0].shape)), True)
+            for mine, part in zip(sent, parts, strict=True):
+                mine.append(part.contiguous().view(-1).view(torch.uint8))
+        return header, [torch.cat(part) for part in sent]
+
+
+def _bytes(described: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    dtype, shape = described
+    return math.prod(shape) * dtype.itemsize
+
+
+def _unpacked(layout: dict[str, tuple[Any, bool]], part: torch.Tensor) -> dict[str, Any]:
+    """Return a part as the dict that it was made from."""
+    found, start = {}, 0
+    for name, (item, cut) in layout.items():
+        if cut:
+            dtype, shape = item
+            end = start + _bytes(item)
+            # A copy, because the bytes of a view need not lie where its type wants them.
+            item, start = part[start:end].clone().view(dtype).view(shape), end
+        found[name] = item
+    return found
 
 
 def adapter(accelerator: Run, loader: PreparedLoader) -> UlyssesSPDataLoaderAdapter:
