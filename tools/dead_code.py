@@ -16,6 +16,7 @@ USERS = ["src", "examples", "tools", "benchmarks"]
 CALLED: dict[str, str] = {
     "__notes__": "read by `traceback.TracebackException.format_exception_only`",
     **dict.fromkeys(["memo", "objtype", "protocol"], "Python: parameters of __deepcopy__, __get__ and __reduce_ex__"),
+    "align": "numpy: what its pickles pass to a dtype",
     **dict.fromkeys(["persistent_id", "persistent_load"], "Python: pickle"),
     **dict.fromkeys(["_missing_", "__dir__", "find_class", "__signature__"], "Python: enum, dir(), pickle, inspect"),
     **dict.fromkeys(["load_bytes", "create_stream", "fs"], "torch.distributed.checkpoint"),
@@ -25,7 +26,7 @@ CALLED: dict[str, str] = {
     **dict.fromkeys(["_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"], "DeepSpeed: its groups of ranks"),
     **dict.fromkeys(["is_decoupled"], "DeepSpeed: asked of what writes its checkpoints"),
     **dict.fromkeys(["Version"], "annotations in quotes"),
-    **dict.fromkeys(["allow_tf32", "activation_relu_or_gelu"], "torch: settings"),
+    **dict.fromkeys(["allow_tf32", "activation_relu_or_gelu", "enable_load_balance"], "torch: settings"),
     **dict.fromkeys(
         [
             *["SingleProcess", "TensorParallel"],

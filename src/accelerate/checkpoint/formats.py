@@ -18,7 +18,11 @@ import torch
 
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
+from accelerate.runtime import durable as durable_memory
 from accelerate.runtime.durable import Path, durable, of_file, sync_folder
+
+# From this many bytes on, huge pages pay, and files are mapped.
+LARGE = 4 << 20
 
 # What safetensors calls torch's dtypes, as far as this torch has them.
 _ODD = {
@@ -182,6 +186,35 @@ def replace_weights(
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
+
+
+def copied_over(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor whose memory may be a mapped file's, and return the target; OSError if the file cannot be read any more."""
+    if value.device.type != "cpu" or not _is_plain(value):
+        return target.copy_(value)
+    dense = _layout(torch.empty_like(value, device="meta"))  # of a strided view, a file may have more than the tensor
+    if target.device.type != "cpu" or not _is_plain(target) or not _layout(target) == _layout(value) == dense:
+        return target.copy_(own_copy(value))
+    durable_memory.copy_mapped(target.data_ptr(), value.data_ptr(), value.nbytes)
+    return target
+
+
+def own_copy(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy with memory of its own; OSError as `copied_over`. New memory in huge pages is filled faster."""
+    made = torch.empty_like(value)
+    if not _is_plain(value) or _layout(made) != _layout(value):
+        return made.copy_(value)
+    if made.nbytes >= LARGE and made.device.type == "cpu":
+        durable_memory.advise(made.data_ptr(), made.nbytes, durable_memory.HUGE)
+    return copied_over(made, value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:

@@ -25,7 +25,6 @@ from accelerate.checkpoint.state import POSITIONS, Common, inner_optimizer, keep
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
-from accelerate.runtime import durable
 from accelerate.utils import other
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ def mapped_file(path: str) -> Any:
 
     with _reported(path):
         # A process dies of a mapping whose file becomes shorter.
-        maps = os.path.getsize(path) > _LARGE
+        maps = os.path.getsize(path) > formats.LARGE
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
@@ -269,8 +268,7 @@ class Contents:
                 _restore_loader(loader, state, position)
             for model, state in self.models:
                 if loads_by_name(model):
-                    own = in_memory(state) if load_model_kwargs.get("assign") else state
-                    self.remaining.append(partial(model.load_state_dict, own, **load_model_kwargs))
+                    self.remaining.append(partial(_load_by_name, model, state, load_model_kwargs))
                 else:
                     self.keep(model)
                     # Its own code may keep what it gets.
@@ -292,8 +290,14 @@ class Contents:
     def complete(self) -> dict[str, Any]:
         """Restore the rest: plain modules, memory of optimizers, generators; return what the Accelerator takes over."""
         self._undoing.clear()
-        while self.remaining:
-            self.remaining.pop(0)()
+        try:
+            while self.remaining:
+                self.remaining.pop(0)()
+        except OSError as error:
+            raise DamagedCheckpoint(
+                f"{self.folder} changed while it was loaded: {error}. Some of the state is the checkpoint's, and some is what it was before. "
+                "Load again, and replace files by a rename."
+            ) from error
         states, rank, device = dict(self.random or {}), self.common.process_index, self.common.device
         file = manifest.random_states_file(rank)
         attributes = {"step": states.pop("step")} if "step" in states else {}
@@ -355,6 +359,23 @@ def _naming(obj: Any, path: str) -> Iterator[None]:
         ) from error
 
 
+@torch.no_grad()
+def _load_by_name(model: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Do what `load_state_dict` does where that is to copy values by name; OSError, where it ends the process, if a file became shorter."""
+    own: dict[str, torch.Tensor] = {}
+    if isinstance(model, nn.Module) and "load_state_dict" not in vars(model):
+        every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        own = {name: tensor.detach() for name, tensor in every}
+    pairs = [(own.get(name), value) for name, value in state.items()]
+    if options.get("assign"):
+        model.load_state_dict(in_memory(state), **options)
+    elif all(type(target) is type(value) is torch.Tensor for target, value in pairs):
+        for target, value in pairs:
+            formats.copied_over(target, value)
+    else:
+        model.load_state_dict(state, **options)
+
+
 def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any]]) -> None:
     """Give an optimizer memory of its own for what is a file's: that of the tensors it had, where they are alike."""
     for parameter, state in optimizer.state.items():
@@ -362,21 +383,15 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
         for name, value in state.items():
             if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
-                state[name] = before.copy_(value) if _kind(before) == _kind(value) else _own(value)
-
-
-def _own(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy; new memory in huge pages is filled so much faster that checksums make no load longer."""
-    made = torch.empty_like(value)
-    if made.nbytes >= _LARGE and made.device.type == "cpu":
-        durable.advise(made.data_ptr(), made.nbytes, durable.HUGE)
-    return made.copy_(value)
+                state[name] = (
+                    formats.copied_over(before, value) if _kind(before) == _kind(value) else formats.own_copy(value)
+                )
 
 
 def in_memory(state: Any) -> Any:
     """Return a state with plain tensors of its own memory, where those of `mapped_file` are the file's."""
     plain_tensors = (torch.Tensor, torch.nn.Parameter)
-    return formats.rebuilt(state, lambda value: value.clone() if type(value) in plain_tensors else value)
+    return formats.rebuilt(state, lambda value: formats.own_copy(value) if type(value) in plain_tensors else value)
 
 
 def storages(state: Any) -> set[int]:

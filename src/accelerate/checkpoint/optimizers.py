@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import load, manifest, state
+from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, required
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_spread, mapped_leaves, together
@@ -232,7 +232,7 @@ def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
             return value
         if not value.dim():
             # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
-            return stored.whole(value) if value.is_meta else value.clone()
+            return stored.whole(value) if value.is_meta else formats.own_copy(value)
         before = present.get(key)
         if goal.over and hasattr(value, "stored_key") and _takes(before, value, own):
             return stored.over(value, before)

@@ -244,7 +244,7 @@ class WholeTensors:
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
+            formats.copied_over(target, part)
             planner.commit_tensor(item, target)
 
 

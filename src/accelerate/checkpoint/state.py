@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.checkpoint import manifest
+from accelerate.checkpoint import formats, manifest
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.resume import is_stateful
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
@@ -414,7 +414,7 @@ def apply_model(
     if layout == "local":  # loading a state dict refuses flat parameters; those of the state dict are no copies
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                part(own.values[name]).copy_(part(value))
+                formats.copied_over(part(own.values[name]), part(value))
         return torch_private.IncompatibleKeys([], [])
     options, missing = StateDictOptions(strict=strict), []
     if is_fsdp1(model):

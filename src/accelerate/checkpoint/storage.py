@@ -1,7 +1,8 @@
 """Where a checkpoint lies, how it gets there in one step, and which checkpoints of a run stay.
 
 A checkpoint is written into a hidden folder beside its location. When all of it is there, the manifest too, and every byte has
-reached the disk, it takes the location: by one rename, or, where an older checkpoint lies there, by exchanging the two. A reader finds the old one or the new one, and never a part. A publish that is killed between two steps is completed by the
+reached the disk, it takes the location: by one rename, or, where an older checkpoint lies there, by exchanging the two. A
+reader finds the old one or the new one, and never a part. A publish that is killed between two steps is completed by the
 next process that writes to the location.
 """
 

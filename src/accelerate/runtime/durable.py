@@ -148,6 +148,27 @@ def advise(address: int, length: int, advice: int) -> bool:
     return _call("madvise", "void_p", "size_t", "int")(begin, address + length - begin, advice) == 0
 
 
+def copy_mapped(target: int, source: int, length: int) -> None:
+    """Copy memory, of which `source` may be a mapped file: OSError, where a plain copy ends the process, if a page cannot be read.
+
+    Args:
+        target, source: addresses; length: bytes.
+
+    Source: https://man7.org/linux/man-pages/man2/process_vm_readv.2.html
+    """
+    read, done = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"), 0
+    while read is not None and done < length:
+        count = min(length - done, 1 << 30)  # what is returned is an int
+        there, here = ((ctypes.c_size_t * 2)(address + done, count) for address in (target, source))
+        copied = read(os.getpid(), there, 1, here, 1, 0)
+        if copied <= 0:
+            if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
+                break
+            raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
+        done += copied
+    ctypes.memmove(target + done, source + done, length - done)
+
+
 # -- files --------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 import logging
 import os
 import random
+import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data import resume
@@ -319,3 +322,40 @@ def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     decoded = resume.decode_generators(*resume.encode_generators(states))
     assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]]
     assert decoded["xm_seed"] == 7
+
+
+class Shortens:
+    """A registered object during whose load another program writes into a file of the checkpoint, in place."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        os.truncate(self.path, os.path.getsize(self.path) // 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems end the process")
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin"])
+def test_a_large_file_that_becomes_shorter_while_it_is_loaded_is_an_error(tmp_path, file):
+    """Torch's own copy ends the process by SIGBUS."""
+    if not (child := os.fork()):
+        try:
+            accelerator = Accelerator(cpu=True)
+            model = nn.Linear(1100, 1100)
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            model(torch.ones(1, 1100)).sum().backward()
+            optimizer.step()
+            accelerator.register_for_checkpointing(Shortens(tmp_path / "c" / file))
+            accelerator.save_state(tmp_path / "c")
+            assert os.path.getsize(tmp_path / "c" / file) > formats.LARGE
+            with pytest.raises(RuntimeError, match="changed while it was loaded: .* became shorter"):
+                accelerator.load_state(tmp_path / "c")
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint import layouts, manifest, optimizers, zero
+from accelerate.checkpoint import formats, layouts, manifest, optimizers, zero
 from accelerate.checkpoint.load import refuse_misfit
 from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.save import SavePlan
@@ -284,9 +284,9 @@ def _put(
         value = model.read(value)
         if hasattr(parameter, "ds_tensor"):
             start, count, _ = _part(engine, parameter)
-            parameter.ds_tensor[:count].copy_(value.flatten()[start : start + count])
+            formats.copied_over(parameter.ds_tensor[:count], value.flatten()[start : start + count])
         else:
-            state[name].copy_(value)
+            formats.copied_over(state[name], value)
     if optimizer and not stage:
         stored = {"state": optimizer.states, "param_groups": optimizer.groups}
         inner.load_state_dict(numbered(optimizer.stored.read(stored)))
@@ -310,7 +310,7 @@ def _put(
 def _fill(flat: _Flat, read: Any, target: torch.Tensor) -> None:
     """Copy this rank's parts of what `read` returns for each name."""
     for name, offset, start, count in flat.parts:
-        target[offset : offset + count].copy_(read(name).flatten()[start : start + count])
+        formats.copied_over(target[offset : offset + count], read(name).flatten()[start : start + count])
 
 
 def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> None:
