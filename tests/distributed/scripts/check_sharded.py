@@ -174,6 +174,27 @@ def check_items_leave_the_scale_of_the_loss():
     assert scales[0] <= 2 * scales[1], scales
 
 
+def check_items_resume_bit_for_bit():
+    """Weights by the window before, which a resumed run has not seen, rounded otherwise than in the run that went on."""
+    for precision in ("no", "bf16"):
+        finals = []
+        with shared_folder() as folder:
+            for resumed in (False, True):
+                accelerator = fresh_accelerator(
+                    mixed_precision=precision, fsdp_plugin=sharding(2), gradient_accumulation_steps=3
+                )
+                model, optimizer = accelerator.prepare(*build())
+                if resumed:
+                    accelerator.load_state(folder + "/c")
+                for step in range(6 if resumed else 0, 15):
+                    if step == 6 and not resumed:
+                        accelerator.save_state(folder + "/c")
+                    with accelerator.accumulate(model, num_items=37 + 1000 * (step % 3) + 11 * step * (rank() + 1)):
+                        learn(accelerator, model(batch(step)[1]).square().mean(), optimizer)
+                finals.append(weights(accelerator, model))
+        assert all(torch.equal(one, finals[1][name]) for name, one in finals[0].items()), precision
+
+
 def check_an_optimizer_made_before_follows_into_another_accelerator():
     """It had the old parameters, which nobody gives gradients to: its steps changed nothing."""
     for version in (1, 2):
