@@ -27,12 +27,6 @@ def forget() -> None:
     _live.clear()
 
 
-def release() -> None:
-    """Drop the buffers that communicators keep for their next exchange. Any rank, alone."""
-    for communicator in _live.values():
-        communicator.release()
-
-
 def _xla() -> base.Communicator:
     if "xla" not in _live:
         from accelerate.comm.xla import XlaCommunicator

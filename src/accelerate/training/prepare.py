@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint.background import HostBuffers
@@ -563,5 +562,4 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.deepspeed_engine_wrapped = None
     accelerator.flag_tensor = accelerator._activations_peak = None
     accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
-    comm.release()
     return release_memory(*objects)
