@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
@@ -41,11 +42,12 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
+        yield from _one_by_one(self)
+
+    def _epoch_generator(self) -> torch.Generator:
         if self.generator is None:
             self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
-        self.epoch += 1
+        return self.generator.manual_seed(self.initial_seed + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws."""
@@ -66,17 +68,64 @@ class ReplayableRandomSampler(RandomSampler):
             sampler.__class__ = cls
 
     def __iter__(self) -> Iterator[int]:
+        yield from _one_by_one(self)
+
+    def _epoch_generator(self) -> torch.Generator:
         if self.generator is not None:
-            yield from super().__iter__()
-            return
+            return self.generator
         self.seed, self.replay = (draw_seed() if self.replay is None else self.replay), None
-        generator = torch.Generator().manual_seed(self.seed)
-        yield from RandomSampler(self.data_source, self.replacement, self._num_samples, generator)
+        return torch.Generator().manual_seed(self.seed)
 
 
 def draw_seed() -> int:
     """Take a seed from torch's default generator, as torch's samplers do, which advances it by one draw."""
     return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+# An epoch's order as a tensor ------------------------------------------------------------------------------------------
+
+_CHUNK = 1 << 14
+
+
+def has_tensor_order(sampler: Any) -> bool:
+    """Whether an epoch of a sampler can be drawn as a tensor: torch's own samplers and those of this module, no others."""
+    return type(sampler) in (SequentialSampler, RandomSampler, ReplayableRandomSampler, SeedableRandomSampler)
+
+
+def tensor_order(sampler: Any, at_once: bool = False) -> Iterator[Any]:
+    """Draw an epoch's indices in tensors (a range, if in order), with the draws of torch's `RandomSampler`, bit for bit."""
+    if type(sampler) is SequentialSampler:
+        yield range(len(sampler.data_source))
+        return
+    if type(sampler) is RandomSampler:
+        sampler = copy.copy(sampler)
+        ReplayableRandomSampler.adopt(sampler)
+    length, samples, generator = len(sampler.data_source), sampler.num_samples, sampler._epoch_generator()
+    size = samples if at_once else 32 if sampler.replacement else length
+    for start in range(0, samples, size):
+        yield _draw(length, min(size, samples - start), sampler.replacement, generator)
+    if generator is sampler.generator and not (sampler.replacement or samples % length):
+        # torch draws one permutation more, which decides what the program's generator draws next.
+        torch.randperm(length, generator=generator)
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.epoch += 1
+
+
+def _draw(length: int, count: int, replacement: bool, generator: torch.Generator) -> torch.Tensor:
+    dtype = torch.int32 if length < 1 << 31 else torch.int64  # the numbers are the same
+    if replacement:
+        return torch.randint(length, (count,), dtype=dtype, generator=generator)
+    order = torch.empty(-(-count // length) * length, dtype=dtype)
+    for part in order.split(length):
+        torch.randperm(length, generator=generator, dtype=dtype, out=part)
+    return order[:count]
+
+
+def _one_by_one(sampler: RandomSampler) -> Iterator[int]:
+    """Iterate over a random sampler as torch does, without the list that torch makes of a permutation."""
+    for drawn in tensor_order(sampler):
+        for chunk in drawn.split(_CHUNK):
+            yield from chunk.tolist()
 
 
 # Beginning in the middle ---------------------------------------------------------------------------------------------
@@ -89,7 +138,17 @@ def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> It
         return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start, extra)
     if isinstance(batch_sampler, BatchSamplerShard):
         return batch_sampler.iter_from(start, extra)
+    if (start or extra) and type(batch_sampler) is BatchSampler and _is_one_permutation(batch_sampler.sampler):
+        return BatchSamplerShard(batch_sampler, even_batches=False).iter_from(start, extra)
     return split_head(batch_sampler, 0, start, extra)[1]
+
+
+def _is_one_permutation(sampler: Any) -> bool:
+    """Whether a sampler draws its epoch before the first index, so that it makes no difference to draw all of it."""
+    in_order = type(sampler) is SequentialSampler
+    return has_tensor_order(sampler) and (
+        in_order or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
+    )
 
 
 def skips_samples(batch_sampler: Any) -> bool:
@@ -104,16 +163,10 @@ def skips_samples(batch_sampler: Any) -> bool:
 def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int = 0) -> tuple[list[Any], Iterator[Any]]:
     """Return the first `keep` batches, and the rest from batch `start` on (0, or at least `keep`), in one pass."""
     if (start or extra) and type(batch_sampler) is BatchSampler:
-        size, sampler = batch_sampler.batch_size, batch_sampler.sampler
-        first_sample = start * size + extra
-        if type(sampler) is SequentialSampler:
-            indices = range(len(sampler.data_source))
-            first, rest = list(indices[: keep * size]), iter(indices[first_sample:])
-        else:
-            kept = iter(sampler)
-            first = list(islice(kept, keep * size))
-            # Less than `keep` batches may be left out; then the rest begins within what was kept.
-            rest = chain(first[first_sample:], islice(kept, max(0, first_sample - keep * size), None))
+        size, kept = batch_sampler.batch_size, iter(batch_sampler.sampler)
+        first_sample, first = start * size + extra, list(islice(kept, keep * size))
+        # Less than `keep` batches may be left out; then the rest begins within what was kept.
+        rest = chain(first[first_sample:], islice(kept, max(0, first_sample - keep * size), None))
         first, rest = (BatchSampler(part, size, batch_sampler.drop_last) for part in (first, rest))
         return list(first), iter(rest)
     batches = iter(batch_sampler)
@@ -219,6 +272,40 @@ class BatchSamplerShard(BatchSampler):
     def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
         """Iterate from batch number `start`, and `extra` samples of all processes beyond it, on."""
         self.round_log.clear()
+        yield from (self._sliced if self._slices else self._walked)(start, extra)
+
+    @property
+    def _slices(self) -> bool:
+        """Whether this process's batches are cut from the epoch's order, at no cost for those of others; else all are walked."""
+        inner, size = self.batch_sampler, self.batch_size
+        plain = type(inner) is BatchSampler and (inner.batch_size, inner.drop_last) == (size, self.drop_last)
+        return plain and has_tensor_order(inner.sampler) and not (self.split_batches and size % self.num_processes)
+
+    def _sliced(self, start: int, extra: int) -> Iterator[list[int]]:
+        shards, index = self.num_processes, self.process_index
+        size = self.batch_size // shards if self.split_batches else self.batch_size
+        drawn, total = tensor_order(self.batch_sampler.sampler, at_once=True), size * shards
+        order = next(drawn)
+        samples = len(order)
+        begin = start * total + extra
+        rounds, rest = divmod(max(0, samples - begin), total)
+        for place in range(begin + size * index, begin + rounds * total, total):
+            batch = order[place : place + size]
+            yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+        if rest and not self.drop_last:
+            places: Iterable[int] = range(size * index, size * (index + 1))
+            if self.even_batches:
+                self.round_log[start + rounds] = real_per_shard(rest, size, shards)
+                head = min(total, samples)
+                places = [samples - rest + place if place < rest else (place - rest) % head for place in places]
+            else:
+                places = [samples - rest + place for place in places if place < rest]
+            if places:
+                yield [int(order[place]) for place in places]
+        del order  # before torch's last permutation is drawn
+        next(drawn, None)
+
+    def _walked(self, start: int, extra: int) -> Iterator[list[int]]:
         split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
         per_round = 1 if split else shards
         own = slice(size // shards * index, size // shards * (index + 1)) if split else slice(0)
