@@ -6,6 +6,7 @@ Prints a table and a line of JSON. A rank's batches are slices of the epoch's or
 a custom sampler, which nothing is known of, is walked.
 """
 
+import gc
 import json
 import resource
 import statistics
@@ -13,7 +14,7 @@ import sys
 import time
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from accelerate.data_loader import prepare_data_loader
 
@@ -54,11 +55,14 @@ def microseconds(ranks: int, steps: int = STEPS, rounds: int = ROUNDS, **options
     batches = iter(prepared(ranks * BATCH * (steps * rounds + 3), ranks, **options))
     next(batches)
     found = []
+    gc.collect()
+    gc.disable()
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(steps):
             next(batches)
         found.append((time.perf_counter() - start) / steps * 1e6)
+    gc.enable()
     return round(statistics.median(found), 1)
 
 
@@ -83,6 +87,9 @@ def measure(quick: bool = False) -> dict[str, dict]:
     most = RANKS[:3] if quick else RANKS
     for name, options in (("in order", {}), ("shuffled", {"shuffle": True})):
         found[name] = {ranks: microseconds(ranks, **options) for ranks in most}
+    # The draws of the ranks before it are made one by one, in C.
+    drawn = {ranks: RandomSampler(range(ranks * BATCH * 103), replacement=True) for ranks in most}
+    found["with replacement"] = {ranks: microseconds(ranks, 20, sampler=sampler) for ranks, sampler in drawn.items()}
     found["custom"] = {
         ranks: microseconds(ranks, 20, 1, sampler=Custom(ranks * BATCH * 23)) for ranks in most if ranks <= 1024
     }
@@ -92,7 +99,7 @@ def measure(quick: bool = False) -> dict[str, dict]:
 if __name__ == "__main__":
     figures = measure("--quick" in sys.argv)
     print("microseconds a batch", *(f"{ranks:>8}" for ranks in RANKS), "ranks")
-    for kind in ("in order", "shuffled", "custom"):
+    for kind in ("in order", "shuffled", "with replacement", "custom"):
         print(f"{kind:<20}", *(f"{figures[kind].get(ranks, '-'):>8}" for ranks in RANKS))
     print(f"first batch of {LARGE:,} shuffled samples:", figures["large"])
     print("RESULT", json.dumps(figures))

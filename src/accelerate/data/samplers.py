@@ -92,40 +92,59 @@ def has_tensor_order(sampler: Any) -> bool:
     return type(sampler) in (SequentialSampler, RandomSampler, ReplayableRandomSampler, SeedableRandomSampler)
 
 
-def tensor_order(sampler: Any, at_once: bool = False) -> Iterator[Any]:
-    """Draw an epoch's indices in tensors (a range, if in order), with the draws of torch's `RandomSampler`, bit for bit."""
-    if type(sampler) is SequentialSampler:
-        yield range(len(sampler.data_source))
-        return
-    if type(sampler) is RandomSampler:
-        sampler = copy.copy(sampler)
-        ReplayableRandomSampler.adopt(sampler)
-    length, samples, generator = len(sampler.data_source), sampler.num_samples, sampler._epoch_generator()
-    size = samples if at_once else 32 if sampler.replacement else length
-    for start in range(0, samples, size):
-        yield _draw(length, min(size, samples - start), sampler.replacement, generator)
-    if generator is sampler.generator and not (sampler.replacement or samples % length):
-        # torch draws one permutation more, which decides what the program's generator draws next.
-        torch.randperm(length, generator=generator)
-    if isinstance(sampler, SeedableRandomSampler):
-        sampler.epoch += 1
+class TensorOrder:
+    """An epoch's indices by position: a range, or the tensor that torch's `RandomSampler` draws, bit for bit, as far as asked for.
 
+    int32 halves the memory of what fits into it, and the numbers drawn are the same.
+    """
 
-def _draw(length: int, count: int, replacement: bool, generator: torch.Generator) -> torch.Tensor:
-    dtype = torch.int32 if length < 1 << 31 else torch.int64  # the numbers are the same
-    if replacement:
-        return torch.randint(length, (count,), dtype=dtype, generator=generator)
-    order = torch.empty(-(-count // length) * length, dtype=dtype)
-    for part in order.split(length):
-        torch.randperm(length, generator=generator, dtype=dtype, out=part)
-    return order[:count]
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.drawn = sampler, len(sampler)
+        self.indices: Any = range(self.drawn)
+        if type(sampler) is SequentialSampler:
+            return
+        if type(sampler) is RandomSampler:
+            self.sampler = sampler = copy.copy(sampler)
+            ReplayableRandomSampler.adopt(sampler)
+        self.length, self.generator, self.drawn = len(sampler.data_source), sampler._epoch_generator(), 0
+        # torch draws 32 at a time with replacement, and else whole permutations.
+        self.block = 32 if sampler.replacement else self.length
+        size = len(sampler) if sampler.replacement else -(-len(sampler) // self.length) * self.length
+        self.indices = torch.empty(size, dtype=torch.int32 if self.length < 1 << 31 else torch.int64)
+
+    def draw(self, stop: int) -> None:
+        """Draw the blocks that begin before position `stop`."""
+        if stop <= self.drawn or self.drawn == len(self.indices):
+            return
+        stop = -(-stop // self.block) * self.block
+        missing, self.drawn = self.indices[self.drawn : stop], min(stop, len(self.indices))
+        if self.sampler.replacement:
+            torch.randint(self.length, (len(missing),), generator=self.generator, out=missing)
+            return
+        for part in missing.split(self.length):
+            torch.randperm(self.length, generator=self.generator, out=part)
+
+    def finish(self) -> None:
+        """Do what torch does at the end: it draws a permutation more, and the generator of a program may go on from there."""
+        sampler = self.sampler
+        self.draw(len(sampler))
+        del self.indices
+        if type(sampler) is SequentialSampler:
+            return
+        if self.generator is sampler.generator and not (sampler.replacement or len(sampler) % self.length):
+            torch.randperm(self.length, generator=self.generator, dtype=torch.int32)
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.epoch += 1
 
 
 def _one_by_one(sampler: RandomSampler) -> Iterator[int]:
     """Iterate over a random sampler as torch does, without the list that torch makes of a permutation."""
-    for drawn in tensor_order(sampler):
-        for chunk in drawn.split(_CHUNK):
+    order, samples = TensorOrder(sampler), len(sampler)
+    for start in range(0, samples, order.block):
+        order.draw(start + 1)
+        for chunk in order.indices[start : min(start + order.block, samples)].split(_CHUNK):
             yield from chunk.tolist()
+    order.finish()
 
 
 # Beginning in the middle ---------------------------------------------------------------------------------------------
@@ -138,17 +157,9 @@ def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> It
         return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start, extra)
     if isinstance(batch_sampler, BatchSamplerShard):
         return batch_sampler.iter_from(start, extra)
-    if (start or extra) and type(batch_sampler) is BatchSampler and _is_one_permutation(batch_sampler.sampler):
+    if (start or extra) and type(batch_sampler) is BatchSampler and has_tensor_order(batch_sampler.sampler):
         return BatchSamplerShard(batch_sampler, even_batches=False).iter_from(start, extra)
     return split_head(batch_sampler, 0, start, extra)[1]
-
-
-def _is_one_permutation(sampler: Any) -> bool:
-    """Whether a sampler draws its epoch before the first index, so that it makes no difference to draw all of it."""
-    in_order = type(sampler) is SequentialSampler
-    return has_tensor_order(sampler) and (
-        in_order or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
-    )
 
 
 def skips_samples(batch_sampler: Any) -> bool:
@@ -284,15 +295,15 @@ class BatchSamplerShard(BatchSampler):
     def _sliced(self, start: int, extra: int) -> Iterator[list[int]]:
         shards, index = self.num_processes, self.process_index
         size = self.batch_size // shards if self.split_batches else self.batch_size
-        drawn, total = tensor_order(self.batch_sampler.sampler, at_once=True), size * shards
-        order = next(drawn)
-        samples = len(order)
+        order, samples, total = TensorOrder(self.batch_sampler.sampler), len(self.batch_sampler.sampler), size * shards
         begin = start * total + extra
         rounds, rest = divmod(max(0, samples - begin), total)
-        for place in range(begin + size * index, begin + rounds * total, total):
-            batch = order[place : place + size]
+        for place in range(begin, begin + rounds * total, total):
+            order.draw(place + total)
+            batch = order.indices[place + size * index : place + size * (index + 1)]
             yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
         if rest and not self.drop_last:
+            order.draw(samples)
             places: Iterable[int] = range(size * index, size * (index + 1))
             if self.even_batches:
                 self.round_log[start + rounds] = real_per_shard(rest, size, shards)
@@ -300,10 +311,12 @@ class BatchSamplerShard(BatchSampler):
                 places = [samples - rest + place if place < rest else (place - rest) % head for place in places]
             else:
                 places = [samples - rest + place for place in places if place < rest]
-            if places:
-                yield [int(order[place]) for place in places]
-        del order  # before torch's last permutation is drawn
-        next(drawn, None)
+            batch = [int(order.indices[place]) for place in places]
+            order.finish()  # nothing else tells that a round is the last
+            if batch:
+                yield batch
+        else:
+            order.finish()
 
     def _walked(self, start: int, extra: int) -> Iterator[list[int]]:
         split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index

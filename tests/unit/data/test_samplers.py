@@ -93,6 +93,16 @@ def test_a_share_that_is_sliced_is_the_one_that_a_walk_finds(kind, options, spli
             )
 
 
+@pytest.mark.parametrize("options", [{}, {"num_samples": 95}, {"replacement": True, "num_samples": 70}], ids=str)
+def test_a_loop_that_is_left_has_drawn_what_torch_has_drawn(options):
+    """So the next epoch has the same order, wherever the program leaves the one before."""
+    for batches in range(1, 6):
+        sampler, torchs = (RandomSampler(DATA, generator=seeded(3), **options) for _ in range(2))
+        list(islice(BatchSamplerShard(BatchSampler(sampler, 4, False), 3, 1), batches))
+        list(islice(torchs, batches * 12))
+        assert torch.equal(sampler.generator.get_state(), torchs.generator.get_state())
+
+
 def test_the_number_of_parts_may_be_set_after_preparing():
     """The Trainer does so to take the sharding back."""
     loader = prepare_data_loader(DataLoader(DATA, 4, shuffle=True), num_processes=3, process_index=1)
