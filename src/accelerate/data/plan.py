@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.data import adapter
 from accelerate.data.adapter import batching_sampler, is_stream, known_length
-from accelerate.data.samplers import real_per_shard
+from accelerate.data.samplers import has_tensor_order, real_per_shard
 from accelerate.diagnostics.table import table
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
@@ -79,6 +79,7 @@ class DataPlan:
         dropped: samples that the sampler draws in an epoch but no process receives, because of `drop_last`.
         total_batch_size: samples that all processes together receive in a step.
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
+        walked: each process walks the batches of all to find its own, because the sampler is not one of torch's.
         uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
     """
 
@@ -97,6 +98,7 @@ class DataPlan:
     sampler: str | None = None
     drop_last: bool = False
     uneven: bool = False
+    walked: bool = False
 
     @property
     def own(self) -> ShardPlan:
@@ -140,7 +142,11 @@ class DataPlan:
             ("batch", f"{_known(self.batch_size)} per process, {_known(self.total_batch_size)} in total"),
             ("workers", f"{self.workers} per process"),
         ]
-        return [*facts, ("end", "all processes stop when the first shard ends")] if self.uneven else facts
+        if self.walked:
+            facts.append(("find", "each process walks the batches of all, because the sampler is a custom one"))
+        if self.uneven:
+            facts.append(("end", "all processes stop when the first shard ends"))
+        return facts
 
 
 def _known(value: Any | None) -> str:
@@ -178,10 +184,10 @@ def make(
             known = shards_of(total, size, count, drop_last=drop_last, fill=fill)
     parts = {EVERYTHING: [1.0] * count, OWN_SHARD: [1 / count] * count, DISPATCHED: [1.0] + [0.0] * (count - 1)}
     read = [1.0] if count == 1 else parts.get(OWN_SHARD if dealt_out else reading, [None] * count)
-    shards = []
-    for shard, numbers in enumerate(known):
-        ranks = tuple(rank for rank, layout in enumerate(layouts) if layout.shard_index == shard)
-        shards.append(ShardPlan(shard, ranks, *numbers, read[shard]))
+    ranks: list[list[int]] = [[] for _ in known]
+    for rank, layout in enumerate(layouts):
+        ranks[layout.shard_index].append(rank)
+    shards = [ShardPlan(shard, tuple(ranks[shard]), *known[shard], read[shard]) for shard in range(count)]
     samples, duplicates, _ = (None if None in column else sum(column) for column in zip(*known, strict=True))
     return DataPlan(
         kind="stream" if stream else "map-style",
@@ -199,6 +205,7 @@ def make(
         sampler=adapter.sampler_kind(dataloader),
         drop_last=drop_last,
         uneven=count > 1 and (unseen or reading == BY_PIECES),
+        walked=count > 1 and reading == OWN_SHARD and not _has_tensor_order(batching),
     )
 
 
@@ -219,6 +226,10 @@ def _is_plain(dataloader: DataLoader, batching: Any) -> bool:
         return adapter.iterates_plainly(dataloader) and dataloader.num_workers < 2
     unbatched = dataloader.batch_sampler is None and not isinstance(batching, BatchSampler)
     return adapter.iterates_plainly(dataloader) and (unbatched or type(batching) is BatchSampler)
+
+
+def _has_tensor_order(batching: Any) -> bool:
+    return has_tensor_order(batching.sampler if type(batching) is BatchSampler else batching)
 
 
 def _batch_size(dataloader: DataLoader, batching: Any, reading: str) -> int | None:
