@@ -189,10 +189,9 @@ def replace_weights(
 
 def copied_over(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy a tensor whose memory may be a mapped file's, and return the target; OSError if the file cannot be read any more."""
-    if value.device.type != "cpu" or not _is_plain(value):
+    if not _is_memory(value):
         return target.copy_(value)
-    dense = _layout(torch.empty_like(value, device="meta"))  # of a strided view, a file may have more than the tensor
-    if target.device.type != "cpu" or not _is_plain(target) or not _layout(target) == _layout(value) == dense:
+    if not _is_memory(target) or _layout(target) != _layout(value):
         return target.copy_(own_copy(value))
     durable_memory.copy_mapped(target.data_ptr(), value.data_ptr(), value.nbytes)
     return target
@@ -201,15 +200,17 @@ def copied_over(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def own_copy(value: torch.Tensor) -> torch.Tensor:
     """Return a copy with memory of its own; OSError as `copied_over`. New memory in huge pages is filled faster."""
     made = torch.empty_like(value)
-    if not _is_plain(value) or _layout(made) != _layout(value):
-        return made.copy_(value)
     if made.nbytes >= LARGE and made.device.type == "cpu":
         durable_memory.advise(made.data_ptr(), made.nbytes, durable_memory.HUGE)
-    return copied_over(made, value)
+    return copied_over(made, value) if _layout(made) == _layout(value) else made.copy_(value)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the host's memory from its first byte to its last: of a strided view, a file may have more."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
+    if not is_plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _layout(tensor: torch.Tensor) -> Any:

@@ -362,19 +362,18 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
     """Say whether all is well on all ranks, or not because another save took the place; else raise. All ranks."""
     if not barrier.any_of(problem is not None or bool(chosen.wrong) or chosen.replaced()):
         return True
-    if barrier.any_of(isinstance(problem, Exception | None) and chosen.replaced()):
-        barrier.leave()
-        return False
-    is_damaged, wrong = barrier.any_of(bool(chosen.wrong)), chosen.wrong
+    replaced = barrier.any_of(isinstance(problem, Exception | None) and chosen.replaced())
+    is_damaged, wrong = not replaced and barrier.any_of(bool(chosen.wrong)), chosen.wrong
     if is_damaged:  # what a rank ran into that found nothing wrong is a consequence
         problem = DamagedCheckpoint("; ".join(manifest.first_of(wrong))) if wrong else None
     try:
-        barrier.share(problem=problem)
+        barrier.share(problem=None if replaced else problem)
     except RuntimeError as error:
         if not is_damaged:
             raise
         raise _Damaged(wrong or [str(error).partition(" failed on other ranks. ")[2]]) from None
-    raise AssertionError("some rank has reported a problem")
+    barrier.leave()
+    return False
 
 
 def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
