@@ -21,7 +21,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -208,6 +208,17 @@ class ObjectStore(CheckpointStorage):
             os.unlink(file)
 
         _move(put, {name: size for name, size in files_below(staged).items() if name != NAME})
+
+    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return the parts of the manifest that nodes have uploaded, by rank."""
+        there = self._objects.below(f"{self.generation}/{manifest.PARTS_FOLDER}")
+        found = [rank for rank in ranks if os.path.basename(manifest.part_file(rank)) in there]
+
+        def read(rank: int) -> bytes:
+            with self._objects.at(f"{self.generation}/{manifest.part_file(rank)}", "read") as (system, path):
+                return system.cat_file(path)
+
+        return dict(zip(found, each(read, found, _AT_ONCE), strict=True))
 
     def publish(self) -> None:
         """Upload the rest, and let it be the checkpoint. The process with the manifest; all others have uploaded.

@@ -17,7 +17,7 @@ import shutil
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -85,6 +85,10 @@ class CheckpointStorage(ABC):
     def upload(self, staged: str) -> None:
         """Bring a staged folder to the location, unseen; where staging is not shared, before one rank publishes."""
         return
+
+    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return the parts of the manifest that nodes have uploaded, by rank; where staging is not shared."""
+        return {}
 
     def child(self, name: str) -> "CheckpointStorage":
         """Return the storage of that name inside this one."""
