@@ -379,9 +379,9 @@ class Contents:
 
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
         inner = inner_optimizer(optimizer)
-        if keeps_values(inner):
+        if uses_torch_load(inner):
             tensors = {parameter: dict(values) for parameter, values in inner.state.items()}
-            self.remaining.append(partial(_take_over, inner, storages(state), tensors))
+            self.remaining.append(partial(_take_over, inner, storage_pointers(state), tensors))
             # Loading the former state again would give its tensors the dtypes of the parameters.
             former = {"state": inner.state, "param_groups": inner.param_groups}
             self._undoing.append(partial(inner.__setstate__, former))
@@ -391,7 +391,7 @@ class Contents:
         inner.load_state_dict(state)
 
 
-def keeps_values(optimizer: Any) -> bool:
+def uses_torch_load(optimizer: Any) -> bool:
     """Say whether loading puts tensors into an optimizer as they are: torch's own code does it, and no hook."""
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
         optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
@@ -447,7 +447,9 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
             if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
                 state[name] = (
-                    formats.copied_over(before, value) if _kind(before) == _kind(value) else formats.own_copy(value)
+                    formats.copied_over(before, value)
+                    if _reusable_as(before) == _reusable_as(value)
+                    else formats.own_copy(value)
                 )
 
 
@@ -457,15 +459,15 @@ def in_memory(state: Any) -> Any:
     return formats.rebuilt(state, lambda value: formats.own_copy(value) if type(value) in plain_tensors else value)
 
 
-def storages(state: Any) -> set[int]:
+def storage_pointers(state: Any) -> set[int]:
     """Return the addresses of the memory that the plain tensors of a state have."""
     if type(state) is torch.Tensor:
         return {state.untyped_storage().data_ptr()}
     children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return set().union(*map(storages, children))
+    return set().union(*map(storage_pointers, children))
 
 
-def _kind(tensor: Any) -> Any:
+def _reusable_as(tensor: Any) -> Any:
     """What two tensors have in common when one can take the place of the other."""
     return type(tensor) is torch.Tensor and (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
 
