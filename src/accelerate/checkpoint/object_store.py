@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, by fsspec: uploaded beside each other, published by writing one object.
+"""Checkpoints in an object store, by fsspec: written beside each other, published by writing one object.
 
 An object store has no rename, but the writing of one object is atomic. So the files of each save go below a name of their own,
 the generation, and the manifest beside it says which generation counts::
@@ -7,8 +7,11 @@ the generation, and the manifest beside it says which generation counts::
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/model.safetensors
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/...
 
-Replacing a checkpoint uploads another generation, writes the manifest, then removes the former generation. A reader finds the
+Replacing a checkpoint writes another generation, then the manifest, then removes the former generation. A reader finds the
 old one or the new one. A save that is killed leaves a generation that no manifest names; the next save removes it.
+
+Each rank streams its files into the generation while it makes them, and reads the pieces of files that it needs: neither a save
+nor a load of shards needs a local disk. What others write and read by path goes through a local folder.
 
 A manifest without a generation is read, too: its files lie beside it, as when a local checkpoint was copied to the store. So
 are files without a manifest, as another library saves them.
@@ -17,24 +20,28 @@ Requests that fail for a moment are repeated by the packages behind fsspec.
 """
 
 import contextlib
+import io
 import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from datetime import datetime, timezone
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
-from accelerate.checkpoint.storage import CheckpointStorage, Stored, refuse_unfinished, warned
-from accelerate.runtime.durable import each, is_inside
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, files_below
+from accelerate.checkpoint.storage import CheckpointStorage, FileStat, refuse_unfinished, warned
+from accelerate.runtime import durable
+from accelerate.runtime.durable import CHUNK, Checksum, each, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
 # Enough to keep a network busy.
 _AT_ONCE = 4
+# So much of a file is given to its stream at a time, which copies it while it holds the interpreter lock.
+_STEP = 1 << 20
 # Files of this size are sent in parts of 50 MB, several at a time, all of them in memory: two such files at once are enough.
 _LARGE, _LARGE_AT_ONCE = 100 << 20, 2
 
@@ -48,9 +55,9 @@ class ObjectStore(CheckpointStorage):
     """A checkpoint in an object store, or wherever else fsspec reaches.
 
     A save on one node is the same as for a local folder: `stage`, write, `publish`. On several nodes, one rank of each
-    stages for the ranks of its node (`shared` is False). Then they all take the `generation` of the rank that
-    publishes, and `upload` what the ranks of their nodes have written. When all have uploaded, that one rank calls
-    `publish`. A rank uses the same object from beginning to end.
+    stages for the ranks of its node (`shared` is False). Then all ranks take the `generation` of the rank that publishes,
+    `create` their files in it, and those that staged `upload` what else was written into their folders. When all have
+    come so far, that one rank calls `publish`. A rank uses the same object from beginning to end.
 
     The credentials and the address of the store come from the environment or from fsspec's configuration.
     ImportError names a package that a URL needs; ValueError says that no checkpoint can lie there.
@@ -66,6 +73,7 @@ class ObjectStore(CheckpointStorage):
         super().__init__(location)
         self._objects = _Objects(location)
         self._staged: TemporaryDirectory[str] | None = None
+        self._own: str | None = None  # the generation of what this process staged
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +108,7 @@ class ObjectStore(CheckpointStorage):
                 raise DamagedCheckpoint("its saving did not come to its end")
         return published
 
-    def _read(self, entries: Mapping[str, Stored | None]) -> "_Published":
+    def _read(self, entries: Mapping[str, FileStat | None]) -> "_Published":
         """Return what the manifest among the entries names. Nothing in it is trusted."""
         if entries.get(NAME) is None:
             return _Published()
@@ -118,13 +126,13 @@ class ObjectStore(CheckpointStorage):
         shown = [name for name in sorted(folders) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
         return [self.child(folders[name]) for name in shown]
 
-    def files(self) -> dict[str, Stored]:
+    def files(self) -> dict[str, FileStat]:
         """Return the files that lie directly here, by name. Those of the checkpoint are among them."""
         return {os.path.basename(path): stored for path, stored in self._visible().items() if stored is not None}
 
-    def _visible(self) -> dict[str, Stored | None]:
+    def _visible(self) -> dict[str, FileStat | None]:
         """Return what lies directly here, and then what lies directly in the generation that counts, by path."""
-        found: dict[str, Stored | None] = {}
+        found: dict[str, FileStat | None] = {}
         with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
             found = self._objects.entries()
             if generation := self._read(found).generation:
@@ -154,10 +162,24 @@ class ObjectStore(CheckpointStorage):
                 if not found:
                     if published.manifest is not None:
                         published.manifest.write(folder)
+                    self.fetched = folder, published.generation
                     return folder
         except DamagedCheckpoint as error:
             found = [str(error)]
         raise damaged(self.location, found)
+
+    def open(self, name: str, entry: FileEntry | None = None) -> BinaryIO:
+        """Return a file of the checkpoint that was fetched; of one that is not in the folder, what is read is downloaded.
+
+        With the file's `entry` each piece is compared with its digest: DamagedCheckpoint where it has changed. Any rank.
+        """
+        if self.fetched is None:
+            self.fetched = "", self._published().generation
+        folder, generation = self.fetched
+        path = os.path.join(folder, name)
+        return (
+            open(path, "rb") if folder and os.path.isfile(path) else self._objects.open(f"{generation}/{name}", entry)
+        )
 
     def _foreign(self) -> dict[str, int]:
         """Return the sizes of what another library saved here, by path."""
@@ -188,18 +210,30 @@ class ObjectStore(CheckpointStorage):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def stage(self) -> str:
-        """Make an empty folder in ``$TMPDIR``, and remove what killed saves left in the store. One process a node.
+        """Make an empty folder in ``$TMPDIR``, for files that are not written by `create`. One process a node.
 
         The folder is removed by `publish` or `abandon`, or with this object: on other nodes neither is called.
         """
         self.abandon()
-        self._clear()
         self._staged = _folder()
-        self.generation = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
+        self.generation = self._own = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
         return self._staged.name
 
+    @contextlib.contextmanager
+    def create(self, folder: str, name: str) -> Iterator["_Upload"]:
+        """Stream a file into the store, in parts where it is large: no local disk has it. Any rank."""
+        file = _Upload(self._objects, f"{self.generation}/{name}")
+        try:
+            yield file
+            file.finish()
+        except BaseException as error:
+            file.discard()
+            if file.problem is not None and error is not file.problem:
+                raise file.problem from error  # torch's writer, for one, reports something else when its file fails
+            raise
+
     def upload(self, staged: str) -> None:
-        """Move what a node has written to the store, but for the manifest. The process of each node that staged."""
+        """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
 
         def put(name: str) -> None:
             file = os.path.join(staged, name)
@@ -208,6 +242,10 @@ class ObjectStore(CheckpointStorage):
             os.unlink(file)
 
         _move(put, {name: size for name, size in files_below(staged).items() if name != NAME})
+
+    def read_staged(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
+        """Return the bytes of small files that ranks have created, by name. The rank that publishes."""
+        return self._objects.read({name: f"{self.generation}/{name}" for name in names})
 
     def publish(self) -> None:
         """Upload the rest, and let it be the checkpoint. The process with the manifest; all others have uploaded.
@@ -226,13 +264,15 @@ class ObjectStore(CheckpointStorage):
         self.abandon()  # what was staged counts from now on, and stays
 
     def abandon(self) -> None:
-        """Remove what was staged, and what was uploaded without being published. The process that staged calls this."""
+        """Remove what was staged, and what was written without being published. The process that staged calls this."""
         if self._staged is None:
             return
         self._staged.cleanup()
-        self._staged = self.generation = None
-        with warned(f"What does not count any more at {self.location} could not be removed"):
-            self._clear()
+        publishes = self.generation == self._own
+        self._staged = self.generation = self._own = None
+        if publishes:  # for all nodes
+            with warned(f"What does not count any more at {self.location} could not be removed"):
+                self._clear()
 
     # -- removing --------------------------------------------------------------------------------------------------
 
@@ -246,7 +286,7 @@ class ObjectStore(CheckpointStorage):
         self._objects.remove()
         self.release()
 
-    def leftovers(self) -> dict[str, Stored]:
+    def leftovers(self) -> dict[str, FileStat]:
         """Return what saves left in here and in its folders, or are uploading right now, by URL."""
         return {
             storage._objects.url(name): stored or storage.child(name).stored()
@@ -259,7 +299,7 @@ class ObjectStore(CheckpointStorage):
         for storage in (self, *self.entries()):
             storage._clear()
 
-    def _superseded(self) -> dict[str, Stored | None]:
+    def _superseded(self) -> dict[str, FileStat | None]:
         """Return the entries that do not count any more: of killed saves, or of what has been replaced."""
         entries = self._objects.entries()
         # What is no part of a checkpoint is the user's own.
@@ -325,9 +365,15 @@ class _Objects:
         """Give the file system, without the listings that it remembers, and the path of an object or a folder in it."""
         system, root = self._system()
         system.invalidate_cache()
+        with self.naming(name, done):
+            yield system, f"{root.rstrip('/')}/{name}" if name else root
+
+    @contextlib.contextmanager
+    def naming(self, name: str, done: str) -> Iterator[None]:
+        """Let an error of the store name the object, and what could not be done with it."""
         failure = f"{self.url(name)} could not be {done}"
         try:
-            yield system, f"{root.rstrip('/')}/{name}" if name else root
+            yield
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{failure}: {error}") from error
         except PermissionError as error:
@@ -335,17 +381,17 @@ class _Objects:
         except Exception as error:  # the packages have errors of their own
             raise OSError(f"{failure}: {type(error).__name__}: {error}") from error
 
-    def entries(self, folder: str = "") -> dict[str, Stored | None]:
+    def entries(self, folder: str = "") -> dict[str, FileStat | None]:
         """Return what lies directly in a folder: names of objects, and names of folders with None."""
         infos: list[dict[str, Any]] = []
         with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
             infos = system.ls(base, detail=True)
-        found: dict[str, Stored | None] = {}
+        found: dict[str, FileStat | None] = {}
         for info in infos:
             name = system._strip_protocol(info["name"])[len(base) :].strip("/")
             if name:  # some consoles make an empty object without a name to show a folder
                 times = (info[key].timestamp() for key in _TIMES if isinstance(info.get(key), datetime))
-                stored = Stored(int(info["size"] or 0), next(times, None))
+                stored = FileStat(int(info["size"] or 0), next(times, None))
                 found[name] = None if info["type"] == "directory" else stored
         return found
 
@@ -365,19 +411,150 @@ class _Objects:
         with self.at(name, "written") as (system, path):
             system.pipe_file(path, data)
 
+    def read(self, names: Mapping[str, str]) -> dict[str, bytes]:
+        """Return the bytes of small objects by the keys of their names, several at a time."""
+        with self.at("", "read") as (system, root):
+            paths = [f"{root.rstrip('/')}/{name}" for name in names.values()]
+            return dict(zip(names, system.cat_ranges(paths, None, None, on_error="raise"), strict=True))
+
+    def open(self, name: str, entry: FileEntry | None = None) -> BinaryIO:
+        """Return an object as a file that can be read only."""
+        with self.at(name, "read") as (system, path):
+            size = system.size(path) if entry is None else entry.size
+        return _Pieces(self, name, size, entry)
+
     def remove(self, name: str = "") -> None:
         """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
+        with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
+            # In as few requests as the store can; but fsspec takes such names for patterns.
+            if "/" in path.strip("/") and not any(sign in path for sign in "*?["):
+                system.rm(path, recursive=True)
 
-        # One by one: fsspec takes names for patterns when it removes several together.
         def remove(file: str) -> None:
             with contextlib.suppress(FileNotFoundError), self.at(file, "removed") as (system, path):
                 system.rm_file(path)
 
+        # What is left, because a store that removes many objects says nothing of those that it refuses to remove.
         each(remove, [f"{name}/{inner}".strip("/") for inner in self.below(name)], _AT_ONCE)
-        with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
-            is_pattern = any(sign in path for sign in "*?[")
-            if "/" in path.strip("/") and not is_pattern and system.isdir(path):
-                system.rm(path, recursive=True)
+
+
+class _Upload:
+    """An object that is written once, from its beginning to its end, and hashed; what `durable.DurableFile` is on a disk.
+
+    `problem` is why it could not be written.
+    """
+
+    def __init__(self, objects: _Objects, name: str) -> None:
+        self._objects, self._name = objects, name
+        self.problem: Exception | None = None
+        self.checksum = Checksum()
+        with objects.at(name, "uploaded") as (system, path):
+            try:
+                self._stream = system.open(path, "wb")
+            except FileNotFoundError:  # of a file system with real folders
+                system.makedirs(posixpath.dirname(path), exist_ok=True)
+                self._stream = system.open(path, "wb")
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            with self._objects.naming(self._name, "uploaded"):
+                yield
+        except Exception as error:
+            self.problem = error
+            raise
+
+    def write(self, data: Any) -> int:
+        """Write all of a contiguous buffer, and return how many bytes that are."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _STEP):
+            part = view[start : start + _STEP]
+            self.checksum.update(part)
+            with self._naming():
+                self._stream.write(part)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return how many bytes have been written."""
+        return self.checksum.size
+
+    def flush(self) -> None:
+        """Do nothing: only what is finished counts."""
+
+    close = flush  # torch's writer closes what it is given
+
+    def finish(self) -> None:
+        """Wait until the store has everything."""
+        with self._naming():
+            self._stream.close()
+
+    def discard(self) -> None:
+        """Give up: parts that were sent are removed, as far as the store can."""
+        for give_up in (self._stream.discard, self._stream.close):
+            with contextlib.suppress(Exception):
+                give_up()
+
+
+class _Pieces(io.RawIOBase):
+    """An object of which the pieces that are read are downloaded, each at once and compared with its digest; it keeps the last few."""
+
+    def __init__(self, objects: _Objects, name: str, size: int, entry: FileEntry | None) -> None:
+        self._objects, self._name, self._size, self._entry = objects, name, size, entry
+        self._at = 0
+        self._kept: dict[int, bytes] = {}
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return where the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set where the next read begins."""
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer as far as the object goes; return the number of bytes."""
+        view = memoryview(buffer).cast("B")
+        begin, end = self._at, min(self._at + len(view), self._size)
+        while self._at < end:
+            number = self._at // CHUNK
+            if number not in self._kept:
+                self._download(range(number, min(number + _AT_ONCE, -(-end // CHUNK))))
+            start = self._at - number * CHUNK
+            part = self._kept[number][start : start + end - self._at]
+            view[self._at - begin : self._at - begin + len(part)] = part
+            self._at += len(part)
+        return self._at - begin
+
+    def _download(self, numbers: range) -> None:
+        """Download pieces, several at a time."""
+        with self._objects.at(self._name, "downloaded") as (system, path):
+            starts = [number * CHUNK for number in numbers]
+            ends = [min(start + CHUNK, self._size) for start in starts]
+            pieces = system.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
+        for number, start, end, piece in zip(numbers, starts, ends, pieces, strict=True):
+            if len(piece) != end - start or (self._entry is not None and not _is_piece(self._entry, number, piece)):
+                raise DamagedCheckpoint(f"{self._objects.url(self._name)} has changed between byte {start} and {end}")
+            self._kept[number] = piece
+        while len(self._kept) > 2 * _AT_ONCE:
+            del self._kept[next(iter(self._kept))]
+
+
+def _is_piece(entry: FileEntry, number: int, piece: bytes) -> bool:
+    """Say whether a piece is what was written; True where the entry cannot tell, as that of an older checkpoint."""
+    digest = durable.digest(piece)
+    if entry.size <= CHUNK:
+        return durable.combined([digest]) == entry.checksum
+    written = bytes.fromhex(getattr(entry, "digests", ""))[number * len(digest) :][: len(digest)]
+    return written in (b"", digest)
 
 
 # -- local folders -----------------------------------------------------------------------------------------------------
