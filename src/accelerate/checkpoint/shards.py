@@ -294,21 +294,31 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return found if self._stored is None else self._stored.read(found)
 
 
-def _writer(folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int) -> dcp.FileSystemWriter:
-    """Return torch's writer, whose files are hashed on their way and on the disk when they are closed; `entries` gets what they are."""
+def _writer(
+    folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int, create: formats.Create
+) -> dcp.FileSystemWriter:
+    """Return torch's writer, whose files are hashed on their way and whole when they are closed; `entries` gets what they are."""
 
-    class DurableFiles(FileSystem):
-        """The file system of torch's writer."""
+    class CreatedFiles(FileSystem):
+        """The file system of torch's writer; a file takes its place when it is whole, so that torch need not rename it."""
 
         @contextlib.contextmanager
         def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
-            with durable.durable(path) as file:
+            path = os.fspath(path).removesuffix(".tmp")  # of the metadata
+            with create(path) as file:
                 yield file
-            # The metadata is written aside, and renamed.
-            entries[os.path.basename(path).removesuffix(".tmp")] = FileEntry.of(file, rank)
+            entries[os.path.basename(path)] = FileEntry.of(file, rank)
 
-    made = dcp.FileSystemWriter(folder, sync_files=False, thread_count=files)  # a durable file syncs when it is closed
-    made.fs = DurableFiles()
+        def exists(self, path: durable.Path) -> bool:
+            return False
+
+        def rename(self, path: durable.Path, new_path: durable.Path) -> None:
+            return
+
+    made = dcp.FileSystemWriter(
+        folder, sync_files=False, thread_count=files
+    )  # what is created syncs when it is closed
+    made.fs = CreatedFiles()
     return made
 
 
@@ -318,6 +328,7 @@ def save(
     group: "dist.ProcessGroup | None" = None,
     stored: Stored | None = None,
     files: int = 1,
+    create: formats.Create = durable.durable,
 ) -> dict[str, FileEntry]:
     """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have. All ranks.
 
@@ -327,6 +338,7 @@ def save(
         group: the ranks that save, and how they talk; the default group by default.
         stored: reads the placeholders in the state, one at a time; then one process writes alone.
         files: how many files a rank writes.
+        create: gives the file of a path in the folder to write to.
 
     Returns:
         What the manifest says of the files that this rank wrote, by their name in the folder.
@@ -338,11 +350,11 @@ def save(
     rank = 0 if alone else dist.get_rank(group)
     entries: dict[str, FileEntry] = {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(torch.distributed is|Detected an existing checkpoint)")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(
                 _keeping(formats.plain(state)),
-                storage_writer=_writer(folder, rank, entries, files),
+                storage_writer=_writer(folder, rank, entries, files, create),
                 planner=_SavePlanner(stored),
                 process_group=group,
                 no_dist=alone,
