@@ -18,10 +18,10 @@ def rank() -> None:
     """Train, save and load on one rank; the first one prints what all have counted."""
     import torch
     import torch.distributed as dist
+    from counted_store import counts
 
     from accelerate import Accelerator
     from accelerate.checkpoint.storage import storage_of
-    from counted_store import counts
 
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)

@@ -10,8 +10,8 @@ the generation, and the manifest beside it says which generation counts::
 Replacing a checkpoint writes another generation, then the manifest, then removes the former generation. A reader finds the
 old one or the new one. A save that is killed leaves a generation that no manifest names; the next save removes it.
 
-Each rank streams its files into the generation while it makes them, and reads the pieces of files that it needs: neither a save
-nor a load of shards needs a local disk. What others write and read by path goes through a local folder.
+Each rank streams its files into the generation while it makes them; what hooks and other code write by path comes from a local
+folder. A load downloads into a local folder what the ranks of its node read, of large files the pieces of them.
 
 A manifest without a generation is read, too: its files lie beside it, as when a local checkpoint was copied to the store. So
 are files without a manifest, as another library saves them.
@@ -20,7 +20,6 @@ Requests that fail for a moment are repeated by the packages behind fsspec.
 """
 
 import contextlib
-import io
 import json
 import os
 import posixpath
@@ -28,12 +27,11 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from datetime import datetime, timezone
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, files_below
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
 from accelerate.checkpoint.storage import CheckpointStorage, FileStat, refuse_unfinished, warned
-from accelerate.runtime import durable
 from accelerate.runtime.durable import CHUNK, Checksum, each, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
@@ -155,31 +153,24 @@ class ObjectStore(CheckpointStorage):
                 key = (os.getpid(), self.location, published.text, frozenset(sizes.items()))
                 if key not in _copies:
                     _copies[key] = _folder()
-                folder = _copies[key].name
-                chosen = {name: size for name, size in sizes.items() if wanted is None or wanted(name)}
-                self._download(published.generation, chosen, folder)
-                found = _differences(chosen, files_below(folder))
+                folder = os.path.join(_copies[key].name, "checkpoint")
+                os.makedirs(folder, exist_ok=True)
+                self.fetched = folder, published.generation
+                found = self._download(
+                    {name: (size, None) for name, size in sizes.items() if not wanted or wanted(name)}
+                )
                 if not found:
                     if published.manifest is not None:
                         published.manifest.write(folder)
-                    self.fetched = folder, published.generation
                     return folder
         except DamagedCheckpoint as error:
             found = [str(error)]
         raise damaged(self.location, found)
 
-    def open(self, name: str, entry: FileEntry | None = None) -> BinaryIO:
-        """Return a file of the checkpoint that was fetched; of one that is not in the folder, what is read is downloaded.
-
-        With the file's `entry` each piece is compared with its digest: DamagedCheckpoint where it has changed. Any rank.
-        """
-        if self.fetched is None:
-            self.fetched = "", self._published().generation
-        folder, generation = self.fetched
-        path = os.path.join(folder, name)
-        return (
-            open(path, "rb") if folder and os.path.isfile(path) else self._objects.open(f"{generation}/{name}", entry)
-        )
+    def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
+        """Download pieces of files, or with None all of them, into the folder that was fetched, which ranks of a node may share."""
+        if found := self._download(wanted):
+            raise damaged(self.location, found)
 
     def _foreign(self) -> dict[str, int]:
         """Return the sizes of what another library saved here, by path."""
@@ -189,18 +180,49 @@ class ObjectStore(CheckpointStorage):
             raise DamagedCheckpoint(f"the name of the object {outside[0]!r} leads out of the folder")
         return sizes
 
-    def _download(self, generation: str, sizes: Mapping[str, int], folder: str) -> None:
-        """Bring files into a folder, but for those that are there already, and those that are missing in the store."""
-        here = files_below(folder)
+    def _download(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> list[str]:
+        """Do what `bring` does; return a line for each object that is missing, or too short."""
+        folder, generation = self.fetched
+        # A file has its full size at once. Beside the folder lies what says which of its pieces are there: a byte for each.
+        marks, batches, room = os.path.join(os.path.dirname(folder), "pieces"), [[]], CHUNK
+        for name, (size, numbers) in wanted.items():
+            count = -(-size // CHUNK)
+            for path, length in ((os.path.join(marks, name), count), (os.path.join(folder, name), size)):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "ab") as file:
+                    file.truncate(length)
+            with open(os.path.join(marks, name), "rb") as file:
+                here = file.read()
+            for number in range(count) if numbers is None else sorted(numbers):
+                if not here[number]:
+                    length = min(CHUNK, size - number * CHUNK)
+                    if length > room:
+                        batches, room = [*batches, []], CHUNK
+                    batches[-1].append((name, number * CHUNK, number * CHUNK + length))
+                    room -= length
 
-        def get(name: str) -> None:
-            file, key = os.path.join(folder, name), f"{generation}/{name}".lstrip("/")
-            with contextlib.suppress(FileNotFoundError), self._objects.at(key, "downloaded") as (system, path):
-                os.makedirs(os.path.dirname(file), exist_ok=True)
-                system.get_file(path, f"{file}.part")
-                os.replace(f"{file}.part", file)  # there in full, or not at all
+        def get(batch: list[tuple[str, int, int]]) -> list[str]:
+            names, starts, ends = map(list, zip(*batch, strict=True))
+            with self._objects.at(generation, "downloaded") as (system, base):
+                found = system.cat_ranges(
+                    [f"{base.rstrip('/')}/{name}" for name in names], starts, ends, on_error="return"
+                )
+            lines = []
+            for name, start, end, data in zip(names, starts, ends, found, strict=True):
+                if isinstance(data, FileNotFoundError) or (isinstance(data, bytes) and len(data) < end - start):
+                    there = start + len(data) if isinstance(data, bytes) else None
+                    lines.append(manifest.difference(name, wanted[name][0], there))
+                    continue
+                with self._objects.naming(f"{generation}/{name}".lstrip("/"), "downloaded"):
+                    if isinstance(data, Exception):
+                        raise data
+                    for path, at, content in ((folder, start, data), (marks, start // CHUNK, b"\1")):
+                        with open(os.path.join(path, name), "r+b") as file:
+                            file.seek(at)
+                            file.write(content)
+            return lines
 
-        _move(get, {name: size for name, size in sizes.items() if here.get(name) != size})
+        return [line for lines in each(get, filter(None, batches), _AT_ONCE) for line in lines]
 
     def release(self) -> None:
         """Remove what `fetch` made for this process."""
@@ -417,12 +439,6 @@ class _Objects:
             paths = [f"{root.rstrip('/')}/{name}" for name in names.values()]
             return dict(zip(names, system.cat_ranges(paths, None, None, on_error="raise"), strict=True))
 
-    def open(self, name: str, entry: FileEntry | None = None) -> BinaryIO:
-        """Return an object as a file that can be read only."""
-        with self.at(name, "read") as (system, path):
-            size = system.size(path) if entry is None else entry.size
-        return _Pieces(self, name, size, entry)
-
     def remove(self, name: str = "") -> None:
         """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
         with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
@@ -493,68 +509,6 @@ class _Upload:
         for give_up in (self._stream.discard, self._stream.close):
             with contextlib.suppress(Exception):
                 give_up()
-
-
-class _Pieces(io.RawIOBase):
-    """An object of which the pieces that are read are downloaded, each at once and compared with its digest; it keeps the last few."""
-
-    def __init__(self, objects: _Objects, name: str, size: int, entry: FileEntry | None) -> None:
-        self._objects, self._name, self._size, self._entry = objects, name, size, entry
-        self._at = 0
-        self._kept: dict[int, bytes] = {}
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return where the next read begins."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set where the next read begins."""
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as the object goes; return the number of bytes."""
-        view = memoryview(buffer).cast("B")
-        begin, end = self._at, min(self._at + len(view), self._size)
-        while self._at < end:
-            number = self._at // CHUNK
-            if number not in self._kept:
-                self._download(range(number, min(number + _AT_ONCE, -(-end // CHUNK))))
-            start = self._at - number * CHUNK
-            part = self._kept[number][start : start + end - self._at]
-            view[self._at - begin : self._at - begin + len(part)] = part
-            self._at += len(part)
-        return self._at - begin
-
-    def _download(self, numbers: range) -> None:
-        """Download pieces, several at a time."""
-        with self._objects.at(self._name, "downloaded") as (system, path):
-            starts = [number * CHUNK for number in numbers]
-            ends = [min(start + CHUNK, self._size) for start in starts]
-            pieces = system.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
-        for number, start, end, piece in zip(numbers, starts, ends, pieces, strict=True):
-            if len(piece) != end - start or (self._entry is not None and not _is_piece(self._entry, number, piece)):
-                raise DamagedCheckpoint(f"{self._objects.url(self._name)} has changed between byte {start} and {end}")
-            self._kept[number] = piece
-        while len(self._kept) > 2 * _AT_ONCE:
-            del self._kept[next(iter(self._kept))]
-
-
-def _is_piece(entry: FileEntry, number: int, piece: bytes) -> bool:
-    """Say whether a piece is what was written; True where the entry cannot tell, as that of an older checkpoint."""
-    digest = durable.digest(piece)
-    if entry.size <= CHUNK:
-        return durable.combined([digest]) == entry.checksum
-    written = bytes.fromhex(getattr(entry, "digests", ""))[number * len(digest) :][: len(digest)]
-    return written in (b"", digest)
 
 
 # -- local folders -----------------------------------------------------------------------------------------------------

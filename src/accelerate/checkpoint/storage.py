@@ -17,17 +17,16 @@ import shutil
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import (
     LOCK_PREFIX,
     NAME,
     DamagedCheckpoint,
-    FileEntry,
     Manifest,
     number_of,
     problems,
@@ -80,7 +79,7 @@ class CheckpointStorage(ABC):
         shared: whether every process that reaches the location sees what one of them stages.
         generation: the name of what is being staged, where several ranks stage apart: that of the rank that publishes.
         fetched: the local folder that `fetch` made on this node, and the generation of what is in it; other ranks of the node
-            take it over, so that they `open` files of the same checkpoint.
+            take it over, so that they `bring` pieces of the same checkpoint.
     """
 
     location: str
@@ -164,12 +163,13 @@ class CheckpointStorage(ABC):
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return a local folder with the wanted files, by their path in the manifest; all by default."""
 
-    def open(self, name: str, entry: FileEntry | None = None) -> BinaryIO:
-        """Return a file of the checkpoint, by its path in the manifest, seekable. Any rank, alone.
+    def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
+        """See to it that the folder that was fetched has pieces of files; any rank whose `fetched` is set, alone.
 
-        A store downloads what is read, and compares it with the digests in the `entry`; files that are here are the reader's to verify.
+        Args:
+            wanted: by path in the manifest the size of each file, and the numbers of pieces of ``durable.CHUNK`` bytes; None for all.
         """
-        return open(os.path.join(self.fetch(), name), "rb")
+        return
 
     def release(self) -> None:
         """Remove what `fetch` made, if that was a copy."""

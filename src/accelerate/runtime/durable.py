@@ -111,13 +111,6 @@ def combined(pieces: Iterable[bytes]) -> str:
     return xxhash.xxh3_128(b"".join(pieces)).hexdigest()
 
 
-def digest(piece: bytes) -> bytes:
-    """Return the digest of a piece of a file."""
-    import xxhash
-
-    return xxhash.xxh3_128(piece).digest()
-
-
 def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> list[bytes]:
     """Return the digests of pieces of a file of `size`, each of which starts at a multiple of ``CHUNK``."""
     descriptor = os.open(path, os.O_RDONLY)
