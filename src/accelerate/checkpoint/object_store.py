@@ -24,7 +24,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -45,6 +45,9 @@ _LARGE, _LARGE_AT_ONCE = 100 << 20, 2
 
 # The time of an object, which each file system gives in its own way.
 _TIMES = ("LastModified", "mtime", "last_modified", "created")
+
+# A file's path in the manifest, and where a part of it begins and ends.
+Range = tuple[str, int, int]
 
 _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 
@@ -182,47 +185,51 @@ class ObjectStore(CheckpointStorage):
 
     def _download(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> list[str]:
         """Do what `bring` does; return a line for each object that is missing, or too short."""
-        folder, generation = self.fetched
-        # A file has its full size at once. Beside the folder lies what says which of its pieces are there: a byte for each.
-        marks, batches, room = os.path.join(os.path.dirname(folder), "pieces"), [[]], CHUNK
+        return [line for lines in each(self._get, _batches(self._missing(wanted)), _AT_ONCE) for line in lines]
+
+    def _missing(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> Iterator[Range]:
+        """Make the files at their full size, and return the pieces that are not in them.
+
+        Beside the folder lies for each file what says which pieces it has: a byte for each.
+        """
         for name, (size, numbers) in wanted.items():
             count = -(-size // CHUNK)
-            for path, length in ((os.path.join(marks, name), count), (os.path.join(folder, name), size)):
+            for path, length in ((self._path(name), size), (self._marks(name), count)):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "ab") as file:
                     file.truncate(length)
-            with open(os.path.join(marks, name), "rb") as file:
+            with open(self._marks(name), "rb") as file:
                 here = file.read()
             for number in range(count) if numbers is None else sorted(numbers):
                 if not here[number]:
-                    length = min(CHUNK, size - number * CHUNK)
-                    if length > room:
-                        batches, room = [*batches, []], CHUNK
-                    batches[-1].append((name, number * CHUNK, number * CHUNK + length))
-                    room -= length
+                    yield name, number * CHUNK, min((number + 1) * CHUNK, size)
 
-        def get(batch: list[tuple[str, int, int]]) -> list[str]:
-            names, starts, ends = map(list, zip(*batch, strict=True))
-            with self._objects.at(generation, "downloaded") as (system, base):
-                found = system.cat_ranges(
-                    [f"{base.rstrip('/')}/{name}" for name in names], starts, ends, on_error="return"
-                )
-            lines = []
-            for name, start, end, data in zip(names, starts, ends, found, strict=True):
-                if isinstance(data, FileNotFoundError) or (isinstance(data, bytes) and len(data) < end - start):
-                    there = start + len(data) if isinstance(data, bytes) else None
-                    lines.append(manifest.difference(name, wanted[name][0], there))
-                    continue
-                with self._objects.naming(f"{generation}/{name}".lstrip("/"), "downloaded"):
-                    if isinstance(data, Exception):
-                        raise data
-                    for path, at, content in ((folder, start, data), (marks, start // CHUNK, b"\1")):
-                        with open(os.path.join(path, name), "r+b") as file:
-                            file.seek(at)
-                            file.write(content)
-            return lines
+    def _get(self, ranges: list[Range]) -> list[str]:
+        """Download pieces of files together."""
+        names, starts, ends = map(list, zip(*ranges, strict=True))
+        generation, lines = self.fetched[1], []
+        with self._objects.at(generation, "downloaded") as (system, base):
+            paths = [f"{base.rstrip('/')}/{name}" for name in names]
+            found = system.cat_ranges(paths, starts, ends, on_error="return")
+        for (name, start, end), data in zip(ranges, found, strict=True):
+            if isinstance(data, FileNotFoundError) or (isinstance(data, bytes) and len(data) < end - start):
+                there = start + len(data) if isinstance(data, bytes) else None
+                lines.append(manifest.difference(name, os.path.getsize(self._path(name)), there))
+                continue
+            with self._objects.naming(f"{generation}/{name}".lstrip("/"), "downloaded"):
+                if isinstance(data, Exception):
+                    raise data
+                for path, at, content in ((self._path(name), start, data), (self._marks(name), start // CHUNK, b"\1")):
+                    with open(path, "r+b") as file:
+                        file.seek(at)
+                        file.write(content)
+        return lines
 
-        return [line for lines in each(get, filter(None, batches), _AT_ONCE) for line in lines]
+    def _path(self, name: str) -> str:
+        return os.path.join(self.fetched[0], name)
+
+    def _marks(self, name: str) -> str:
+        return os.path.join(f"{self.fetched[0]}_pieces", name)
 
     def release(self) -> None:
         """Remove what `fetch` made for this process."""
@@ -256,6 +263,7 @@ class ObjectStore(CheckpointStorage):
 
     def upload(self, staged: str) -> None:
         """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
+        sizes = {name: size for name, size in files_below(staged).items() if name != NAME}
 
         def put(name: str) -> None:
             file = os.path.join(staged, name)
@@ -263,11 +271,14 @@ class ObjectStore(CheckpointStorage):
                 system.put_file(file, path)
             os.unlink(file)
 
-        _move(put, {name: size for name, size in files_below(staged).items() if name != NAME})
+        each(put, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
+        each(put, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
 
     def read_staged(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
         """Return the bytes of small files that ranks have created, by name. The rank that publishes."""
-        return self._objects.read({name: f"{self.generation}/{name}" for name in names})
+        with self._objects.at(str(self.generation), "read") as (system, base):
+            found = system.cat_ranges([f"{base}/{name}" for name in names], None, None, on_error="raise")
+        return dict(zip(names, found, strict=True))
 
     def publish(self) -> None:
         """Upload the rest, and let it be the checkpoint. The process with the manifest; all others have uploaded.
@@ -433,12 +444,6 @@ class _Objects:
         with self.at(name, "written") as (system, path):
             system.pipe_file(path, data)
 
-    def read(self, names: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the bytes of small objects by the keys of their names, several at a time."""
-        with self.at("", "read") as (system, root):
-            paths = [f"{root.rstrip('/')}/{name}" for name in names.values()]
-            return dict(zip(names, system.cat_ranges(paths, None, None, on_error="raise"), strict=True))
-
     def remove(self, name: str = "") -> None:
         """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
         with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
@@ -521,10 +526,18 @@ def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="accelerate_checkpoint_", ignore_cleanup_errors=True)
 
 
-def _move(task: Callable[[str], None], sizes: Mapping[str, int]) -> None:
-    """Call a task that moves a file with the name of each."""
-    each(task, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
-    each(task, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
+def _batches(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Return ranges in batches of at most a piece's bytes, so that small files come together."""
+    batch: list[Range] = []
+    room = CHUNK
+    for name, start, end in ranges:
+        if batch and end - start > room:
+            yield batch
+            batch, room = [], CHUNK
+        batch.append((name, start, end))
+        room -= end - start
+    if batch:
+        yield batch
 
 
 def _sizes(listing: Manifest) -> dict[str, int]:

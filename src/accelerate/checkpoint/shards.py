@@ -312,7 +312,7 @@ def _writer(
         def exists(self, path: durable.Path) -> bool:
             return False
 
-        def rename(self, path: durable.Path, new_path: durable.Path) -> None:
+        def rename(self, *paths: durable.Path) -> None:
             return
 
     made = dcp.FileSystemWriter(

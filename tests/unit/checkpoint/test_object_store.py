@@ -452,8 +452,9 @@ def test_pieces_of_files(base, monkeypatch):
     assert storage_of(url).fetch() == str(folder)
     assert (folder / "model.bin").read_bytes() == content["model.bin"]
     put(f"{url}/{first.fetched[1]}/short.bin", b"1")
-    with pytest.raises(DamagedCheckpoint, match="short.bin has 1 bytes, but 2001 were written"):
-        second.bring({"short.bin": (2001, [0])})
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match="short.bin has 1 bytes, but 2001 were written"):
+            second.bring({"short.bin": (2001, [0])})
     with pytest.raises(DamagedCheckpoint, match="lost.bin is missing"):
         second.bring({"lost.bin": (1, None)})
 
