@@ -170,6 +170,18 @@ class ObjectStore(CheckpointStorage):
             found = [str(error)]
         raise damaged(self.location, found)
 
+    def outline(self) -> str:
+        """Return what `fetch` returns, with the manifest and files that have their size and no content, until `bring` downloads it.
+
+        What another library saved is fetched: nothing says what its bytes should be.
+        """
+        folder = self.fetch(lambda name: False)
+        if not os.path.isfile(os.path.join(folder, NAME)):
+            return self.fetch()
+        for _ in self._missing({name: (size, ()) for name, size in _sizes(Manifest.read(folder)).items()}):
+            pass  # making the files is what it is for
+        return folder
+
     def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
         """Download pieces of files, or with None all of them, into the folder that was fetched, which ranks of a node may share."""
         if found := self._download(wanted):

@@ -21,7 +21,7 @@ from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common, 
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.state import Common
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.training.prepared import Facade
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class _Search:
     def _lines(self) -> list[str]:
         return [f"{location}: {reason}" for location, reason in self.passed.items()]
 
-    def _newest(self) -> tuple[CheckpointStorage, State] | None:
+    def _newest(self) -> tuple[CheckpointStorage, CheckpointStatus] | None:
         """Return the newest checkpoint that may be loaded; what lies before it is not looked at."""
         listed = None
         while (now := self.storage.checkpoints()) != listed:  # a run that prunes beside this search has others by now
@@ -204,7 +204,7 @@ def _refusal(answer: dict[str, Any]) -> Exception | None:
     return next((kind(answer["text"]) for kind in kinds if kind.__name__ == answer.get("error")), None)
 
 
-def _name_of(state: State) -> str:
+def _name_of(state: CheckpointStatus) -> str:
     """Return the name of the save that wrote a checkpoint; an empty one of another library's."""
     return "" if state.manifest is None else state.manifest.save
 
@@ -238,14 +238,15 @@ class _Chosen:
             mine, leads = None, barrier.leader() == group.rank
             if leads:
                 mine, problems = _own_copy(storage, answer["save"])
-            folder = barrier.share(mine, barrier.leader()) or storage.location
+            storage.fetched = barrier.share(mine, barrier.leader()) or (storage.location, "")
+            folder = storage.fetched[0]
         text = None
         with contextlib.suppress(OSError):
             text = Path(folder, manifest.NAME).read_bytes()
         with contextlib.suppress(DamagedCheckpoint):  # another save takes the place
             if text is not None:
                 listing = Manifest.from_json(text, os.path.join(folder, manifest.NAME))
-                folder = CheckpointFolder(folder, listing, _place(accelerator))
+                folder = CheckpointFolder(folder, listing, _place(accelerator), storage.bring)
         return cls(storage, folder, answer["save"], text, problems)
 
     @property
@@ -264,6 +265,8 @@ class _Chosen:
             text = Path(self.folder, manifest.NAME).read_bytes()
         except OSError:
             text = None
+        if self.wrong and not self.storage.shared:  # a local copy of it stays as it was
+            return _name_of(self.storage.state()) != self.save
         return text != self.text or (self.listing.save if self.listing else "") != self.save
 
     def verify(self, rank: int, by_parts: bool) -> None:
@@ -278,15 +281,17 @@ class _Chosen:
         self.folder.differences(dict.fromkeys(own))
 
 
-def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str | None, list[str]]:
-    """Return the folder of a machine's own copy of a checkpoint, and what is wrong with it. The leader of the machine."""
+def _own_copy(storage: CheckpointStorage, save: str) -> tuple[tuple[str, str] | None, list[str]]:
+    """Return what ranks of a machine take as `fetched`, and what is wrong with its own copy. The leader of the machine."""
     try:
+        if not storage.shared:  # which rank 0 has looked at for all
+            return (storage.outline(), storage.fetched[1]), []
         state = storage.state()
         if not state.loads:
             return None, [state.reason]
-        if _name_of(state) != save and storage.shared:
+        if _name_of(state) != save:
             return None, ["the machines have checkpoints of different saves: not all had published when the run ended"]
-        return storage.fetch(), []
+        return (storage.fetch(), ""), []
     except Exception as error:
         return None, [f"{type(error).__name__}: {error}"]
 
