@@ -129,7 +129,11 @@ class Folder:
 
     def open_own(self, rank: int) -> None:
         """Open, and so compare with their checksums, the files which the engine of a rank itself reads."""
-        self._models[rank if self.splits_weights else 0], self.shards[rank] if self.shards else None
+        self._models[rank if self.splits_weights else 0]
+        if self.shards:
+            elastic = isinstance(self._base(0), list)  # its engines read those of all ranks
+            for number in range(len(self.shards)) if elastic else [rank]:
+                self.shards[number]
 
     def _stored(self, state: Any, aliases: Mapping[str, str]) -> "CheckpointReader":
         from accelerate.checkpoint.reader import CheckpointReader, Metadata

@@ -65,7 +65,7 @@ def load_state(
                 logger.info("%s Nothing was loaded.", refusal)
                 return None
             raise refusal
-        chosen = _Chosen.of(accelerator, barrier, group, answer)
+        chosen = _Chosen.of(search, barrier, group, answer)
         try:
             contents = _read_together(accelerator, barrier, chosen, options, model_options)
             if contents is not None:
@@ -87,8 +87,8 @@ def load_state(
             )
         time.sleep(replaced / 1000)
     accelerator._loaded_checkpoint = chosen.storage.location
-    if answer["following"] is not None:
-        accelerator.project_configuration.iteration = answer["following"]
+    if chosen.following is not None:
+        accelerator.project_configuration.iteration = chosen.following
     return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
 
 
@@ -121,37 +121,28 @@ class _Search:
     latest: bool
     passed: dict[str, str] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
-    _warned: set[str] = field(default_factory=set)
 
     def answer(self) -> dict[str, Any]:
         """Return which checkpoint all ranks load, or why there is none: small and plain data."""
         try:
             found = self._newest() if self.latest else (self.storage, self.storage.state())
         except Exception as error:
-            text = f"{self.storage.location!r} could not be read. {type(error).__name__}: {error}"
-            return {"error": "OSError", "text": text, "nothing": False}
+            return _no(OSError, f"{self.storage.location!r} could not be read. {type(error).__name__}: {error}")
         if found is None:
-            more = "".join(f"\n  passed over {line}" for line in manifest.first_of(self._lines()))
+            passed = [f"{location}: {reason:.1000}" for location, reason in self.passed.items()]
+            more = "".join(f"\n  passed over {line}" for line in manifest.first_of(passed))
             text = f"There is no complete checkpoint in {self.storage.location!r}. Save one first, or name one.{more}"
-            return {"error": "FileNotFoundError", "text": text, "nothing": not self.passed}
+            return _no(FileNotFoundError, text, nothing=not passed)
         storage, state = found
         if state.kind == "absent":
-            text = f"load_state({storage.location!r}): {state.reason}."
-            return {"error": "ValueError", "text": text, "nothing": True}
+            return _no(ValueError, f"load_state({storage.location!r}): {state.reason}.", nothing=True)
         if not state.loads:
-            text = str(damaged(storage.location, [state.reason]))
-            return {"error": "DamagedCheckpoint", "text": text, "nothing": False}
+            return _no(DamagedCheckpoint, str(damaged(storage.location, [state.reason])))
         if state.manifest is None:
             logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
-        return {
-            "location": storage.location,
-            "save": _name_of(state),
-            "folder": storage.fetch() if storage.shared else "",
-            "following": self._following_number(storage),
-        }
-
-    def _lines(self) -> list[str]:
-        return [f"{location}: {reason}" for location, reason in self.passed.items()]
+        folder = storage.fetch() if storage.shared else ""
+        following = self.following_number(storage)
+        return {"location": storage.location, "save": _name_of(state), "folder": folder, "following": following}
 
     def _newest(self) -> tuple[CheckpointStorage, CheckpointStatus] | None:
         """Return the newest checkpoint that may be loaded; what lies before it is not looked at."""
@@ -174,8 +165,8 @@ class _Search:
         return None
 
     def _pass(self, location: str, reason: str) -> None:
-        if self.passed.setdefault(location, reason) != reason or location not in self._warned:
-            self._warned.add(location)
+        if self.passed.get(location) != reason:
+            self.passed[location] = reason
             logger.warning("Passed over %s: %s", location, reason)
 
     def pass_over(self, chosen: "_Chosen", reason: str) -> None:
@@ -184,7 +175,7 @@ class _Search:
         if self.accelerator.process_index == 0:
             self._pass(chosen.storage.location, reason)
 
-    def _following_number(self, storage: CheckpointStorage) -> int | None:
+    def following_number(self, storage: CheckpointStorage) -> int | None:
         """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
         project = self.accelerator.project_configuration
         number = manifest.number_of(storage.name)
@@ -197,6 +188,10 @@ class _Search:
         # keep theirs, too: a user may want to look at them. An empty folder is of no use.
         taken = [known for known, other in here.checkpoints() if other.files() or other.entries()]
         return max(taken, default=number) + 1
+
+
+def _no(kind: type[Exception], text: str, nothing: bool = False) -> dict[str, Any]:
+    return {"error": kind.__name__, "text": text[:20_000], "nothing": nothing}
 
 
 def _refusal(answer: dict[str, Any]) -> Exception | None:
@@ -219,35 +214,42 @@ class _Chosen:
 
     Attributes:
         folder: this rank's local folder of it.
-        save: the name of the save.
+        save: the name of the save, None where it could not be read.
         text: the manifest when it was chosen, None without one.
         problems: what is wrong with this machine's copy, found by its leader.
+        following: the next automatic number.
     """
 
     storage: CheckpointStorage
     folder: str
-    save: str
+    save: str | None
     text: bytes | None
     problems: list[str]
+    following: int | None
 
     @classmethod
-    def of(cls, accelerator: Facade, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
+    def of(cls, search: _Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
         """Return what the leader of all ranks has chosen, as it lies on the disk of this rank's machine. All ranks."""
-        storage, problems, folder = storage_of(answer["location"]), [], answer["folder"]
+        storage, problems = storage_of(answer["location"]), []
+        folder, save, following = answer["folder"], answer["save"], answer["following"]
         if not group.shared:
-            mine, leads = None, barrier.leader() == group.rank
-            if leads:
-                mine, problems = _own_copy(storage, answer["save"])
-            storage.fetched = barrier.share(mine, barrier.leader()) or (storage.location, "")
-            folder = storage.fetched[0]
+            mine = None
+            if group.rank == barrier.leader():
+                folder, save, problems = _own_copy(storage, save)
+                mine = [folder, save, (storage.fetched or ("", ""))[1]]
+            folder, save, generation = barrier.share(mine, barrier.leader())
+            storage.fetched = folder, generation
+        if group.each_node and following is not None:  # a machine may have one more
+            leads = group.rank == barrier.leader()
+            following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
         text = None
         with contextlib.suppress(OSError):
             text = Path(folder, manifest.NAME).read_bytes()
         with contextlib.suppress(DamagedCheckpoint):  # another save takes the place
             if text is not None:
                 listing = Manifest.from_json(text, os.path.join(folder, manifest.NAME))
-                folder = CheckpointFolder(folder, listing, _place(accelerator), storage.bring)
-        return cls(storage, folder, answer["save"], text, problems)
+                folder = CheckpointFolder(folder, listing, _place(search.accelerator), storage.bring)
+        return cls(storage, folder, save, text, problems, following)
 
     @property
     def listing(self) -> Manifest | None:
@@ -267,7 +269,7 @@ class _Chosen:
             text = None
         if self.wrong and not self.storage.shared:  # a local copy of it stays as it was
             return _name_of(self.storage.state()) != self.save
-        return text != self.text or (self.listing.save if self.listing else "") != self.save
+        return text != self.text or self.save not in (None, self.listing.save if self.listing else "")
 
     def verify(self, rank: int, by_parts: bool) -> None:
         """Hash this rank's share of the files that all ranks of the machine read, and the files of its own. Any rank, alone.
@@ -281,19 +283,20 @@ class _Chosen:
         self.folder.differences(dict.fromkeys(own))
 
 
-def _own_copy(storage: CheckpointStorage, save: str) -> tuple[tuple[str, str] | None, list[str]]:
-    """Return what ranks of a machine take as `fetched`, and what is wrong with its own copy. The leader of the machine."""
+def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str]]:
+    """Return the folder of a machine's own copy of a checkpoint, its save, and what is wrong with it. The leader of the machine."""
     try:
-        if not storage.shared:  # which rank 0 has looked at for all
-            return (storage.outline(), storage.fetched[1]), []
+        if not storage.shared:  # rank 0 has looked at it for all
+            return storage.outline(), save, []
         state = storage.state()
         if not state.loads:
-            return None, [state.reason]
+            return storage.location, _name_of(state), [state.reason]
         if _name_of(state) != save:
-            return None, ["the machines have checkpoints of different saves: not all had published when the run ended"]
-        return (storage.fetch(), ""), []
+            problem = "the machines have checkpoints of different saves: not all had published when the run ended"
+            return storage.location, _name_of(state), [problem]
+        return storage.fetch(), save, []
     except Exception as error:
-        return None, [f"{type(error).__name__}: {error}"]
+        return storage.location, None, [f"{type(error).__name__}: {error}"]
 
 
 def _place(accelerator: Facade) -> tuple[int, int]:

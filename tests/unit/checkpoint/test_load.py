@@ -10,12 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import checkpointing
-from accelerate.checkpoint import layouts, load
-from accelerate.checkpoint.load import Contents, read_common
+from accelerate.checkpoint import formats, layouts, load
+from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common
+from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
 from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
 from accelerate.checkpoint.state import Common
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
+from accelerate.runtime import durable
 from accelerate.utils import other
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from cases import cases
@@ -370,3 +372,41 @@ def test_a_scaler_or_a_rank_that_was_not_there_is_told(tmp_path, caplog):
     checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 4)
     assert not torch.equal(torch.rand(2), drawn)
     assert "random_states_3.pkl" in caplog.text and "fewer processes" in caplog.text
+
+
+def listed(tmp_path, *names):
+    entries = {name: formats.describe(tmp_path / name) for name in names}
+    return Manifest(entries)
+
+
+def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
+    piece = durable.CHUNK
+    with formats.durable(tmp_path / "shards") as file:
+        file.write(bytes(2 * piece + 100))
+    listing = Manifest({"shards": FileEntry.of(file)})
+    with open(tmp_path / "shards", "r+b") as damaged:
+        damaged.seek(2 * piece + 50)
+        damaged.write(b"x")
+    folder = CheckpointFolder(str(tmp_path), listing)
+    folder.check({"shards": [(0, 10), (piece - 1, piece + 1)], "not listed": None})
+    with pytest.raises(DamagedCheckpoint, match="shards has changed: the checksum of its piece 2 is"):
+        folder.check({"shards": [(2 * piece - 1, 2 * piece + 1)]})
+    assert len(folder.wrong) == 1
+    os.remove(tmp_path / "shards")
+    assert folder.differences({"shards": None}) == []  # each piece was hashed
+    with pytest.raises(DamagedCheckpoint, match="shards could not be read"):
+        CheckpointFolder(str(tmp_path), listing).check_file("shards")
+
+
+def test_ranks_of_a_machine_share_what_all_of_them_read(tmp_path):
+    names = [f"file_{number}" for number in range(5)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"abc")
+    listing = listed(tmp_path, *names)
+    for name in names:
+        (tmp_path / name).write_bytes(b"abd")
+    ranks = [CheckpointFolder(str(tmp_path), listing, (rank, 2)) for rank in range(2)]
+    found = [rank.differences(dict.fromkeys(names), shared=True) for rank in ranks]
+    assert sorted(map(len, found)) == [2, 3]
+    assert sorted(line.split()[0] for lines in found for line in lines) == names
+    assert ranks[0].differences(dict.fromkeys(names)) == []
