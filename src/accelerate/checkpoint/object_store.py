@@ -286,11 +286,13 @@ class ObjectStore(CheckpointStorage):
         each(put, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
         each(put, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
 
-    def read_staged(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Return the bytes of small files that ranks have created, by name. The rank that publishes."""
+    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return the parts of the manifest that nodes have uploaded, by rank, read together."""
+        there = self._objects.below(f"{self.generation}/{manifest.PARTS_FOLDER}")
+        found = [rank for rank in ranks if os.path.basename(manifest.part_file(rank)) in there]
         with self._objects.at(str(self.generation), "read") as (system, base):
-            found = system.cat_ranges([f"{base}/{name}" for name in names], None, None, on_error="raise")
-        return dict(zip(names, found, strict=True))
+            paths = [f"{base}/{manifest.part_file(rank)}" for rank in found]
+            return dict(zip(found, system.cat_ranges(paths, None, None, on_error="raise"), strict=True))
 
     def publish(self) -> None:
         """Upload the rest, and let it be the checkpoint. The process with the manifest; all others have uploaded.

@@ -17,7 +17,7 @@ import shutil
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -100,9 +100,9 @@ class CheckpointStorage(ABC):
         """Bring what else was written into a staged folder to the location, unseen; where staging is not shared, before the publishing."""
         return
 
-    def read_staged(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Return the bytes of small files that ranks have created, by name. The rank that publishes."""
-        return {name: Path(folder, name).read_bytes() for name in names}
+    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return the parts of the manifest that nodes have uploaded, by rank; where staging is not shared."""
+        return {}
 
     def child(self, name: str) -> "CheckpointStorage":
         """Return the storage of that name inside this one."""
