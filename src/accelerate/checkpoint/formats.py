@@ -21,6 +21,9 @@ from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
 from accelerate.runtime import durable as durable_memory
 from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
 
+# Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
+Create = Callable[[Path], contextlib.AbstractContextManager[Any]]
+
 # From this many bytes on, huge pages pay, and files are mapped.
 LARGE = 4 << 20
 
@@ -49,10 +52,11 @@ def write_safetensors(
     rank: int = 0,
     aliases: Mapping[str, str] | None = None,
     read: Callable[[str], torch.Tensor] | None = None,
+    create: Create = durable,
 ) -> FileEntry:
     """Write dense tensors as safetensors, durably; TypeError for what that cannot hold. One process per file.
 
-    With `read`, which returns the values of a name, `tensors` are on the meta device, and one at a time is in memory.
+    `create` gives the file. With `read`, which returns the values of a name, `tensors` are on the meta device, and one at a time is in memory.
     Format: https://huggingface.co/docs/safetensors/index#format
     """
     refuse_unreadable(path)
@@ -67,7 +71,7 @@ def write_safetensors(
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with durable(path) as file:
+    with create(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
@@ -93,16 +97,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
+def write_torch(path: Path, obj: Any, rank: int = 0, create: Create = durable) -> FileEntry:
     """Write an object in torch's format, durably, with its numpy numbers as `plain` ones. One process per file."""
-    with durable(path) as file:
+    with create(path) as file:
         torch.save(plain(obj), file)
     return FileEntry.of(file, rank)
 
 
-def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:
+def write_bytes(path: Path, data: bytes, rank: int = 0, create: Create = durable) -> FileEntry:
     """Write bytes, durably. One process per file."""
-    with durable(path) as file:
+    with create(path) as file:
         file.write(data)
     return FileEntry.of(file, rank)
 

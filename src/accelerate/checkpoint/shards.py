@@ -127,27 +127,39 @@ def _shared_out(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         whole = item.tensor_data is None or item.tensor_data.chunk.sizes == item.tensor_data.size
         writers[item.index] = writer = ranks[0] if whole else min(ranks, key=load.__getitem__)
         load[writer] += size
+    # The smallest first: what is small and whole, which every rank reads, lies together in few pieces of the file.
     return [
-        replace(plan, items=[item for item in plan.items if writers[item.index] == rank])
+        replace(plan, items=sorted(mine, key=lambda item: found[item.index][1]))
         for rank, plan in enumerate(plans)
+        for mine in [[item for item in plan.items if writers[item.index] == rank]]
     ]
 
 
-def _writer(folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int) -> dcp.FileSystemWriter:
-    """Return torch's writer, whose files are hashed on their way and on the disk when they are closed; `entries` gets what they are."""
+def _writer(
+    folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int, create: formats.Create
+) -> dcp.FileSystemWriter:
+    """Return torch's writer, whose files are hashed on their way and whole when they are closed; `entries` gets what they are."""
 
-    class DurableFiles(FileSystem):
-        """The file system of torch's writer."""
+    class CreatedFiles(FileSystem):
+        """The file system of torch's writer; a file takes its place when it is whole, so that torch need not rename it."""
 
         @contextlib.contextmanager
         def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
-            with durable.durable(path) as file:
+            path = os.fspath(path).removesuffix(".tmp")  # of the metadata
+            with create(path) as file:
                 yield file
-            # The metadata is written aside, and renamed.
-            entries[os.path.basename(path).removesuffix(".tmp")] = FileEntry.of(file, rank)
+            entries[os.path.basename(path)] = FileEntry.of(file, rank)
 
-    made = dcp.FileSystemWriter(folder, sync_files=False, thread_count=files)  # a durable file syncs when it is closed
-    made.fs = DurableFiles()
+        def exists(self, path: durable.Path) -> bool:
+            return False
+
+        def rename(self, *paths: durable.Path) -> None:
+            return
+
+    made = dcp.FileSystemWriter(
+        folder, sync_files=False, thread_count=files
+    )  # what is created syncs when it is closed
+    made.fs = CreatedFiles()
     return made
 
 
@@ -157,6 +169,7 @@ def save(
     group: "dist.ProcessGroup | None" = None,
     stored: CheckpointReader | None = None,
     files: int = 1,
+    create: formats.Create = durable.durable,
 ) -> dict[str, FileEntry]:
     """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have. All ranks.
 
@@ -166,6 +179,7 @@ def save(
         group: the ranks that save, and how they talk; the default group by default.
         stored: reads the placeholders in the state, one at a time; then one process writes alone.
         files: how many files a rank writes.
+        create: gives the file of a path in the folder to write to.
 
     Returns:
         What the manifest says of the files that this rank wrote, by their name in the folder.
@@ -179,11 +193,11 @@ def save(
     kept = {} if alone else _planned.setdefault(group or dist.group.WORLD, {})
     plans = kept.setdefault(os.path.basename(folder), _Plans())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(torch.distributed is|Detected an existing checkpoint)")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(
                 _keeping(formats.plain(state)),
-                storage_writer=_writer(folder, rank, entries, files),
+                storage_writer=_writer(folder, rank, entries, files, create),
                 planner=_SavePlanner(stored, plans),
                 process_group=group,
                 no_dist=alone,
