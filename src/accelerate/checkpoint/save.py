@@ -9,6 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,16 @@ WRITERS = 2
 
 
 class SavePlan(os.PathLike[str]):
-    """Files of one rank for the local folder of a checkpoint; `writes_shared`: those too that all ranks have alike."""
+    """Files of one rank for the folder of a checkpoint; `writes_shared`: those too that all ranks have alike.
 
-    def __init__(self, folder: str, rank: int = 0, writes_shared: bool = True) -> None:
+    `create` gives the file of a name to write to; by default one in the folder.
+    """
+
+    def __init__(
+        self, folder: str, rank: int = 0, writes_shared: bool = True, create: formats.Create | None = None
+    ) -> None:
         self.folder = folder
+        self.create = create or (lambda name: durable.durable(os.path.join(folder, name)))
         self.rank = rank
         self.writes_shared = writes_shared
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
@@ -74,15 +81,18 @@ class SavePlan(os.PathLike[str]):
         for name, state in self._shards.items():
             from accelerate.checkpoint import shards  # here: with torch's planner
 
-            written = shards.save(state, os.path.join(self.folder, name), group)
+            written = shards.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
             entries |= {f"{name}/{file}": entry for file, entry in written.items()}
 
         def one(file: str) -> FileEntry:
             write, obj, options = self._jobs[file]
-            return write(os.path.join(self.folder, file), obj, rank=self.rank, **options)
+            return write(file, obj, rank=self.rank, create=self.create, **options)
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
         return {**entries, **dict(zip(self._jobs, durable.each(one, self._jobs, writers), strict=True))}
+
+    def _create_in(self, folder: str) -> formats.Create:
+        return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
 
 
 # -- what is put into it -----------------------------------------------------------------------------------------------
@@ -222,7 +232,7 @@ class Save:
         if not self.group.shared and not self.group.each_node:  # machines stage apart what one of them publishes
             self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
-        self.plan = SavePlan(folder, self.group.rank, writes_shared=first)
+        self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
 
     @property
     def _leads(self) -> bool:

@@ -12,7 +12,7 @@ from harness import everywhere, rank, shared_folder, world
 
 from accelerate.checkpoint import storage
 from accelerate.checkpoint.barrier import CollectiveMisuse
-from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, files_below
+from accelerate.checkpoint.manifest import PARTS_FOLDER, DamagedCheckpoint, Manifest, files_below
 from accelerate.offload.loading import load_checkpoint_in_model
 from accelerate.utils import ProjectConfiguration
 
@@ -127,7 +127,8 @@ def check_variables_of_a_launcher_may_be_wrong():
             if job.accelerator.is_last_process:
                 path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
             job.accelerator.wait_for_everyone()
-            with raised(DamagedCheckpoint, f"{name} has changed"):
+            what = "is not the part of a manifest" if name.startswith(PARTS_FOLDER) else "has changed"
+            with raised(DamagedCheckpoint, f"{name} {what}"):
                 job.accelerator.load_state(folder)
             job.accelerator.wait_for_everyone()
             if job.accelerator.is_last_process:
