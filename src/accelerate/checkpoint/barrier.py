@@ -213,19 +213,8 @@ class SaveBarrier:
         keys += [f"{place}/problem/{number}" for place in rounds[-1:] for number in range(1, self._problems + 1)]
         with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
             if self._keys.add("left", 1) == self._leaving:
-                for key in [*keys, *(f"{place}/note/{rank}" for place in rounds for rank in range(self.world_size))]:
+                for key in keys:
                     self._store.delete_key(key)
-
-    def exchange(self, note: Any, problem: BaseException | None = None) -> list[Any]:
-        """Return the notes of all ranks: O(ranks) for each of them, so `share` takes its place."""
-        text = json.dumps(note)
-        place = f"{self._round_number + 1}/note/{{}}"
-        if self._store is not None:
-            self._keys.set(place.format(self.rank), text)
-        texts = self._synchronize(False, problem, text)[1]
-        if texts is None:
-            texts = {rank: self._keys.get(place.format(rank)) for rank in range(self.world_size)}
-        return [json.loads(texts[rank]) for rank in range(self.world_size)]
 
     # Rounds
 
