@@ -11,7 +11,7 @@ from torch import nn
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
-from accelerate.checkpoint.load import keeps_values, loads_by_name
+from accelerate.checkpoint.load import loads_by_name, uses_torch_load
 from accelerate.checkpoint.state import Layout
 from accelerate.devices import row
 from accelerate.modules import norms
@@ -126,7 +126,7 @@ class Sharded(Backend):
         prefer, strict = self.layout(accelerator, "model"), options.get("strict", True)
         over = not adapter_only and loads_by_name(model)
         state, own, layout, finish = layouts.read_for_model(
-            model, folder, index, prefer, strict, verify=False, over=over, getter=_getter(adapter_only)
+            model, folder, index, prefer, strict, over=over, getter=_getter(adapter_only)
         )
         return ShardedModel(model, own, layout, adapter_only, finish), state
 
@@ -141,8 +141,8 @@ class Sharded(Backend):
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
         model = model_of(optimizer, accelerator.prepared.models)
         prefer = self.layout(accelerator, "optimizer")
-        over = keeps_values(states.inner_optimizer(optimizer))
-        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False, over=over)
+        over = uses_torch_load(states.inner_optimizer(optimizer))
+        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, over=over)
 
 
 class TensorParallel(Sharded):

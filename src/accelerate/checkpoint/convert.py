@@ -20,7 +20,13 @@ from accelerate.checkpoint import formats, layouts, manifest, optimizers, state,
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, refuse_unreadable, storage_of
+from accelerate.checkpoint.storage import (
+    CheckpointStatus,
+    CheckpointStorage,
+    LocalStorage,
+    refuse_unreadable,
+    storage_of,
+)
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
@@ -28,7 +34,7 @@ from accelerate.runtime import durable
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.shards import Stored
+    from accelerate.checkpoint.reader import CheckpointReader
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +44,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # -- the source and the target -----------------------------------------------------------------------------------------
 
 
-def _state_of(storage: CheckpointStorage, partly: bool = False) -> State:
+def _state_of(storage: CheckpointStorage, partly: bool = False) -> CheckpointStatus:
     """Return what lies at the source; raise if that does not load. With `partly`, files other than weights may be missing."""
     found = storage.state()
     if found.kind == "absent":
@@ -83,7 +89,7 @@ def _refuse_links_out(folder: str, names: Collection[str] = ()) -> None:
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
 
 
-def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, Any]:
+def _storable(stored: "CheckpointReader", dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return a model's tensors under the user's names, read when `formats.write_weights` writes them, cast to `dtype`.
 
     Raises ValueError if safetensors cannot hold a value.
@@ -325,7 +331,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
     return entries
 
 
-def _named_if_known(found: Found, stored: "Stored") -> dict[str, Any]:
+def _named_if_known(found: Found, stored: "CheckpointReader") -> dict[str, Any]:
     """Return an optimizer's state, keyed by names where the checkpoint has them."""
     values = optimizers.optimizer_values(stored)
     if optimizers.is_named(values):
@@ -334,7 +340,9 @@ def _named_if_known(found: Found, stored: "Stored") -> dict[str, Any]:
     return values if order is None else optimizers.named(values, order)
 
 
-def _write_shards(found: Found, stored: "Stored", values: dict[str, Any], staged: str, files: int) -> Entries:
+def _write_shards(
+    found: Found, stored: "CheckpointReader", values: dict[str, Any], staged: str, files: int
+) -> Entries:
     from accelerate.checkpoint import shards
 
     if found.kind == "optimizer" and not optimizers.is_named(values):

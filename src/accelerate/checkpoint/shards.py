@@ -1,254 +1,32 @@
-"""Torch's distributed checkpoint format (DCP): written by torch's planner into durable files, and read by torch's reader.
+"""Torch's distributed checkpoint format (DCP), written by torch's planner into durable files.
 
-A folder has ``.distcp`` files, which hold pieces of tensors, and ``.metadata``, a pickle that says which piece lies where. Torch would
-run what is in that pickle: here it may name torch's records only, and is compared with the files.
-
-Files of whole tensors are read through the same class, so that a shard takes its part of them. Reading needs no process group. This
-module imports torch's planner, so others import it when they need it.
+A folder has ``.distcp`` files, which hold pieces of tensors, and ``.metadata``, a pickle that says which piece lies where. This module
+imports torch's planner, so others import it when they need it. `checkpoint.reader` reads.
 
 Source:
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import contextlib
-import io
-import itertools
+import copy
 import math
 import os
-import pickle
-import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
-from accelerate.checkpoint.state import is_spread, like, mapped_leaves, part
-from accelerate.modules.unwrap import same_tensors
+from accelerate.checkpoint.manifest import FileEntry
+from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.state import is_spread, mapped_leaves
 from accelerate.runtime import durable
-from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
-from accelerate.utils.other import load
-
-# So many files are held open until their tensors are read; of more the tensors are read at once, into more memory.
-_HELD = 256
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Stored:
-    """A stored state: its structure at once, the values of its tensors when they are asked for. Any rank, alone.
-
-    Attributes:
-        origin: the folder or file, for messages.
-        state: nested; in a folder of shards, each tensor is a placeholder on the meta device; in files, it is mapped.
-        reader: reads the tensors of the state that have a key; None if there is nothing more to read.
-        aliases: names of tensors that are stored under another name, to that name.
-        verified: files were compared with their checksums, so that they may be read over what is there (`over`).
-    """
-
-    origin: str
-    state: Any
-    reader: "dcp.StorageReader | WholeTensors | None" = None
-    metadata: Metadata | None = None
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    verified: bool = False
-    _wanted: dict[str, Any] = field(default_factory=dict)
-    _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    _later: tuple[dcp.LoadPlan, dcp.LoadPlanner] | None = None
-    _early: dict[str, Any] = field(default_factory=dict)
-    _reading: Any = field(default_factory=threading.Lock)
-
-    @classmethod
-    def in_folder(cls, folder: durable.Path, verified: bool = False) -> "Stored":
-        """Return what a local folder in torch's format holds; DamagedCheckpoint as `read_metadata`."""
-        metadata = read_metadata(folder)
-        reader = dcp.FileSystemReader(folder)
-        reader.fs = _HeldFiles()
-        reader.set_up_storage_reader(metadata, True)
-        stored = cls(os.fspath(folder), None, reader, metadata, verified=verified)
-        with _damage_named(stored.origin):
-            values: dict[str, Any] = {}
-            for key, spec in metadata.state_dict_metadata.items():
-                values[key] = None
-                if isinstance(spec, TensorStorageMetadata):
-                    values[key] = torch.empty(spec.size, dtype=spec.properties.dtype, device="meta")
-                    values[key].stored_key = key
-                else:
-                    stored._wanted[key] = None
-            values.update(stored.fill())
-            paths = {key: metadata.planner_data.get(key, (key,)) for key in values}
-            stored.state = unflatten_state_dict(values, paths)
-        return stored
-
-    @classmethod
-    def in_files(cls, files: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> "Stored":
-        """Return what files of whole tensors hold, each as `load.mapped_file` returns it; several are one model's."""
-        origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
-        state: dict[Any, Any] = {}
-        found: dict[str, str] = {}
-        for file, held in files.items():
-            if not isinstance(held, Mapping):
-                raise DamagedCheckpoint(f"{file} holds a {type(held).__name__}, not a state dict.")
-            if twice := sorted(held.keys() & state.keys(), key=str):
-                raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
-            if not file.endswith(".safetensors"):
-                found |= same_tensors(held)
-            state.update(held)
-        found |= {name: kept for name, kept in (aliases or {}).items() if name not in state and kept in state}
-        state |= {alias: state[name] for alias, name in found.items()}
-        reader = WholeTensors()
-        return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), found)
-
-    def into(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Let `fill` read a tensor of the state into memory, plain or this rank's shards, and return that."""
-        return self._wanted.setdefault(value.stored_key, memory)
-
-    def whole(self, value: Any) -> Any:
-        """Return a part of the state, of any nesting, in which placeholders are memory that `fill` reads into."""
-
-        def in_memory(leaf: Any) -> Any:
-            is_placeholder = isinstance(leaf, torch.Tensor) and leaf.is_meta
-            return self.into(leaf, torch.empty_like(leaf, device="cpu")) if is_placeholder else leaf
-
-        return mapped_leaves(value, in_memory)
-
-    def over(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Let `finish` read a tensor of the state over what memory has, and return that."""
-        self._over.setdefault(value.stored_key, []).append(memory)
-        return memory
-
-    def finish(self) -> None:
-        """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
-        if self._later is not None:
-            self._read(*self._later)
-        with torch.no_grad():
-            for key, (first, *others) in self._over.items():
-                if key in self._early:
-                    part(first).copy_(part(self._early[key]))
-                for memory in others:  # names of one stored tensor
-                    memory.copy_(first)
-        self._over, self._later, self._early = {}, None, {}
-
-    def fill(self) -> dict[str, Any]:
-        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
-
-        The files that `finish` reads are opened: what takes their place meanwhile is of another save.
-        """
-        wanted, self._wanted = self._wanted, {}
-        if wanted:
-            self._read(*self._planned(wanted))
-        if self._over:
-            self._later = self._planned({key: first for key, (first, *_) in self._over.items()})
-            if isinstance(self.reader, dcp.FileSystemReader):
-                places = self.metadata.storage_data
-                files = {places[item.storage_index].relative_path for item in self._later[0].items}
-                if len(files) <= _HELD:
-                    with _damage_named(self.origin):
-                        self.reader.fs.hold(self.origin, files)
-                else:
-                    self._early, self._later = {key: like(first) for key, (first, *_) in self._over.items()}, None
-                    self._read(*self._planned(self._early))
-        return wanted
-
-    def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, dcp.LoadPlanner]:
-        planner = _LoadPlanner(flatten_state_dict=False)
-        with _damage_named(self.origin), torch.no_grad():
-            planner.set_up_planner(wanted, self.metadata, True)
-            return planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0]), planner
-
-    @torch.no_grad()
-    def _read(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
-        with _damage_named(self.origin):
-            self.reader.read_data(plan, planner)
-
-    def read(self, value: Any) -> Any:
-        """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
-        with self._reading:
-            value = self.whole(value)
-            self.fill()
-        return value
-
-
-@contextlib.contextmanager
-def _damage_named(origin: str) -> Iterator[None]:
-    """Turn whatever damaged bytes run into within the block into one error."""
-    try:
-        yield
-    except DamagedCheckpoint:
-        raise
-    except Exception as error:
-        raise DamagedCheckpoint(f"{origin} could not be read: {error!r}") from error
-
-
-class _HeldFiles(FileSystem):
-    """The file system of torch's reader; it reads files that are held as they were, whatever is at their path by now."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, int] = {}
-
-    def hold(self, folder: str, files: Iterable[str]) -> None:
-        """Open files of a folder, until this object goes."""
-        for path in (os.path.join(folder, file) for file in files):
-            self._held[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-            weakref.finalize(self, os.close, self._held[path])
-
-    @contextlib.contextmanager
-    def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
-        with open(self._held.get(os.fspath(path), path), mode, closefd=os.fspath(path) not in self._held) as file:
-            yield file
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Torch's planner, which would run what bytes say."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        self.original_state_dict[read_item.dest_index.fqn] = load(value, "cpu")
-
-
-class WholeTensors:
-    """Gives torch's planner parts of tensors that are in memory, or mapped, as its readers do."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor | Sequence[torch.Tensor]] = {}
-        self.specs: dict[str, Any] = {}
-
-    def join(self, pieces: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """Return a placeholder for the tensor that flat pieces make together when it is read."""
-        return self.add(torch.empty(shape, dtype=pieces[0].dtype, device="meta"), pieces)
-
-    def add(self, value: Any, pieces: Sequence[torch.Tensor] | None = None) -> Any:
-        """Give a tensor a key, once; other values stay as they are."""
-        if isinstance(value, torch.Tensor) and not hasattr(value, "stored_key"):
-            value.stored_key = str(len(self._tensors))
-            self._tensors[value.stored_key] = value if pieces is None else pieces
-            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
-            self.specs[value.stored_key] = TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [chunk])
-        return value
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
-        """Put the parts of tensors that a plan asks for where its planner wants them."""
-        for item in plan.items:
-            key = item.storage_index.fqn
-            part = self._tensors[key]
-            if not isinstance(part, torch.Tensor):
-                part = torch.cat(list(part)).view(self.specs[key].size)
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = part.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            formats.copied_over(target, part)
-            planner.commit_tensor(item, target)
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 class _Kept:
@@ -279,13 +57,50 @@ def _keeping(state: Any, path: str = "") -> Any:
     return _Kept(state)
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Torch's planner; what ranks have whole is written as the first one has it, and placeholders are read when they are written."""
+@dataclass
+class _Plans:
+    """What the ranks of a process group planned when they last saved a folder; each rank has its own, the coordinator all of them."""
 
-    def __init__(self, stored: Stored | None) -> None:
-        # By default the rank with the least to write writes it; running statistics, say, differ between ranks.
-        super().__init__(dedup_save_to_lowest_rank=True)
-        self._stored = stored
+    own: dcp.SavePlan | None = None
+    final: dcp.SavePlan | None = None
+    every: list[dcp.SavePlan] = field(default_factory=list)
+    metadata: Metadata | None = None
+
+
+# Weak: gloo closes its connections with the last reference to a process group.
+_planned: "weakref.WeakKeyDictionary[Any, dict[str, _Plans]]" = weakref.WeakKeyDictionary()
+
+# Stands for a plan that has not changed.
+_AS_BEFORE = dcp.SavePlan([], planner_data="as before")
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Torch's planner; plans are kept, and made again when they change, and placeholders are read when they are written.
+
+    Torch can keep plans as well, but takes those of another dtype for the same.
+    """
+
+    def __init__(self, stored: CheckpointReader | None, plans: _Plans) -> None:
+        super().__init__()
+        self._stored, self._plans = stored, plans
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        self._own = super().create_local_plan()
+        return _AS_BEFORE if self._own == self._plans.own else self._own
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
+        kept = self._plans
+        if any(plan != _AS_BEFORE for plan in all_plans):
+            pairs = zip(all_plans, kept.every or [None] * len(all_plans), strict=True)
+            every = [before if plan == _AS_BEFORE else plan for plan, before in pairs]
+            all_plans, metadata = super().create_global_plan(_shared_out(every))
+            kept.every, kept.metadata = every, metadata
+        return all_plans, copy.copy(kept.metadata)  # which gets the places of this save
+
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
+        if new_plan.planner_data != _AS_BEFORE.planner_data:  # the writer has put its name for files into it
+            self._plans.own, self._plans.final = self._own, new_plan
+        return super().finish_plan(self._plans.final)
 
     def lookup_object(self, index: Any) -> Any:
         found = super().lookup_object(index)
@@ -294,21 +109,57 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return found if self._stored is None else self._stored.read(found)
 
 
-def _writer(folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int) -> dcp.FileSystemWriter:
-    """Return torch's writer, whose files are hashed on their way and on the disk when they are closed; `entries` gets what they are."""
+def _shared_out(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+    """Let one rank write each item: of what ranks have whole the first one, of a shard the one with the fewest bytes so far.
 
-    class DurableFiles(FileSystem):
-        """The file system of torch's writer."""
+    Replicas have the same shards. What is whole may differ between ranks, as running statistics do.
+    """
+    found: dict[MetadataIndex, tuple[Any, int, list[int]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.index not in found:
+                data = item.tensor_data
+                size = 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+                found[item.index] = item, size, []
+            found[item.index][2].append(rank)
+    load, writers = [0] * len(plans), {}
+    for item, size, ranks in sorted(found.values(), key=lambda one: -one[1]):
+        whole = item.tensor_data is None or item.tensor_data.chunk.sizes == item.tensor_data.size
+        writers[item.index] = writer = ranks[0] if whole else min(ranks, key=load.__getitem__)
+        load[writer] += size
+    # The smallest first: what is small and whole, which every rank reads, lies together in few pieces of the file.
+    return [
+        replace(plan, items=sorted(mine, key=lambda item: found[item.index][1]))
+        for rank, plan in enumerate(plans)
+        for mine in [[item for item in plan.items if writers[item.index] == rank]]
+    ]
+
+
+def _writer(
+    folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int, create: formats.Create
+) -> dcp.FileSystemWriter:
+    """Return torch's writer, whose files are hashed on their way and whole when they are closed; `entries` gets what they are."""
+
+    class CreatedFiles(FileSystem):
+        """The file system of torch's writer; a file takes its place when it is whole, so that torch need not rename it."""
 
         @contextlib.contextmanager
         def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
-            with durable.durable(path) as file:
+            path = os.fspath(path).removesuffix(".tmp")  # of the metadata
+            with create(path) as file:
                 yield file
-            # The metadata is written aside, and renamed.
-            entries[os.path.basename(path).removesuffix(".tmp")] = FileEntry.of(file, rank)
+            entries[os.path.basename(path)] = FileEntry.of(file, rank)
 
-    made = dcp.FileSystemWriter(folder, sync_files=False, thread_count=files)  # a durable file syncs when it is closed
-    made.fs = DurableFiles()
+        def exists(self, path: durable.Path) -> bool:
+            return False
+
+        def rename(self, *paths: durable.Path) -> None:
+            return
+
+    made = dcp.FileSystemWriter(
+        folder, sync_files=False, thread_count=files
+    )  # what is created syncs when it is closed
+    made.fs = CreatedFiles()
     return made
 
 
@@ -316,8 +167,9 @@ def save(
     state: dict[str, Any],
     folder: durable.Path,
     group: "dist.ProcessGroup | None" = None,
-    stored: Stored | None = None,
+    stored: CheckpointReader | None = None,
     files: int = 1,
+    create: formats.Create = durable.durable,
 ) -> dict[str, FileEntry]:
     """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have. All ranks.
 
@@ -327,6 +179,7 @@ def save(
         group: the ranks that save, and how they talk; the default group by default.
         stored: reads the placeholders in the state, one at a time; then one process writes alone.
         files: how many files a rank writes.
+        create: gives the file of a path in the folder to write to.
 
     Returns:
         What the manifest says of the files that this rank wrote, by their name in the folder.
@@ -337,129 +190,22 @@ def save(
     alone = stored is not None or not (dist.is_available() and dist.is_initialized())
     rank = 0 if alone else dist.get_rank(group)
     entries: dict[str, FileEntry] = {}
+    kept = {} if alone else _planned.setdefault(group or dist.group.WORLD, {})
+    plans = kept.setdefault(os.path.basename(folder), _Plans())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(torch.distributed is|Detected an existing checkpoint)")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(
                 _keeping(formats.plain(state)),
-                storage_writer=_writer(folder, rank, entries, files),
-                planner=_SavePlanner(stored),
+                storage_writer=_writer(folder, rank, entries, files, create),
+                planner=_SavePlanner(stored, plans),
                 process_group=group,
                 no_dist=alone,
             )
-        except dcp.CheckpointException as error:
+        except BaseException as error:
+            kept.clear()  # ranks may have come to different steps
+            if not isinstance(error, dcp.CheckpointException):
+                raise
             failures = "; ".join(f"rank {number}: {cause!r}" for number, (cause, _) in sorted(error.failures.items()))
             raise RuntimeError(f"{os.fspath(folder)} could not be written. {failures}") from error
     return entries
-
-
-# -- metadata ----------------------------------------------------------------------------------------------------------
-
-
-class _Properties(TensorProperties):
-    """A tensor's dtype; the rest of its properties differs between versions of torch, and is not read."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = state["dtype"] if isinstance(state, dict) else state[0]  # older versions wrote a dictionary
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the pickle of a ``.metadata`` file; whatever it names beside torch's plain records is refused."""
-
-    _RECORDS = ("StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata")
-    _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    _UNUSED = {"_MEM_FORMAT_ENCODING", "_get_layout", *_PATHS}  # functions that return nothing stand for these
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        # Subclasses for each pickle, so that one which sets attributes of a class spoils only its own.
-        named = [getattr(dcp.metadata, name) for name in self._RECORDS]
-        records = {one.__name__: one for one in (Metadata, MetadataIndex, TensorStorageMetadata, StorageInfo, *named)}
-        records["TensorProperties"] = _Properties
-        self._classes = {name: type(name, (record,), {}) for name, record in records.items()}
-        self._classes |= {"Size": torch.Size, "OrderedDict": dict}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] in ("torch", "collections", "pathlib"):
-            if name in self._classes:
-                return self._classes[name]
-            if name in self._UNUSED:
-                return lambda *arguments: None
-            if isinstance(getattr(torch, name, None), torch.dtype):
-                return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in metadata")
-
-
-def read_metadata(folder: durable.Path) -> Metadata:
-    """Return what a folder of shards says of its tensors, compared with the files; no code of the file runs.
-
-    FileNotFoundError without metadata; DamagedCheckpoint if it is none, or a file is missing or too short.
-    """
-    path = os.path.join(folder, METADATA)
-    with open(path, "rb") as file, _damage_named(path):
-        found = _Unpickler(file).load()
-        places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}
-        paths = {name: tuple(path) for name, path in (found.planner_data or {}).items()}
-        problem = _problem_of_files(places, folder) or _problem_of_pieces(found.state_dict_metadata)
-        if problem:
-            raise DamagedCheckpoint(f"{path} is damaged: {problem}.")
-        return Metadata(found.state_dict_metadata, paths, places)
-
-
-def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: durable.Path) -> str:
-    """Say which file does not have what it should; an empty text if all have."""
-    sizes: dict[str, int] = {}
-    for index, place in places.items():
-        file, end = place.relative_path, place.offset + place.length
-        if not durable.is_inside(file):
-            return f"the file name {file!r} leads out of the folder"
-        if file not in sizes:
-            path = os.path.join(folder, *file.split("/"))
-            if not os.path.isfile(path):
-                return f"{file} is missing"
-            sizes[file] = os.stat(path).st_size
-        if end > sizes[file]:
-            return f"{file} has {sizes[file]} bytes, but {index.fqn} ends at {end}"
-    return ""
-
-
-def _problem_of_pieces(values: Mapping[str, Any]) -> str:
-    """Say which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
-    for name, value in values.items():
-        if isinstance(value, TensorStorageMetadata):
-            if not isinstance(value.properties.dtype, torch.dtype):
-                return f"{name} has the dtype {value.properties.dtype!r}"
-            shape = tuple(value.size)
-            # Ranks that have the same piece may both list it.
-            pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
-            for offsets, sizes in pieces:
-                spans = zip(offsets, sizes, shape, strict=True)
-                if any(start < 0 or length < 0 or start + length > whole for start, length, whole in spans):
-                    return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
-            elements, stored = math.prod(shape), sum(math.prod(sizes) for _, sizes in pieces)
-            if stored != elements:
-                return f"{name} of shape {shape} is not whole: of its {elements} elements {stored} are in the files"
-            if not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape)):
-                return (
-                    f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
-                )
-    return ""
-
-
-def _disjoint(pieces: list[Any], dims: int) -> bool:
-    """Say whether no two pieces, offsets and sizes, have an element in common."""
-    for dim in range(dims):
-        groups: list[list[Any]] = []
-        end = 0
-        for piece in sorted(pieces, key=lambda piece: piece[0][dim]):
-            if not groups or piece[0][dim] >= end:
-                groups.append([])
-            groups[-1].append(piece)
-            end = max(end, piece[0][dim] + piece[1][dim])
-        if len(groups) > 1:  # which a cut across this dim separates
-            return all(_disjoint(group, dims) for group in groups)
-    # No cut separates them: a single piece, those that overlap, and few that are laid like bricks around one.
-    return not any(
-        all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
-        for one, other in itertools.combinations(pieces, 2)
-    )

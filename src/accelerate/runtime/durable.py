@@ -15,6 +15,7 @@ import errno
 import functools
 import mmap
 import os
+import re
 import sys
 import threading
 import time
@@ -86,10 +87,13 @@ class Checksum:
                 self._digests.append(self._piece.digest())
                 self._piece, self._filled = self._new(), 0
 
+    def digests(self) -> list[bytes]:
+        """Return the digests of the pieces of what was added so far."""
+        return [*self._digests, *([self._piece.digest()] if self._filled else [])]
+
     def hexdigest(self) -> str:
         """Return the checksum of what was added so far."""
-        tail = [self._piece.digest()] if self._filled else []
-        return self._new(b"".join([*self._digests, *tail])).hexdigest()
+        return combined(self.digests())
 
 
 def threads() -> int:
@@ -100,8 +104,14 @@ def threads() -> int:
 
 def of_file(path: Path, threads: int = 2) -> tuple[int, str]:
     """Return the size and the checksum of a file, of which threads read pieces. Any rank, alone."""
+    size, pieces = pieces_of_file(path, threads)
+    return size, combined(pieces)
+
+
+def pieces_of_file(path: Path, threads: int = 2) -> tuple[int, list[bytes]]:
+    """Return the size of a file, and the digests of its pieces. Any rank, alone."""
     size = os.stat(path).st_size
-    return size, combined(digests(path, range(0, size, CHUNK), size, threads))
+    return size, digests(path, range(0, size, CHUNK), size, threads)
 
 
 def combined(pieces: Iterable[bytes]) -> str:
@@ -301,12 +311,13 @@ def _rest(took: float) -> None:
         hurry.wait(rest * took)
 
 
+# An empty step, one dot or two, a drive, and what separates steps on one system or ends a name on all.
+_LEADS_OUT = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|[^/]:)|[\\\0]" + "|:" * (os.name == "nt"))
+
+
 def is_inside(name: Any) -> bool:
     """Say whether a path that a manifest or an index of shards gives stays within its folder, on every system."""
-    refused = "\\\0:" if os.name == "nt" else "\\\0"
-    if not isinstance(name, str) or any(sign in name for sign in refused):
-        return False
-    return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
+    return isinstance(name, str) and _LEADS_OUT.search(name) is None
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------
