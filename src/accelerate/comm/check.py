@@ -3,13 +3,14 @@
 torch's collectives take equal sizes on trust: unequal ones hang, abort, return garbage or pass unnoticed. Two things find them:
 
 1. Calls that repeat are expected. The last calls that all ranks made alike are the same list on each of them, so all expect the
-   same next call. Every rank carries that one out, with two flags beside the data; a rank that is called for something else gives
-   zeros and raises the first flag. So a loop arrives at one collective a call.
+   same next call. Every rank carries that one out, with a flag beside the data; a rank that is called for something else gives
+   zeros and raises the flag. So a loop arrives at one collective a call.
 2. Any other call is compared first: one all-reduce of a checksum and its complement. Only where they differ do the ranks exchange
    what they were called for, and all raise.
 
 On devices other than the processor the flags of an expected call are copied in the background, and looked at before the next
-operation. Debug mode compares more, before each: `verify`.
+operation. A second flag says whether any rank did what was expected: one that did not raises at once, for the others have gone on.
+Debug mode compares more, before each: `verify`.
 """
 
 import hashlib
@@ -89,7 +90,7 @@ def verify(communicator: Communicator, operation: str, data: Any, device: torch.
 
 def checksum(value: Any) -> int:
     """Return a number of 56 bits that is equal for values with equal `repr`, in every process (unlike `hash`)."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
 
 
 def same_on_all(value: Any, device: torch.device | str, group: Any = None) -> bool:
