@@ -38,6 +38,7 @@ class EpochIterator:
         reread: states of the generators before each step that the interrupted run had read ahead.
         order: the sampler that knows the last batch, if the indices tell.
         drawn: states of the generators after the order was drawn again; None where nothing is repeated.
+        noted: what a run that goes on after a step needs, by the step; of this loop, as a loader may be in several at once.
         batches: the iterator of torch.
     """
 
@@ -48,6 +49,7 @@ class EpochIterator:
         self.reread: list[dict[str, Any]] = []
         self.order: EndAhead | None = None
         self.drawn: dict[str, Any] | None = None
+        self.noted: dict[int, Noted] = {}
         if pending is not None:
             self._begin_at(pending)
         if adapter.knows_end(self.base):
@@ -146,7 +148,7 @@ class EpochIterator:
         The step yielded last is one or two behind the step read last. A checkpoint belongs to the former, so it needs what
         the reads that went ahead have used up.
         """
-        self.progress.noted = {}
+        self.progress.noted = self.noted
         for step in count(self.start + 1):
             self._note(step)
             taken = 0
@@ -158,7 +160,7 @@ class EpochIterator:
                 return
 
     def _note(self, step: int) -> None:
-        base, noted, random, ahead = self.base, self.progress.noted, None, step - self.start - 1
+        base, noted, random, ahead = self.base, self.noted, None, step - self.start - 1
         if not base.num_workers:
             random = self.reread[ahead] if ahead < len(self.reread) else resume.states()
         dataset = base.dataset.state_dict() if restores(base) else None
