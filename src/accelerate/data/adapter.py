@@ -229,6 +229,13 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     return stateful(**{name: value for name, value in settings.items() if name not in unused})
 
 
+def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
+    """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    changes = {name: SkipBatchSampler(getattr(loader, name), number, extra)}
+    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
+
+
 # Batches on their device -------------------------------------------------------------------------------------------------
 
 

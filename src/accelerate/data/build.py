@@ -15,10 +15,10 @@ from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampl
 from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.data import adapter, iterable, plan
-from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, variant
+from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, skipping, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
-from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader, skipping
+from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate.data.plan import DataPlan, ShardLayout
 from accelerate.data.resume import Pending, is_stateful
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed

@@ -307,10 +307,10 @@ class BatchSamplerShard(BatchSampler):
             places: Iterable[int] = range(size * index, size * (index + 1))
             if self.even_batches:
                 self.round_log[start + rounds] = real_per_shard(rest, size, shards)
-                head = min(total, samples)
-                places = [samples - rest + place if place < rest else (place - rest) % head for place in places]
             else:
-                places = [samples - rest + place for place in places if place < rest]
+                places = (place for place in places if place < rest)
+            last, head = samples - rest, min(total, samples)
+            places = (last + place if place < rest else (place - rest) % head for place in places)
             batch = [int(order.indices[place]) for place in places]
             order.finish()  # nothing else tells that a round is the last
             if batch:
