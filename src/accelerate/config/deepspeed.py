@@ -296,9 +296,7 @@ class DeepSpeedPlugin:
         value = node.get(key)
         if value == "auto":
             if ds_key_long not in kwargs:
-                raise ValueError(
-                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config and nothing determines it; set it."
-                )
+                raise ValueError(f"`{ds_key_long}` is 'auto' in the DeepSpeed config, and unknown here; set it.")
             node[key] = kwargs[ds_key_long]
         elif must_match and value is not None and mismatches is not None:
             if ds_key_long in kwargs and value != kwargs[ds_key_long]:

@@ -53,12 +53,10 @@ def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") 
     if missing and names is not None:
         present = sorted({type(part).__name__ for part in model.modules()})
         raise ValueError(
-            f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model contains {', '.join(present)}."
+            f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model has {', '.join(present)}."
         )
     if not found:
-        logger.warning(
-            "The model declares no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard."
-        )
+        logger.warning("The model has no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard.")
     return {cls for cls in found.values() if cls is not None}
 
 
@@ -208,10 +206,10 @@ class FullyShardedDataParallelPlugin:
             name = str(getattr(self.sharding_strategy, "name", self.sharding_strategy)).upper()
             means = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
             if name not in means:
-                raise ValueError(
-                    f"sharding_strategy={name} does not exist with fsdp_version=2. Set reshard_after_forward to true or "
-                    "false; replicas of shards come from ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
+                instead = (
+                    "Set reshard_after_forward; ParallelismConfig(dp_replicate_size=...) makes replicas of shards"
                 )
+                raise ValueError(f"sharding_strategy={name} does not exist with fsdp_version=2. {instead}.")
             self.reshard_after_forward = means[name]
             logger.warning("sharding_strategy is now reshard_after_forward=%s (FSDP version 2).", means[name])
         given = self.reshard_after_forward
@@ -241,9 +239,8 @@ class FullyShardedDataParallelPlugin:
         policy = self._said("auto_wrap_policy", "NO_WRAP")
         known = isinstance(policy, str) and policy.upper() in policies
         if not known and not callable(policy) and not torch_private.is_wrap_policy(policy):
-            raise ValueError(
-                f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, a callable or one of torch's policies."
-            )
+            others = "a callable or one of torch's policies"
+            raise ValueError(f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, {others}.")
         self.auto_wrap_policy = policy = policies[policy.upper()] if known else policy
 
         if policy is wrap.transformer_auto_wrap_policy:
@@ -258,7 +255,7 @@ class FullyShardedDataParallelPlugin:
         if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
             given = (self.transformer_cls_names_to_wrap, self.min_num_params)
             logger.warning(
-                "transformer_cls_names_to_wrap=%s, min_num_params=%s: ignored without auto_wrap_policy.", *given
+                "transformer_cls_names_to_wrap=%s, min_num_params=%s: no auto_wrap_policy uses them.", *given
             )
 
     def _resolve_flags(self) -> None:
@@ -364,10 +361,8 @@ class FullyShardedDataParallelPlugin:
             others = () if first else ("cast_forward_inputs",)
             unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
-                raise ValueError(
-                    f"mixed_precision_policy has {', '.join(map(repr, unknown))}; with fsdp_version={self.fsdp_version} "
-                    f"its keys are {', '.join(keys)}."
-                )
+                known = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
+                raise ValueError(f"mixed_precision_policy has {', '.join(map(repr, unknown))}; {known}.")
             dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")

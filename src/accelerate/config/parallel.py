@@ -63,16 +63,11 @@ class TorchTensorParallelConfig:
         if self.plan is not None and not (
             isinstance(self.plan, dict) and self.plan and all(isinstance(key, str) for key in self.plan)
         ):
-            raise ValueError(
-                f"plan is {self.plan!r}; give a dictionary of module name patterns to styles, such as {{'layers.*.up': "
-                "'colwise'}, or None for the model's own plan."
-            )
+            wanted = "a dictionary of module name patterns to styles, such as {'layers.*.up': 'colwise'}"
+            raise ValueError(f"plan is {self.plan!r}; give {wanted}, or None for the model's own plan.")
         needed = BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
         if is_transformers_available() and compare_versions("transformers", "<", needed):
-            raise ValueError(
-                f"Tensor parallelism needs transformers {needed} or later, an older one is installed. "
-                "Update it with `pip install -U transformers`."
-            )
+            raise ValueError(f"Tensor parallelism needs transformers {needed}: `pip install -U transformers`.")
         if self.enable_async_tp:
             warn_user("enable_async_tp has no effect: asynchronous tensor parallelism is not supported yet.")
 
@@ -129,15 +124,11 @@ class DeepSpeedSequenceParallelConfig:
         if not self.sp_seq_length_is_variable:
             env.fill(self, {"sp_seq_length": ("parallelism_config_sp_seq_length", None)})
             if self.sp_seq_length is None:
-                raise ValueError(
-                    f"sp_seq_length_is_variable=False needs the common length, sp_seq_length or {variable}."
-                )
+                raise ValueError(f"sp_seq_length_is_variable=False needs the length, sp_seq_length or {variable}.")
             self.sp_seq_length = to_int(self.sp_seq_length, variable)
         chosen, known = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
         if chosen is None or chosen in known or ("/" in chosen and "flash-attn" in chosen):
             return
         why = " It builds its mask from the whole sequence." if chosen in ("eager", "flex_attention") else ""
-        raise ValueError(
-            f"Invalid sp_attn_implementation: {chosen!r}.{why} Use one of {', '.join(known)} or a flash attention kernel "
-            "of the hub, such as 'kernels-community/flash-attn2'."
-        )
+        usable = f"{', '.join(known)} or a flash attention kernel of the hub, such as 'kernels-community/flash-attn2'"
+        raise ValueError(f"Invalid sp_attn_implementation: {chosen!r}.{why} Use one of {usable}.")

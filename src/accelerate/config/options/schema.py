@@ -143,9 +143,8 @@ class Option:
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a whole number beyond its type; a port is checked where several machines use it."""
-        return (
-            self.check(value) if self.type == "int" and value is not None and self.check not in (None, port) else None
-        )
+        checked = self.type == "int" and value is not None and self.check not in (None, port)
+        return self.check(value) if checked else None
 
     def read(self, environ: Mapping[str, str]) -> Any:
         """Return what the environment says, None where it says nothing; raises as `parse`, naming the variable."""
