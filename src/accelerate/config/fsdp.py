@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.options.schema import to_bool, to_enum, to_int, to_names
+from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_names
 from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
@@ -46,18 +46,21 @@ def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") 
 
     A named class that does not occur in the model is a ValueError.
     """
-    names = plugin.transformer_cls_names_to_wrap
+    if (names := plugin.transformer_cls_names_to_wrap) is not None:
+        return set(classes_named(model, names, "transformer_cls_names_to_wrap"))
     declared = getattr(model, "_no_split_modules", None) or ()
-    found = {name: get_module_class_from_name(model, name) for name in (declared if names is None else names)}
-    missing = [name for name, cls in found.items() if cls is None]
-    if missing and names is not None:
-        present = sorted({type(part).__name__ for part in model.modules()})
-        raise ValueError(
-            f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model has {', '.join(present)}."
-        )
-    if not found:
+    if not declared:
         logger.warning("The model has no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard.")
-    return {cls for cls in found.values() if cls is not None}
+    return {get_module_class_from_name(model, name) for name in declared} - {None}
+
+
+def classes_named(model: "nn.Module", names: Iterable[str], field: str) -> "list[type[nn.Module]]":
+    """Return the classes of these names in a model; a ValueError lists those that it lacks, and those that it has."""
+    found = {name: get_module_class_from_name(model, name) for name in names}
+    if missing := [name for name, cls in found.items() if cls is None]:
+        present = sorted({type(part).__name__ for part in model.modules()})
+        raise ValueError(f"{field} holds {', '.join(missing)}; the model has {', '.join(present)}.")
+    return list(found.values())
 
 
 def _materialize(module: "nn.Module") -> None:
@@ -181,9 +184,8 @@ class FullyShardedDataParallelPlugin:
         return env.setting(getattr(self, field), f"fsdp_{field}", default, field)
 
     def _resolve_version(self) -> None:
-        self.fsdp_version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
-        if self.fsdp_version not in (1, 2):
-            raise ValueError(f"fsdp_version is {self.fsdp_version}; torch has versions 1 and 2.")
+        version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
+        self.fsdp_version = one_of("fsdp_version", version, (1, 2))
 
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.options.schema import to_int
+from accelerate.config.options.schema import one_of, to_int
 from accelerate.utils.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate.utils.imports import is_transformers_available
 from accelerate.utils.versions import compare_versions
@@ -31,8 +31,7 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         env.fill(self, {"cp_comm_strategy": ("parallelism_config_cp_comm_strategy", "allgather")})
-        if self.cp_comm_strategy not in ("allgather", "alltoall"):
-            raise ValueError(f"Invalid cp_comm_strategy: {self.cp_comm_strategy!r}. Use 'allgather' or 'alltoall'.")
+        one_of("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
 
 @at_public_path
@@ -60,14 +59,13 @@ class TorchTensorParallelConfig:
     plan: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.plan is not None and not (
-            isinstance(self.plan, dict) and self.plan and all(isinstance(key, str) for key in self.plan)
-        ):
+        patterns = list(self.plan) if isinstance(self.plan, dict) else []
+        if self.plan is not None and not (patterns and all(isinstance(pattern, str) for pattern in patterns)):
             wanted = "a dictionary of module name patterns to styles, such as {'layers.*.up': 'colwise'}"
             raise ValueError(f"plan is {self.plan!r}; give {wanted}, or None for the model's own plan.")
         needed = BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
         if is_transformers_available() and compare_versions("transformers", "<", needed):
-            raise ValueError(f"Tensor parallelism needs transformers {needed}: `pip install -U transformers`.")
+            raise ValueError(f"Tensor parallelism needs transformers {needed} or later; update it.")
         if self.enable_async_tp:
             warn_user("enable_async_tp has no effect: asynchronous tensor parallelism is not supported yet.")
 

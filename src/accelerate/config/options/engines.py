@@ -310,12 +310,8 @@ ENVIRONMENT_OPTIONS = (
         offer="1",
         check=matching(r"[0-9]+", "it must be a whole number"),
     ),
-    Option(
-        "compute_environment",
-        "options",
-        "LOCAL_MACHINE or AMAZON_SAGEMAKER.",
-        flags=(),
-        choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+    rows("options")(
+        "compute_environment", "Where the processes run.", flags=(), choices="LOCAL_MACHINE AMAZON_SAGEMAKER"
     ),
 )
 
