@@ -47,11 +47,13 @@ def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") 
     A named class that does not occur in the model is a ValueError.
     """
     if (names := plugin.transformer_cls_names_to_wrap) is not None:
-        return set(classes_named(model, names, "transformer_cls_names_to_wrap"))
-    declared = getattr(model, "_no_split_modules", None) or ()
-    if not declared:
+        classes = set(classes_named(model, names, "transformer_cls_names_to_wrap"))
+    else:
+        declared = getattr(model, "_no_split_modules", None) or ()
+        classes = {get_module_class_from_name(model, name) for name in declared} - {None}
+    if not classes:
         logger.warning("The model has no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard.")
-    return {get_module_class_from_name(model, name) for name in declared} - {None}
+    return classes
 
 
 def classes_named(model: "nn.Module", names: Iterable[str], field: str) -> "list[type[nn.Module]]":
