@@ -223,16 +223,14 @@ class FullyShardedDataParallelPlugin:
         self.reshard_after_forward = self._said("reshard_after_forward", True)
 
     def _resolve_prefetch(self) -> None:
-        chosen = self._said("backward_prefetch", "NO_PREFETCH")
-        self.backward_prefetch = None
-        if str(chosen).upper() == "NO_PREFETCH":
-            return
         from torch.distributed.fsdp import BackwardPrefetch
 
-        prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch")
-        if self.fsdp_version == 1:
-            self.backward_prefetch = prefetch
-        else:
+        chosen = self._said("backward_prefetch", "NO_PREFETCH")
+        prefetch = (
+            None if str(chosen).upper() == "NO_PREFETCH" else to_enum(BackwardPrefetch, chosen, "backward_prefetch")
+        )
+        self.backward_prefetch = prefetch if self.fsdp_version == 1 else None
+        if prefetch is not self.backward_prefetch:
             logger.warning("backward_prefetch=%s is ignored: FSDP version 2 always prefetches in backward.", chosen)
 
     def _resolve_wrapping(self) -> None:
@@ -258,9 +256,7 @@ class FullyShardedDataParallelPlugin:
             self.min_num_params = to_int(self.min_num_params, "min_num_params")
         if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
             given = (self.transformer_cls_names_to_wrap, self.min_num_params)
-            logger.warning(
-                "transformer_cls_names_to_wrap=%s, min_num_params=%s: no auto_wrap_policy uses them.", *given
-            )
+            logger.warning("transformer_cls_names_to_wrap=%s, min_num_params=%s need an auto_wrap_policy.", *given)
 
     def _resolve_flags(self) -> None:
         if self.cpu_ram_efficient_loading is not None:
