@@ -88,9 +88,7 @@ class ProjectConfiguration:
         if self.total_limit is not None:
             self.total_limit = to_int(self.total_limit, "total_limit")
             if self.total_limit < 1:
-                raise ValueError(
-                    f"total_limit is {self.total_limit}; keep at least 1 checkpoint, or None to keep all."
-                )
+                raise ValueError(f"total_limit is {self.total_limit}; keep at least 1 checkpoint, or None for all.")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike | None = None) -> None:
