@@ -22,6 +22,7 @@ BY_PIECES = "by pieces"
 SPLIT_ALREADY = "divided already, read as it is"
 EVERYTHING = "reads everything, keeps its part"
 DISPATCHED = "main process reads and sends"
+PER_NODE = "one process per node reads and sends"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class DataPlan:
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
         walked: each process walks the batches of all to find its own, because the sampler is not one of torch's.
         uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
+        readers: the processes that read for others, each for itself and those up to the next one.
     """
 
     kind: str
@@ -99,6 +101,7 @@ class DataPlan:
     drop_last: bool = False
     uneven: bool = False
     walked: bool = False
+    readers: tuple[int, ...] = ()
 
     @property
     def own(self) -> ShardPlan:
@@ -142,6 +145,8 @@ class DataPlan:
             ("batch", f"{_known(self.batch_size)} per process, {_known(self.total_batch_size)} in total"),
             ("workers", f"{self.workers} per process"),
         ]
+        if self.readers:
+            facts.append(("readers", f"ranks {', '.join(map(str, self.readers))}"))
         if self.walked:
             facts.append(("find", "each process walks the batches of all, because the sampler is a custom one"))
         if self.uneven:
@@ -161,6 +166,7 @@ def make(
     reading: str,
     split_batches: bool,
     even_batches: bool,
+    readers: Sequence[int] = (0,),
 ) -> DataPlan:
     """Work out who reads what of a loader that is not sharded yet; `layouts` has the shard of each process."""
     count, own, stream = layouts[0].num_shards, layouts[process_index].shard_index, is_stream(dataloader)
@@ -177,12 +183,15 @@ def make(
             known, total = _dealt_out(adapter.get_sampler(dataloader), size, count, drop_last)
         elif unseen and count > 1:
             [known[own]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
-        elif reading != BY_PIECES:  # how many samples a piece holds is known to the stream alone
+        elif reading not in (BY_PIECES, PER_NODE):  # how many samples a piece holds is known to the stream alone
             # Streams that are divided round by round are always completed.
             fill = "batches" if even_batches or stream else "nothing"
             fill = "nothing" if count == 1 else "round" if reading == DISPATCHED else fill
             known = shards_of(total, size, count, drop_last=drop_last, fill=fill)
     parts = {EVERYTHING: [1.0] * count, OWN_SHARD: [1 / count] * count, DISPATCHED: [1.0] + [0.0] * (count - 1)}
+    if reading == PER_NODE:  # how much a node's pieces hold is known to the stream alone
+        of_readers = {layouts[rank].shard_index for rank in readers}
+        parts[PER_NODE] = [None if shard in of_readers else 0.0 for shard in range(count)]
     read = [1.0] if count == 1 else parts.get(OWN_SHARD if dealt_out else reading, [None] * count)
     ranks: list[list[int]] = [[] for _ in known]
     for rank, layout in enumerate(layouts):
@@ -204,8 +213,9 @@ def make(
         workers=dataloader.num_workers,
         sampler=adapter.sampler_kind(dataloader),
         drop_last=drop_last,
-        uneven=count > 1 and (unseen or reading == BY_PIECES),
+        uneven=count > 1 and (unseen or reading in (BY_PIECES, PER_NODE)),
         walked=count > 1 and reading == OWN_SHARD and not _has_tensor_order(batching),
+        readers=tuple(readers) if reading == PER_NODE else (),
     )
 
 
@@ -236,7 +246,7 @@ def _batch_size(dataloader: DataLoader, batching: Any, reading: str) -> int | No
     size = getattr(batching, "batch_size", None)
     if dataloader.batch_sampler is not None:
         return dataloader.batch_size if size is None else size
-    if reading == DISPATCHED:
+    if reading in (DISPATCHED, PER_NODE):
         return None  # what the dataset gives is a batch of any size
     # Not batched: the sampler gives single indices, unless it is a batch sampler itself.
     return size if isinstance(batching, BatchSampler) else 1

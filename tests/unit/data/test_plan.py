@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data import plan
+from accelerate.data import broadcast, plan
 from accelerate.data.build import plan_of, prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.plan import ShardLayout
@@ -97,11 +97,13 @@ def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batche
             found = plan_of(loader)
             # What the main process would send: the rounds, with the number of real samples in each and the part sizes.
             loader.state = SimpleNamespace(num_processes=shards, process_index=0)
-            rounds = list(loader._form_rounds(iter(loader.base_dataloader), shards))
+            sent = loader._form_rounds(iter(loader.base_dataloader), shards)
+            rounds = [one for one in sent if one.kind == broadcast.ROUND]
             want = []
             for shard in range(shards):
-                real = sum(min(max(one.real - sum(one.sizes[:shard]), 0), one.sizes[shard]) for one in rounds)
-                total = sum(one.sizes[shard] for one in rounds)
+                bounds = [(one.start(shard), one.start(shard + 1)) for one in rounds]
+                real = sum(min(max(one.real - a, 0), b - a) for one, (a, b) in zip(rounds, bounds, strict=True))
+                total = sum(b - a for a, b in bounds)
                 want.append((real, total - real, len(rounds)))
             if shards == 1:
                 want = counted([iterate(DataLoader(Rows(length), size, drop_last=drop_last))])
