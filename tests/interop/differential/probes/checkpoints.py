@@ -52,8 +52,8 @@ def together(function):
 
 
 def files(folder="."):
-    found = (path for path in pathlib.Path(folder).rglob("*") if path.is_file())
-    return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(OURS))
+    found = (path.relative_to(folder) for path in pathlib.Path(folder).rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if not any(part.startswith(OURS) for part in path.parts))
 
 
 def content(path):
