@@ -70,7 +70,7 @@ def test_menus_and_lines(terminal, place, menus):
         *("Where should the training run?", ENTER, "On what should the training run?", DOWN + DOWN + UP + ENTER),
         *("How many machines take part. [1]", ENTER, "How should the processes share the model?", "j" + ENTER),
         *("torch.compile? [yes/NO]", ENTER, "FSDP generation.", "2" + ENTER),
-        *("Free gathered parameters", "no" + ENTER, "on the CPU (true or false).", ENTER),
+        *("Free gathered parameters", "no" + ENTER, "on the CPU.", ENTER),
         *("What is wrapped", UP + ENTER, "Shape of checkpoints", ENTER),
         *("load pretrained weights", ENTER, "Recompute activations", ENTER),
         *("ParallelismConfig", ENTER, "mpirun", ENTER),
