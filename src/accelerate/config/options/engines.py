@@ -262,7 +262,6 @@ TPU_OPTIONS = (
 _fp8 = rows("FP8 Arguments", "fp8_", section="fp8_config", feature="fp8", env="ACCELERATE_FP8_*", key="*")
 _AO = {"fp8_backend": ("ao",)}
 _ao = partial(_fp8, default=True, style=BIT, when=_AO)
-_msamp = partial(_fp8, when={"fp8_backend": ("msamp",)})
 _te = partial(_fp8, when={"fp8_backend": ("te",)})
 
 FP8_OPTIONS = (
@@ -281,7 +280,7 @@ FP8_OPTIONS = (
         env=None,
         env_names=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
     ),
-    _msamp("opt_level", "How much is kept in FP8 (msamp).", choices="O1 O2", default="O2"),
+    _fp8("opt_level", "How much is in FP8 (msamp).", choices="O1 O2", default="O2", when={"fp8_backend": ("msamp",)}),
     _ao("enable_fsdp_float8_all_gather", "Let FSDP2 gather the weights in FP8 (ao).", when={**_AO, **_FSDP_2}),
     _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
 )
