@@ -72,7 +72,7 @@ def test_menus_and_lines(terminal, place, menus):
         *("torch.compile? [yes/NO]", ENTER, "FSDP generation.", "2" + ENTER),
         *("Free gathered parameters", "no" + ENTER, "on the CPU.", ENTER),
         *("What is wrapped", UP + ENTER, "Shape of checkpoints", ENTER),
-        *("load pretrained weights", ENTER, "Recompute activations", ENTER),
+        *("Load pretrained weights", ENTER, "Recompute activations", ENTER),
         *("ParallelismConfig", ENTER, "mpirun", ENTER),
         *("How many processes to start", "x" + ENTER, "it must be an integer", "4" + ENTER),
         *("Number format of the forward", "k\x1bOA" + ENTER),  # upwards, round the end, in both forms of the key
