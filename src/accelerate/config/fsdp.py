@@ -161,7 +161,8 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        self._resolve_version()
+        version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
+        self.fsdp_version = one_of("fsdp_version", version, (1, 2))
         if self.fsdp_version == 1:
             self._resolve_sharding()
         else:
@@ -184,10 +185,6 @@ class FullyShardedDataParallelPlugin:
     def _said(self, field: str, default: Any = None) -> Any:
         """Return a field's argument, else what the environment says about its option."""
         return env.setting(getattr(self, field), f"fsdp_{field}", default, field)
-
-    def _resolve_version(self) -> None:
-        version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
-        self.fsdp_version = one_of("fsdp_version", version, (1, 2))
 
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy

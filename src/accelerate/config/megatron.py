@@ -204,19 +204,18 @@ _DEFAULTS = {
     **dict.fromkeys(("attention_backend", "attention_softmax_in_fp32"), True),
     **dict.fromkeys(("calculate_per_token_loss", "use_rotary_position_embeddings"), True),
 }
-# Fields that Megatron-LM knows under another name.
-_RENAMED = {
-    "tensor_model_parallel_size": "tp_degree",
-    "pipeline_model_parallel_size": "pp_degree",
-    "sequence_parallel": "sequence_parallelism",
-    "clip_grad": "gradient_clipping",
-}
-_NOT_FOR_MEGATRON = {*_RENAMED.values(), "recompute_activations"}
-_SAME_NAME = (
-    *(name for name in _FROM_ENVIRONMENT if name not in _NOT_FOR_MEGATRON),
+# Fields that are arguments of Megatron-LM, and what it calls some of them.
+_FIELDS = (
+    *(name for name in _FROM_ENVIRONMENT if name != "recompute_activations"),
     *("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage", "DDP_impl", "consumed_samples"),
     *("no_wd_decay_cond", "scale_lr_cond", "lr_mult", "megatron_dataset_flag", "eval_iters", "eval_interval"),
 )
+_RENAMED = {
+    "tp_degree": "tensor_model_parallel_size",
+    "pp_degree": "pipeline_model_parallel_size",
+    "sequence_parallelism": "sequence_parallel",
+    "gradient_clipping": "clip_grad",
+}
 _OF_SCHEDULE = (
     *("train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
     *("lr_decay_iters", "lr_decay_samples", "lr_decay_style", "min_lr"),
@@ -345,9 +344,8 @@ class MegatronLMPlugin:
             self.consumed_samples = [*self.consumed_samples, 0, 0][:3]
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
-        self.megatron_lm_default_args: dict[str, Any] = {
-            argument: getattr(self, name) for argument, name in _RENAMED.items()
-        } | {name: getattr(self, name) for name in _SAME_NAME}
+        arguments = {_RENAMED.get(field, field): getattr(self, field) for field in _FIELDS}
+        self.megatron_lm_default_args: dict[str, Any] = arguments
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
             if self.set_all_logging_options:

@@ -52,7 +52,7 @@ class Asker:
             else:
                 self.say("  There is no default; please type an answer.")
 
-    def yes(self, question: str, default: bool = False, **rest: Any) -> bool:
+    def yes(self, question: str, default: bool = False) -> bool:
         """Ask a question that is answered with yes or no."""
 
         def parse(answer: str) -> bool:
@@ -61,9 +61,9 @@ class Asker:
             except ValueError:
                 raise ValueError(f"{answer[:80]!r} is neither yes nor no.") from None
 
-        return self.text(question, parse, default, shown="YES/no" if default else "yes/NO", **rest)
+        return self.text(question, parse, default, shown="YES/no" if default else "yes/NO")
 
-    def choose(self, question: str, choices: Sequence[str], default: int = 0, **rest: Any) -> int:
+    def choose(self, question: str, choices: Sequence[str], default: int = 0) -> int:
         """Ask for one of several lines and return its index; `default` is the index that Enter takes."""
         questionary = _questionary()
         if questionary is not None:
@@ -81,7 +81,7 @@ class Asker:
                 raise ValueError(f"{answer[:80]!r} is none of them; type a number from 1 to {len(choices)}.")
             return answers[answer.lower()]
 
-        return self.text("Number:", parse, default, shown=str(default + 1), **rest)
+        return self.text("Number:", parse, default, shown=str(default + 1))
 
     def _line(self, prompt: str) -> str:
         if _questionary() is not None:

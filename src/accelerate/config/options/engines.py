@@ -31,7 +31,7 @@ _ZERO, _ZERO_3 = {"zero_stage": (1, 2, 3)}, {"zero_stage": (3,)}
 _LOGS_IN = {"deepspeed_multinode_launcher": [word for word in DEEPSPEED_MULTINODE_LAUNCHERS if word != "standard"]}
 _FSDP_1, _FSDP_2 = {"fsdp_version": ("1",)}, {"fsdp_version": ("2",)}
 _STAGES = {"megatron_lm_pp_degree": SEVERAL}
-_FULL = {"megatron_lm_recompute_granularity": ("full",)}
+_RECOMPUTES, _FULL = {"megatron_lm_recompute_activations": ("true",)}, {"megatron_lm_recompute_granularity": ("full",)}
 
 _deepspeed = rows(
     "DeepSpeed Arguments", section="deepspeed_config", feature="deepspeed", env="ACCELERATE_DEEPSPEED_*", style=LOWER
@@ -153,9 +153,7 @@ FSDP_OPTIONS = (
     ),
     _fsdp_off("forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1),
     _fsdp_on("use_orig_params", "Keep the original parameters visible (FSDP 1).", when=_FSDP_1),
-    _fsdp_on(
-        "cpu_ram_efficient_loading", "Let only the first process load pretrained weights; the others receive them."
-    ),
+    _fsdp_on("cpu_ram_efficient_loading", "Load pretrained weights on the first process; the others receive them."),
     # What only the first process loads must reach the others, so the question comes where every process loads.
     _fsdp_on(
         "sync_module_states",
@@ -196,12 +194,7 @@ MEGATRON_OPTIONS = (
     _recommended("recompute_activations", "Recompute selected activations."),
     _recommended("use_distributed_optimizer", "Shard the optimizer over the data-parallel processes."),
     _megatron("gradient_clipping", "Largest norm of the gradients; 0 is no limit.", default=1.0, check=at_least(0)),
-    _detail_word(
-        "recompute_granularity",
-        "What is recomputed.",
-        words="full selective",
-        when={"megatron_lm_recompute_activations": ("true",)},
-    ),
+    _detail_word("recompute_granularity", "What is recomputed.", words="full selective", when=_RECOMPUTES),
     _detail_word("recompute_method", "How full recomputation is spread.", words="uniform block", when=_FULL),
     _detail_one("recompute_num_layers", "Layers of one unit of recomputation.", when=_FULL),
     _detail_word("attention_backend", "Attention kernel.", words="flash fused unfused local auto", offer="auto"),
@@ -269,7 +262,6 @@ TPU_OPTIONS = (
 _fp8 = rows("FP8 Arguments", "fp8_", section="fp8_config", feature="fp8", env="ACCELERATE_FP8_*", key="*")
 _AO = {"fp8_backend": ("ao",)}
 _ao = partial(_fp8, default=True, style=BIT, when=_AO)
-_msamp = partial(_fp8, when={"fp8_backend": ("msamp",)})
 _te = partial(_fp8, when={"fp8_backend": ("te",)})
 
 FP8_OPTIONS = (
@@ -279,9 +271,7 @@ FP8_OPTIONS = (
     _te("interval", "Steps between two computations of the scaling factor (te).", default=1, check=at_least(1)),
     _te("format", "Number format of FP8 (te).", choices="HYBRID E4M3 E5M2", default="HYBRID", key="fp8_format"),
     _te("amax_history_len", "How many past maxima the scaling looks at (te).", default=1024, check=at_least(1)),
-    _te(
-        "amax_compute_algo", "Which of the past maxima counts (te).", choices="max most_recent", default="most_recent"
-    ),
+    _te("amax_compute_algo", "Which past maximum counts (te).", choices="max most_recent", default="most_recent"),
     _te(
         "override_linear_precision",
         "Use higher precision in the forward pass, the input gradient, the weight gradient (te).",
@@ -290,7 +280,7 @@ FP8_OPTIONS = (
         env=None,
         env_names=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
     ),
-    _msamp("opt_level", "How much is kept in FP8 (msamp).", choices="O1 O2", default="O2"),
+    _fp8("opt_level", "How much is in FP8 (msamp).", choices="O1 O2", default="O2", when={"fp8_backend": ("msamp",)}),
     _ao("enable_fsdp_float8_all_gather", "Let FSDP2 gather the weights in FP8 (ao).", when={**_AO, **_FSDP_2}),
     _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
 )
@@ -310,12 +300,10 @@ ENVIRONMENT_OPTIONS = (
         offer="1",
         check=matching(r"[0-9]+", "it must be a whole number"),
     ),
-    rows("options")(
-        "compute_environment", "Where the processes run.", flags=(), choices="LOCAL_MACHINE AMAZON_SAGEMAKER"
-    ),
+    rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE AMAZON_SAGEMAKER"),
 )
 
-_WITH_FSDP = {"distributed_type": ("FSDP",)}
+_WITH_FSDP, _WITH_DEEPSPEED = {"distributed_type": ("FSDP",)}, {"distributed_type": ("DEEPSPEED",)}
 _SPLIT = {"parallelism_config_cp_size": SEVERAL}
 _ULYSSES = {"parallelism_config_sp_size": SEVERAL}
 
@@ -335,9 +323,7 @@ PARALLELISM_OPTIONS = (
     _parallel_size("dp_shard_size", "Processes that one copy is sharded over (FSDP).", when=_WITH_FSDP),
     _parallel_size("tp_size", "Processes that one layer is split over (tensor parallel).", when=_WITH_FSDP),
     _parallel_size("cp_size", "Processes that one sequence is split over (context parallel).", when=_WITH_FSDP),
-    _parallelism(
-        "cp_backend", "Implementation of context parallelism.", choices="torch", default="torch", when=_SPLIT
-    ),
+    _parallelism("cp_backend", "Library of context parallelism.", choices="torch", default="torch", when=_SPLIT),
     _parallelism(
         "cp_comm_strategy",
         "How the processes of one sequence exchange keys and values.",
@@ -346,9 +332,7 @@ PARALLELISM_OPTIONS = (
         words="allgather alltoall",
         when=_SPLIT,
     ),
-    _parallel_size(
-        "sp_size", "Processes of sequence parallelism (Ulysses).", when={"distributed_type": ("DEEPSPEED",)}
-    ),
+    _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when=_WITH_DEEPSPEED),
     _parallelism(
         "sp_backend",
         "Implementation of sequence parallelism; torch is this fork's own.",

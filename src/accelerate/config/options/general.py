@@ -105,17 +105,10 @@ OPTIONS: tuple[Option, ...] = (
         chapter="compilation",
         offer="inductor",
     ),
-    _dynamo(
-        "mode",
-        "What torch.compile optimises for.",
-        choices="default reduce-overhead max-autotune",
-        default="default",
-    ),
+    _dynamo("mode", "What torch.compile aims at.", choices="default reduce-overhead max-autotune", default="default"),
     _dynamo_switch("use_fullgraph", "Fail if the model does not compile into one graph."),
     _dynamo_switch("use_dynamic", "Compile for changing tensor shapes."),
-    _dynamo_switch(
-        "use_regional_compilation", "Compile a repeated block once instead of the whole model, which is quicker."
-    ),
+    _dynamo_switch("use_regional_compilation", "Compile a repeated block once, which is quicker."),
     _paradigm("deepspeed", "Train with DeepSpeed.", env="ACCELERATE_USE_DEEPSPEED"),
     _paradigm("fsdp", "Shard model and optimizer over the processes (FSDP).", env="ACCELERATE_USE_FSDP"),
     _paradigm("parallelism_config", "Combine several kinds of parallelism, as the ParallelismConfig arguments say."),

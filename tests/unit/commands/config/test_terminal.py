@@ -70,9 +70,9 @@ def test_menus_and_lines(terminal, place, menus):
         *("Where should the training run?", ENTER, "On what should the training run?", DOWN + DOWN + UP + ENTER),
         *("How many machines take part. [1]", ENTER, "How should the processes share the model?", "j" + ENTER),
         *("torch.compile? [yes/NO]", ENTER, "FSDP generation.", "2" + ENTER),
-        *("Free gathered parameters", "no" + ENTER, "on the CPU (true or false).", ENTER),
+        *("Free gathered parameters", "no" + ENTER, "on the CPU.", ENTER),
         *("What is wrapped", UP + ENTER, "Shape of checkpoints", ENTER),
-        *("load pretrained weights", ENTER, "Recompute activations", ENTER),
+        *("Load pretrained weights", ENTER, "Recompute activations", ENTER),
         *("ParallelismConfig", ENTER, "mpirun", ENTER),
         *("How many processes to start", "x" + ENTER, "it must be an integer", "4" + ENTER),
         *("Number format of the forward", "k\x1bOA" + ENTER),  # upwards, round the end, in both forms of the key
