@@ -1,0 +1,96 @@
+"""A checkpoint of 4 TiB on two ranks: listed, checked and loaded in part. Its large files are sparse, so that no disk has to hold them.
+
+    python tests/scale/manifest.py [FILES]
+
+Prints a line of JSON: bytes of the manifest and of a rank's part, and seconds.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from accelerate import Accelerator, notebook_launcher
+from accelerate.checkpoint.manifest import NAME, FileEntry, Manifest, part_file, read_part, write_part
+from accelerate.checkpoint.storage import storage_of
+from accelerate.runtime.durable import CHUNK, Checksum
+
+_RANKS, _FILE = 2, 64 << 30
+
+
+def _zeros() -> bytes:
+    checksum = Checksum()
+    checksum.update(bytes(CHUNK))
+    return checksum.digests()[0]
+
+
+def _grow(folder: Path, rank: int, files: int) -> None:
+    """Add a rank's large files to its part of the manifest."""
+    entries = read_part(folder, rank) if (folder / part_file(rank)).exists() else {}
+    for number in range(rank, files, _RANKS):
+        name = f"large_{number}"
+        with open(folder / name, "wb") as file:
+            file.truncate(_FILE)
+        entries[name] = FileEntry.made(_FILE, [_zeros()] * (_FILE // CHUNK), rank)
+    write_part(folder, rank, entries)
+
+
+def _list(folder: Path) -> None:
+    """Write the manifest over again, with what the parts say."""
+    listing, entries = Manifest.read(folder), {}
+    for rank in range(_RANKS):
+        written = Checksum()
+        written.update((folder / part_file(rank)).read_bytes())
+        entries[part_file(rank)] = FileEntry.made(written.size, written.digests(), rank)
+        entries |= {name: entry.brief() for name, entry in read_part(folder, rank).items()}
+    dataclasses.replace(listing, files={**listing.files, **entries}).write(folder)
+
+
+def measure(folder: Path, files: int) -> None:
+    """Save, add the large files, check and load. All ranks."""
+    import torch
+
+    accelerator = Accelerator(cpu=True)
+    rank, seconds = accelerator.process_index, {}
+    model = torch.nn.Linear(512, 512)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 512)).sum())
+    optimizer.step()
+
+    def timed(name: str) -> None:
+        accelerator.wait_for_everyone()
+        seconds[name] = round(time.perf_counter() - timed.began, 2)
+        timed.began = time.perf_counter()
+
+    timed.began = time.perf_counter()
+    accelerator.save_state(folder)
+    timed("save of what is small (s)")
+    _grow(folder, rank, files)
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        _list(folder)
+    timed("write parts and manifest (s)")
+    status = storage_of(folder).state()
+    assert status.kind == "complete", status
+    timed("check names and sizes (s)")
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder)
+    timed("load of what ranks need (s)")
+    assert all(map(torch.equal, expected, model.parameters()))
+    if rank == 0:
+        sizes = {"manifest (KiB)": folder / NAME, "part of a rank (KiB)": folder / part_file(1)}
+        sizes = {name: os.path.getsize(path) >> 10 for name, path in sizes.items()}
+        total = sum(entry.size for entry in status.manifest.files.values())
+        print("RESULT", json.dumps({"TiB": round(total / (1 << 40), 2), **sizes, **seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+    with tempfile.TemporaryDirectory() as scratch:
+        notebook_launcher(measure, (Path(scratch, "checkpoint"), count), num_processes=_RANKS, use_port="0")
