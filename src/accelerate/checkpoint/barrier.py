@@ -1,14 +1,19 @@
-"""The barrier of ``save_state`` and ``load_state``: named rounds over the process group's key-value store.
+"""The barrier of ``save_state`` and ``load_state``: rounds over the process group's key-value store, O(1) for each rank.
 
-A collective hangs, or mixes up data, if one rank calls something else, or with another path. In a round each rank
-leaves a note in the store, and the last one to come writes the outcome that all read. A rank that is missing, or that
+A collective hangs, or mixes up data, if one rank calls something else, or with another path. In a round each rank adds
+itself to a counter, and the last one to come writes the outcome that all others wait for. A rank that is missing, or that
 named another folder, is found within seconds, and every rank that called raises an error with all call sites. The
-barrier waits for a slow rank, and ends where `diagnostics.hang` finds that a rank will never come. No rank blocks in
-the store: its connection belongs to the whole process, and a save in the background must not hold up training.
+barrier waits for a slow rank, and ends where `diagnostics.hang` finds that a rank will never come. Ranks wait on a
+connection of their own: that of the process must stay free for the training.
 
-The keys, under "accelerate/barrier/": "round" is the number of the barrier that is open. Those of a barrier lie under
-its number, and those of each of its rounds under the number of the round: a rank's note under the rank, "come", which
-counts the notes, and "outcome". "left" counts the ranks that have left the barrier; the last one removes its keys.
+A rank sends and receives a few small values in each round, however many ranks there are. Only what is wrong is read by
+another rank, by one, which tells all.
+
+The keys, under "accelerate/barrier/": "round" is the number of the barrier that is open, and "N/R/" has those of its round R:
+"come", which counts the ranks, "outcome", and "problem/1", "problem/2", ... "N/left" counts the ranks that have left the
+barrier; the last one removes its keys, and those of the barrier before by which a rank that comes too late sees that it is over. What
+stays is overwritten by the next barrier: of each rank its "call", the round that it is "at", and the "value" that it shared; of each
+machine the rank that "leads" it, and the "first" place.
 
 Source:
     https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
@@ -21,15 +26,18 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from accelerate import comm
+from accelerate._warn import printable
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis
+from accelerate.diagnostics.status import connection
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
@@ -38,21 +46,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PREFIX = "accelerate/barrier"
+
 # When a rank begins to ask where the missing ones are, and how long after an answer it asks again.
 ASK_AFTER_S, ASK_AGAIN_S = 2.0, 1.0
 # The same while ranks write: that takes as long as it takes, and only a rank that is gone ends it.
 ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S = 10.0, 5.0
 # How long after its first question a rank reports which ranks it waits for.
 REPORT_AFTER_S = 10.0
+# The rank that asks, and all where torch cannot clone the connection, look at the store the more seldom the longer they wait, so that
+# they lose a tenth of their time at most. The others wait in the store: torch prints a warning whenever such a wait ends early.
+_LONGEST_PAUSE_S, _FOREVER = 0.05, timedelta(days=20)
 
-# A waiting rank looks at the store more seldom the longer it waits, so that it loses a tenth of its time at most; all
-# ranks together never look more often than this.
-_LONGEST_PAUSE_S = 0.05
-_LOOKS_PER_SECOND = 20_000
+# No value in the store is larger: its server answers all ranks, and closes a connection above 8 MiB.
+LARGEST_VALUE = 64 << 10
+# So many problems, or ranks and groups of ranks, are told, and so many bytes of each.
+_MOST, _LONGEST = 30, 1000
+
+# What a rank adds to the counter of a round, which is of 64 bits: itself, and whether it has a flag or a problem.
+_FLAG, _FAILED = 1 << 20, 1 << 40
+
+# The outcome of a `begin` for ranks that came when all others had left.
+_OVER = {"come": 0, "problem": None}
+
 Note = dict[str, Any]
-# Makes the outcome of all notes. Makes one while notes are missing, or returns None to wait on.
-_Agree = Callable[[dict[int, Note]], Note]
-_Judge = Callable[[Diagnosis], Note | None]
 
 
 class CollectiveMisuse(RuntimeError):
@@ -91,30 +108,28 @@ class Group:
 
 
 class SaveBarrier:
-    """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``exchange``, ``leave``.
+    """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``share`` and ``any_of``, ``leave``.
 
     Every rank makes one and calls these in the same order. ``begin`` belongs into the thread of the call; the rest may
     run in another one, if ``in_background``, while no other barrier of this process begins. Several ranks without a
     store meet by collectives, which wait without limit.
 
     Attributes:
-        ranks: Those that leave the barrier together: all, or those that called where others never will.
         name: A name that no other barrier has, the same on all ranks once it has begun.
     """
 
     def __init__(self, kind: str, location: str, group: Group, store: Any | None) -> None:
         self.kind, self.location, self.rank, self.world_size = kind, location, group.rank, group.world_size
-        self.ranks = list(range(self.world_size))
         self.name = os.urandom(8).hex()
         self.in_background = store is not None or self.world_size == 1
-        self._group = group
-        self._machines: list[list[Any]] = []
+        self._group, self._leader = group, 0
         self._site, self._reported, self._failed, self._given_up = "", False, False, False
         self._origin = store if self.world_size > 1 else None
-        # The keys of all barriers, and from `begin` on those of this one and of the round that it is in.
-        self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/barrier", store)
-        self._keys = self._round = self._store
-        self._number = self._round_number = -1
+        # From `begin` on: the keys of all barriers, those of this one and those of its round, by a connection of their own.
+        self._store = self._keys = self._round = None
+        self._number, self._round_number, self._ticket, self._problems = -1, -1, 0, 0
+        self._polls = False
+        self._leaving = self.world_size  # all ranks, or those that called where others never will
 
     # What ranks do together
 
@@ -122,162 +137,282 @@ class SaveBarrier:
         """Wait until every rank has made the same call; CollectiveMisuse on all that called if some rank will not."""
         hang.watch(self._origin, self.rank, self.world_size)
         self._site = hang.call_site()
-        machine = socket.gethostname()
-        note = {"kind": self.kind, "location": self.location, "site": self._site, "name": self.name}
-        note["scope"] = machine if self._group.each_node else ""
-        note["machine"] = [machine, self._group.local_rank]
-        outcome = self._convene(note)
-        if outcome["problem"] is not None:
-            self.ranks = outcome["ranks"]
+        machine, local_rank = socket.gethostname(), self._group.local_rank
+        call = {"kind": self.kind, "location": self.location, "site": self._site, "name": self.name}
+        call |= {"scope": machine if self._group.each_node else "", "leads": machine if local_rank == 0 else None}
+        usual = self.rank - local_rank  # most launchers give each machine a block of ranks
+        if self._origin is None:
+            calls = self._gather(call)
+            problem, self.name = _disagreement(dict(enumerate(calls))), calls[0]["name"]
+            leaders = [rank for rank, one in enumerate(calls) if one["leads"] == machine]
+        else:
+            problem = self._join(call)
+            leaders = [_read(self._store, f"leads/{machine}/{usual}"), _read(self._store, f"leads/{machine}")]
+            leaders = [rank for rank in leaders if rank is not None]
+        if problem is not None:
             self.leave()
-            raise CollectiveMisuse(outcome["problem"])
-        self.name = outcome["name"]
-        self._machines = outcome["machines"]
+            raise CollectiveMisuse(problem)
+        # Others are known by the name of the machine, which another one may have, too.
+        self._leader = usual if usual in leaders else (leaders or [self.rank])[0]
 
     def leader(self) -> int:
         """Return the rank that stages for this one: rank 0, or where machines stage apart the number 0 of this one's machine."""
-        if self._group.shared:
-            return 0
-        # Most launchers give each machine a block of ranks; those of others are known by its name, which others may have, too.
-        usual, (machine, _) = self.rank - self._group.local_rank, self._machines[self.rank]
-        first = [rank for rank in self.ranks if self._machines[rank] == [machine, 0]]
-        return usual if usual in first else (first or [self.rank])[0]
+        return 0 if self._group.shared else self._leader
+
+    def share(self, value: Any = None, root: int = 0, problem: BaseException | None = None) -> Any:
+        """Return the small JSON value that rank `root` shares, of which ranks may name different ones; all ranks.
+
+        Where a rank has a `problem`, it raises that as it is, and the others a RuntimeError that says where and what is wrong;
+        so they do where a rank is gone.
+        """
+        text = json.dumps(value if self.rank == root else None)  # where it fails, this rank has not come to the round
+        if len(text) > LARGEST_VALUE:
+            raise ValueError(
+                f"Ranks share {LARGEST_VALUE} bytes at most, but got {len(text)}. Share the path of a file."
+            )
+        # A rank that sets its next value but one knows that all others have read this one.
+        place, shares = f"value/{{}}/{(self._round_number + 1) % 2}", text != "null"
+        if shares and self._store is not None:
+            self._store.set(place.format(self.rank), json.dumps([self.name, self._round_number + 1, text]))
+        some, texts = self._synchronize(shares, problem, text)
+        if texts is None:
+            known = _read(self._store, place.format(root)) if some and root != self.rank else None
+            texts = (
+                {self.rank: text}
+                if known is None or known[:2] != [self.name, self._round_number]
+                else {root: known[2]}
+            )
+        return json.loads(texts[root]) if root in texts else None
+
+    def any_of(self, flag: bool, problem: BaseException | None = None) -> bool:
+        """Say whether the flag of any rank is true, or raise what `share` raises. All ranks."""
+        return self._synchronize(bool(flag), problem)[0]
+
+    def smallest(self, number: int) -> int:
+        """Return the smallest of the numbers of all ranks."""
+        if self._store is None:
+            return min(self._gather(number))
+        key, known = f"{self._round_number + 1}/smallest", ""
+        while (known := self._keys.compare_set(key, known, str(number)).decode()) and int(known) > number:
+            continue  # seldom more than once: ranks have the same number, as a rule
+        self._synchronize(False, None)
+        return int(self._keys.get(key))
+
+    def leave(self) -> None:
+        """End the barrier, after the last round; the last rank to leave removes its keys, which would pile up in a long run."""
+        if self._store is None:
+            return
+        keys = [f"{self._number - 1}/0/come", f"{self._number - 1}/0/outcome", f"{self._number}/left"]
+        rounds = [f"{self._number}/{number}" for number in range(1, self._round_number + 1)]
+        keys += [f"{place}/{name}" for place in rounds for name in ("come", "outcome", "smallest", "problems")]
+        keys += [f"{place}/problem/{number}" for place in rounds[-1:] for number in range(1, self._problems + 1)]
+        with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
+            if self._keys.add("left", 1) == self._leaving:
+                for key in [*keys, *(f"{place}/note/{rank}" for place in rounds for rank in range(self.world_size))]:
+                    self._store.delete_key(key)
 
     def exchange(self, note: Any, problem: BaseException | None = None) -> list[Any]:
-        """Return the JSON notes of all ranks, in their order; where a rank has failed or is gone, raise on all.
+        """Return the notes of all ranks: O(ranks) for each of them, so `share` takes its place."""
+        text = json.dumps(note)
+        place = f"{self._round_number + 1}/note/{{}}"
+        if self._store is not None:
+            self._keys.set(place.format(self.rank), text)
+        texts = self._synchronize(False, problem, text)[1]
+        if texts is None:
+            texts = {rank: self._keys.get(place.format(rank)) for rank in range(self.world_size)}
+        return [json.loads(texts[rank]) for rank in range(self.world_size)]
 
-        The rank with a `problem` raises that as it is, the others a RuntimeError that says where and what is wrong.
-        """
+    # Rounds
+
+    def _synchronize(
+        self, flag: bool, problem: BaseException | None, text: str = "null"
+    ) -> tuple[bool, dict[int, str] | None]:
+        """Wait for all ranks, or raise where one failed or is gone; say whether any has the flag. Texts only without a store."""
         self._failed = self._failed or problem is not None
-        notes = []
+        said = None if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            notes = self._gather([note, None if problem is None else f"{type(problem).__name__}: {problem}"])
+            some, failed, texts = self._meet(flag, said, text)
         except RuntimeError as error:
             if problem is None or self._given_up:  # what failed here then is that the others have left
                 raise error from problem
-        failed = [f"Rank {rank}: {text}" for rank, (_, text) in zip(self.ranks, notes, strict=False) if text]
+            raise problem from None
         if failed:
             self.leave()
         if problem is not None:
             raise problem
         if failed:
             raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(failed)}")
-        return [left for left, _ in notes]
+        return some, texts
 
-    def leave(self) -> None:
-        """End the barrier, after the last exchange; the last rank to leave removes its keys, which would pile up in a long run."""
+    def _meet(self, flag: bool, problem: str | None, text: str) -> tuple[bool, list[str], dict[int, str] | None]:
         if self._store is None:
-            return
-        names, rounds = [*self.ranks, "come", "outcome"], range(self._round_number + 1)
-        with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
-            if self._keys.add("left", 1) == len(self.ranks):
-                for key in [*(f"{number}/{name}" for number in rounds for name in names), "left"]:
-                    self._keys.delete_key(key)
-
-    def _gather(self, note: Any) -> list[Any]:
-        """Return the notes of all ranks, which they leave now."""
-        if self._store is None:
-            # The communicator of a single process is not asked: the run may have reset its state meanwhile.
-            return [note] if self.world_size == 1 else comm.current().gather_object(note)
+            notes = self._gather([flag, problem, text])
+            failed = {rank: note[1] for rank, note in enumerate(notes) if note[1] is not None}
+            texts = {rank: note[2] for rank, note in enumerate(notes)}
+            return any(note[0] for note in notes), _problems(failed, len(failed)), texts
         ask = (ASK_AFTER_S, ASK_AGAIN_S) if self._failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
         try:
-            outcome = self._hold({"note": note}, lambda notes: {"notes": notes}, self._judge_exchange, *ask)
+            outcome = self._come(flag, problem, self._sum_up, self._judge_missing, *ask)
         except RuntimeError as error:
-            raise RuntimeError(self._no_store()) from error
+            raise RuntimeError(self._store_problem(error)) from error
         if "lost" in outcome:
-            self._given_up = self.rank in outcome["ranks"]
+            self._given_up = self._ticket > outcome["come"]
             raise RuntimeError(f"{self.kind}({self.location!r}) did not come to its end. {outcome['lost']}")
-        return [left["note"] for left in outcome["notes"].values()]
+        self._problems = len(outcome["failed"])
+        return outcome["some"], outcome["failed"], None
 
-    # Rounds
+    def _gather(self, note: Any) -> list[Any]:
+        """Return the notes of all ranks, which have no store."""
+        # The communicator of a single process is not asked: the run may have reset its state meanwhile.
+        return [note] if self.world_size == 1 else comm.current().gather_object(note)
 
-    def _convene(self, note: Note) -> Note:
-        """Join the barrier that is open, until there is an outcome of one that this rank is part of."""
-        if self._store is None:
-            return _agreed(dict(enumerate(self._gather(note))))
+    def _join(self, call: Note) -> str | None:
+        """Join the barrier that is open, until there is an outcome of one that this rank is part of; return what is wrong."""
+        shared = dist.PrefixStore(_PREFIX, self._origin)
         try:
             while True:
-                self._number, self._round_number = int(self._store.compare_set("round", "", "0")), -1
+                self._number, self._round_number = int(shared.compare_set("round", "", "0")), -1
+                # Not before: to connect to a store that is gone takes minutes.
+                if self._store is None:
+                    own = connection(self._origin)
+                    self._polls, self._store = own is self._origin, dist.PrefixStore(_PREFIX, own)
                 self._keys = dist.PrefixStore(str(self._number), self._store)
-                outcome = self._hold(note, _agreed, self._judge_begin, ASK_AFTER_S, ASK_AGAIN_S)
+                outcome = self._come(
+                    self._call(call), None, self._agree, self._judge_callers, ASK_AFTER_S, ASK_AGAIN_S
+                )
                 # Before this rank goes on, because it may begin the next barrier at once.
                 self._store.compare_set("round", str(self._number), str(self._number + 1))
-                if self.rank in outcome["ranks"]:
-                    return outcome
-                # The others decided while this rank came in. If they have also left, the rest of the keys is its own.
-                with contextlib.suppress(RuntimeError):  # a store that cannot delete
-                    for key in (f"0/{self.rank}", *([] if outcome["ranks"] else ["0/come", "0/outcome"])):
-                        self._keys.delete_key(key)
+                if self._ticket <= outcome["come"]:
+                    self._leaving = outcome["come"]
+                    return outcome["problem"]
+                # The others decided while this rank came in. If they have also left, the keys are its own.
+                if not outcome["come"]:
+                    with contextlib.suppress(RuntimeError):  # a store that cannot delete
+                        self._keys.delete_key("0/come"), self._keys.delete_key("0/outcome")
         except RuntimeError as error:
-            raise CollectiveMisuse(self._no_store()) from error
+            raise CollectiveMisuse(self._store_problem(error)) from error
 
-    def _hold(self, note: Note, agree: _Agree, judge: _Judge, after_s: float, again_s: float) -> Note:
-        """Leave a note in the next round, and return what the last rank to come makes of all notes.
+    def _call(self, call: Note) -> bool:
+        """Leave this rank's call; say whether it differs from the first one."""
+        self._store.set(f"call/{self.rank}", json.dumps({**call, "number": self._number}))
+        if (machine := call["leads"]) is not None:
+            self._store.set(f"leads/{machine}/{self.rank}", str(self.rank))
+            self._store.compare_set(f"leads/{machine}", "", str(self.rank))
+        self.name, kind = self._first("first", [call["name"], self.kind])
+        return [kind, self._first(f"first/{call['scope']}", self.location)] != [self.kind, self.location]
 
-        From `after_s` on a judge may decide before, at each look. The first rank to come asks where those missing are.
+    def _first(self, key: str, value: Any) -> Any:
+        """Return what the first rank of this barrier has left under a key, which the first one of the next barrier overwrites."""
+        mine, known = json.dumps([self._number, value]), ""
+        while json.loads(known := self._store.compare_set(key, known, mine).decode())[0] < self._number:
+            continue
+        return json.loads(known)[1]
+
+    def _come(
+        self,
+        flag: bool,
+        problem: str | None,
+        decide: Callable[[int], Note],
+        judge: Callable[[Diagnosis], Note | None],
+        after_s: float,
+        again_s: float,
+    ) -> Note:
+        """Come to the next round, and return the outcome that the last rank to come decides by the counter.
+
+        From `after_s` on a judge may decide before. The first rank to come, or to fail, asks where those missing are.
         """
-        text = json.dumps(note)  # where it fails, this rank has not come to the round
         self._round_number += 1
-        self._round = store = dist.PrefixStore(str(self._round_number), self._keys)
-        store.set(str(self.rank), text)
-        come = store.add("come", 1)
-        notes = self._notes() if come == len(self.ranks) else {}
-        outcome = agree(notes) if len(notes) == len(self.ranks) else None
-        shortest_s = len(self.ranks) / _LOOKS_PER_SECOND
+        self._round = dist.PrefixStore(str(self._round_number), self._keys)
+        failed = 0
+        if problem is not None:
+            failed = self._round.add("problems", 1)
+            if failed <= _MOST:
+                self._round.set(f"problem/{failed}", json.dumps([self.rank, _short(problem)]))
+        self._store.set(f"at/{self.rank}", json.dumps([self._number, self._round_number]))
+        come = self._round.add("come", 1 + _FLAG * flag + _FAILED * (failed > 0))
+        self._ticket = come % _FLAG
+        outcome = decide(come) if self._ticket == self.world_size else None
+        asks = self._ticket == 1 or failed == 1
         began, waited_s, diagnosis = time.monotonic(), 0.0, None
         while outcome is None:
-            if (known := _read(store, "outcome")) is not None:
+            if not (asks or self._polls):
+                self._round.wait(["outcome"], _FOREVER)
+                return _read(self._round, "outcome") or _OVER
+            time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
+            # Looked for first: a read of what is not there yet would wake those that wait for it.
+            if self._round.check(["outcome"]) and (known := _read(self._round, "outcome")) is not None:
                 return known
-            time.sleep(max(shortest_s, min(waited_s / 10, _LONGEST_PAUSE_S)))
             waited_s = time.monotonic() - began
             if waited_s >= after_s:
-                asks = come == 1 or self._failed
-                diagnosis = diagnosis or Diagnosis(self._origin, self.ranks, self.world_size, asks, again_s)
+                everyone = list(range(self.world_size))
+                diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
                 outcome = judge(diagnosis)
         # What another rank has decided meanwhile holds.
-        return json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
+        return json.loads(self._round.compare_set("outcome", "", json.dumps(outcome)))
 
-    def _notes(self) -> dict[int, Note]:
-        """Return the notes of this round that are there, in the order of the ranks."""
-        notes = {rank: _read(self._round, str(rank)) for rank in self.ranks}
-        return {rank: note for rank, note in notes.items() if note is not None}
+    def _store_problem(self, error: RuntimeError) -> str:
+        call = f"{self.kind}({self.location!r}) at {self._site}: the "
+        if isinstance(error, getattr(dist, "DistNetworkError", RuntimeError)):
+            call += "process that holds the ranks' key-value store has ended, so the other ranks cannot be met"
+            return f"{call}. Call {self.kind} on every rank before any of them ends."
+        return f"{call}ranks' key-value store failed, so the other ranks cannot be met: {_short(str(error))}"
 
-    def _no_store(self) -> str:
-        return (
-            f"{self.kind}({self.location!r}) at {self._site}: the process that holds the ranks' key-value store has ended, "
-            f"so the other ranks cannot be met. Call {self.kind} on every rank before any of them ends."
-        )
+    # Outcomes
+
+    def _agree(self, come: int) -> Note:
+        """Return the outcome of a `begin` of all ranks."""
+        return {"come": self.world_size, "problem": _disagreement(self._calls()) if come >= _FLAG else None}
+
+    def _sum_up(self, come: int) -> Note:
+        """Return the outcome of a round of all ranks."""
+        failed = come // _FAILED
+        notes = [json.loads(self._round.get(f"problem/{number + 1}")) for number in range(min(failed, _MOST))]
+        return {"some": come % _FAILED >= _FLAG, "failed": _problems(dict(notes), failed)}
+
+    def _calls(self) -> dict[int, Note]:
+        """Return the calls of the ranks that have begun this barrier."""
+        calls = {rank: _read(self._store, f"call/{rank}") for rank in range(self.world_size)}
+        return {rank: call for rank, call in calls.items() if call is not None and call["number"] == self._number}
 
     # Who is missing
 
-    def _judge_begin(self, diagnosis: Diagnosis) -> Note | None:
+    def _judge_callers(self, diagnosis: Diagnosis) -> Note | None:
         """Decide a barrier that not all ranks have begun, if those that are missing will not."""
         # The outcome is written before the number changes: where it is not there then, the keys have been removed.
         if int(self._store.get("round")) != self._number and not self._round.check(["outcome"]):
-            return {"ranks": [], "problem": None}
+            return _OVER
         if not diagnosis.news():
             return None
-        notes = self._notes()
-        states = {rank: str(diagnosis.latest[rank]) for rank in self.ranks if rank not in notes}
-        problem = _disagreement(notes)
+        come = (
+            self._round.add("come", 0) % _FLAG
+        )  # before the calls: a rank that comes later is not part of the outcome
+        calls = self._calls()
+        states = {rank: str(status) for rank, status in diagnosis.latest.items() if rank not in calls}
+        problem = _disagreement(calls)
         if problem is None and (hopeless := diagnosis.gone(states) or diagnosis.stuck(list(states))):
-            problem = _never_called(notes, states, hopeless)
+            problem = _never_called(calls, states, hopeless)
         if problem is not None:
-            return {"ranks": list(notes), "problem": problem}
+            return {"come": come, "problem": problem}
         if states and not self._reported and time.monotonic() - diagnosis.began > REPORT_AFTER_S:
             self._reported = True
             logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.location, "; ".join(_lines(states)))
         return None
 
-    def _judge_exchange(self, diagnosis: Diagnosis) -> Note | None:
-        """End an exchange if a missing rank is gone, or waits in a collective for this rank, which has failed."""
+    def _judge_missing(self, diagnosis: Diagnosis) -> Note | None:
+        """End a round if a rank is gone, or one that has not come waits in a collective for this rank, which has failed."""
         if not diagnosis.news():
             return None
-        missing = [rank for rank in self.ranks if not self._round.check([str(rank)])]
-        # With all notes there, the rank that should have summed them up is gone.
-        lost = diagnosis.gone(missing or self.ranks) or (diagnosis.stuck(missing) if self._failed and missing else [])
+        here = [self._number, self._round_number]
+        missing = [rank for rank in diagnosis.latest if _read(self._store, f"at/{rank}") != here]
+        # With all of them there, the rank that should have decided is gone.
+        lost = diagnosis.gone(missing or diagnosis.latest) or (
+            diagnosis.stuck(missing) if self._failed and missing else []
+        )
+        if not lost:
+            return None
         lines = _lines({rank: str(diagnosis.latest[rank]) for rank in lost})
-        return {"lost": f"The others wait in vain: {'; '.join(lines)}.", "ranks": lost} if lost else None
+        come = self._round.add("come", 0) % _FLAG
+        return {"lost": f"The others wait in vain: {'; '.join(lines)}.", "come": come}
 
 
 def _read(store: Any, key: str) -> Any | None:
@@ -288,37 +423,27 @@ def _read(store: Any, key: str) -> Any | None:
 # -- messages ------------------------------------------------------------------------------------------------------
 
 
-def _agreed(notes: dict[int, Note]) -> Note:
-    """Return the outcome of a `begin` that these ranks take part in."""
-    return {
-        "ranks": list(notes),
-        "problem": _disagreement(notes),
-        "name": next(iter(notes.values()))["name"],
-        "machines": [note["machine"] for note in notes.values()],
-    }
-
-
-def _disagreement(notes: dict[int, Note]) -> str | None:
+def _disagreement(calls: dict[int, Note]) -> str | None:
     """Return what is wrong with the calls of ranks, or None."""
-    kinds = sorted({note["kind"] for note in notes.values()})
-    locations = {(note["scope"], note["location"]) for note in notes.values()}
+    kinds = sorted({call["kind"] for call in calls.values()})
+    locations = {(call["scope"], call["location"]) for call in calls.values()}
     if len(kinds) > 1:
-        return _message(f"Some ranks called {kinds[0]} while others called {kinds[1]}:", notes)
+        return _message(f"Some ranks called {kinds[0]} while others called {kinds[1]}:", calls)
     if len(locations) > len({scope for scope, _ in locations}):
-        return _message(f"{kinds[0]} was called with different paths:", notes)
+        return _message(f"{kinds[0]} was called with different paths:", calls)
     return None
 
 
-def _never_called(notes: dict[int, Note], states: dict[int, str], hopeless: list[int]) -> str:
-    kind = next(iter(notes.values()))["kind"]
-    title = f"{kind} was called by rank {_numbers(notes)}, but rank {_numbers(hopeless)} will not call it:"
-    return _message(title, notes, {rank: f"did not call it: it {state}" for rank, state in states.items()})
+def _never_called(calls: dict[int, Note], states: dict[int, str], hopeless: list[int]) -> str:
+    kind = next(iter(calls.values()))["kind"]
+    title = f"{kind} was called by rank {_numbers(calls)}, but rank {_numbers(hopeless)} will not call it:"
+    return _message(title, calls, {rank: f"did not call it: it {state}" for rank, state in states.items()})
 
 
-def _message(title: str, notes: dict[int, Note], others: dict[int, str] | None = None) -> str:
-    texts = {rank: f"called {note['kind']}({note['location']!r}) at {note['site']}" for rank, note in notes.items()}
+def _message(title: str, calls: dict[int, Note], others: dict[int, str] | None = None) -> str:
+    texts = {rank: f"called {call['kind']}({call['location']!r}) at {call['site']}" for rank, call in calls.items()}
     lines = _lines(dict(sorted((texts | (others or {})).items())))
-    kind = min(note["kind"] for note in notes.values())
+    kind = min(call["kind"] for call in calls.values())
     return "\n  ".join([title, *lines]) + f"\nCall {kind} on every rank, with the same path."
 
 
@@ -327,7 +452,25 @@ def _lines(texts: dict[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return [f"rank {_numbers(of_text)} {text}" for text, of_text in ranks.items()]
+    return _first_of([f"rank {_numbers(of_text)} {_short(text)}" for text, of_text in ranks.items()])
+
+
+def _problems(texts: dict[int, str], count: int) -> list[str]:
+    """Return a line for each rank that failed, of which there are `count`."""
+    return _first_of([f"Rank {rank}: {_short(text)}" for rank, text in sorted(texts.items())], count)
+
+
+def _first_of(lines: Sequence[str], count: int | None = None) -> list[str]:
+    """Return the first lines, and how many more there are."""
+    more = max(len(lines), count or 0) - _MOST
+    return [*lines[:_MOST], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _short(text: str) -> str:
+    """Return a text of at most so many bytes, as it may be printed."""
+    text = printable(text)
+    data = text.encode()
+    return text if len(data) <= _LONGEST else data[:_LONGEST].decode(errors="ignore") + "…"
 
 
 def _numbers(ranks: Collection[int]) -> str:
@@ -335,4 +478,4 @@ def _numbers(ranks: Collection[int]) -> str:
     # Within a run of neighbours, a rank and its place among all grow alike.
     runs = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+    return ", ".join(_first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends]))

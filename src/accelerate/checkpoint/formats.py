@@ -19,7 +19,7 @@ import torch
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
 from accelerate.runtime import durable as durable_memory
-from accelerate.runtime.durable import Path, durable, of_file, sync_folder
+from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
 
 # From this many bytes on, huge pages pay, and files are mapped.
 LARGE = 4 << 20
@@ -111,8 +111,7 @@ def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
     """Hash a file that other code wrote, and see to it that the disk has it. Any rank, alone."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-    size, digest = of_file(path, threads)
-    return FileEntry(size, digest, rank)
+    return FileEntry.made(*pieces_of_file(path, threads), rank)
 
 
 # -- weights alone, as Hugging Face's libraries read them: one file, or several with an index. One process. ------------

@@ -1,7 +1,8 @@
 """The names of a checkpoint's files, and the manifest that lists them: by it a reader knows that a checkpoint is whole.
 
 The manifest is JSON, is written last, and has every file of the checkpoint with its size and checksum. A folder without one is no
-checkpoint of ours. docs/checkpoint-format.md describes the format. Nothing here imports torch, but for the versions of a new manifest.
+checkpoint of ours. Details of a file that another rank than the publisher wrote lie in that rank's part of the manifest, so that
+nobody gathers them. docs/checkpoint-format.md describes the format. Nothing here imports torch, but for the versions of a new manifest.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ from accelerate.runtime import durable
 from accelerate.runtime.durable import Path, is_inside
 
 NAME = "accelerate_manifest.json"
-FORMAT = 1
+PARTS_FOLDER = "accelerate_manifest_parts"
+FORMAT = 2
 
 # -- names of files and folders ----------------------------------------------------------------------------------------
 
@@ -51,7 +53,7 @@ _PARTS = re.compile(
     r"|scaler\.pt|(?:random_states|custom_checkpoint)_\d+\.pkl|generators_\d+\.safetensors|parameter_names\.json"
     # Of sharded layouts. A folder without a number is the user's own.
     r"|(?:pytorch_model_fsdp|optimizer)_\d+|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin"
-    r"|\.incomplete(?:_\d+)?"
+    rf"|\.incomplete(?:_\d+)?|{PARTS_FOLDER}"
 )
 
 
@@ -106,6 +108,11 @@ def generators_file(process_index: int) -> str:
     return f"generators_{process_index}.safetensors"
 
 
+def part_file(process_index: int) -> str:
+    """Return the name of a rank's part of the manifest."""
+    return f"{PARTS_FOLDER}/{process_index}.json"
+
+
 def numbered_folder(number: int) -> str:
     """Return the name of an automatically named checkpoint."""
     return f"checkpoint_{number}"
@@ -158,6 +165,7 @@ class FileEntry:
     Attributes:
         checksum: see `accelerate.runtime.durable`.
         rank: the one that wrote it.
+        digests: those of its pieces of ``durable.CHUNK`` bytes, one after the other; empty for a single piece, and in format 1.
         tensors: for a file of weights its tensors by name, else None.
         aliases: names that share the memory of another one and are not in the file, to that one's name.
     """
@@ -165,17 +173,27 @@ class FileEntry:
     size: int
     checksum: str
     rank: int = 0
+    digests: str = ""
     tensors: Mapping[str, TensorEntry] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, file: durable.DurableFile, rank: int = 0, **more: Any) -> "FileEntry":
         """Return the entry of a file that this rank wrote just now; `more` may have ``tensors`` and ``aliases``."""
-        return cls(file.checksum.size, file.checksum.hexdigest(), rank, **more)
+        return cls.made(file.checksum.size, file.checksum.digests(), rank, **more)
+
+    @classmethod
+    def made(cls, size: int, pieces: Sequence[bytes], rank: int = 0, **more: Any) -> "FileEntry":
+        """Return the entry of a file by the digests of its pieces."""
+        return cls(size, durable.combined(pieces), rank, b"".join(pieces).hex() if len(pieces) > 1 else "", **more)
+
+    def brief(self) -> "FileEntry":
+        """Return what the root says of a file whose details are in the part of a rank."""
+        return FileEntry(self.size, self.checksum, self.rank)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as plain data."""
-        values = {**vars(self), "aliases": dict(self.aliases) or None}
+        values = {**vars(self), "digests": self.digests or None, "aliases": dict(self.aliases) or None}
         if self.tensors is not None:
             values["tensors"] = {name: entry.to_json() for name, entry in self.tensors.items()}
         return {key: value for key, value in values.items() if value is not None}
@@ -207,7 +225,7 @@ class Manifest:
     """What a complete checkpoint consists of.
 
     Attributes:
-        files: entries by path within the folder, with ``/`` between parts.
+        files: entries by path within the folder, with ``/`` between parts; those of which a rank has a part are brief.
         created: when, in UTC, ISO 8601.
         versions: of Python and of the libraries that wrote it.
         save: name of the save, the same on all machines that have a part of it, and no other save's.
@@ -244,10 +262,7 @@ class Manifest:
                 raise ValueError(f"format {values['format']} is newer than {FORMAT}; update accelerate to read it")
             if values.pop("checksum") != _CHECKSUM or values.get("world_size") == 0:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
-            if outside := [name for name in values["files"] if name == NAME or not is_inside(name)]:
-                raise ValueError(f"the file name {outside[0]!r:.80} leads out of the folder")
-            files = {name: FileEntry.from_json(_checked_file(name, one)) for name, one in values["files"].items()}
-            return cls(**{"created": "", "versions": {}, **values, "files": files})
+            return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])})
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
@@ -263,10 +278,62 @@ class Manifest:
         except PermissionError as error:
             raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
 
+    def detailed(self, folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+        """Return the full entries of files; of the parts of the manifest, those of the ranks that wrote them are read.
+
+        DamagedCheckpoint if a part is not what the manifest says.
+        """
+        found = {name: self.files[name] for name in names}
+        for rank in sorted({entry.rank for entry in found.values()}):
+            if (part := self.files.get(part_file(rank))) is None:  # the publisher, and every rank in format 1
+                continue
+            entries = {part_file(rank): part, **read_part(folder, rank, part.checksum)}
+            for name in [name for name, entry in found.items() if entry.rank == rank]:
+                if (entry := entries.get(name)) is None or entry.brief() != found[name].brief():
+                    raise DamagedCheckpoint(
+                        f"{part_file(rank)} in {os.fspath(folder)!r} does not say of {name} what {NAME} says."
+                    )
+                found[name] = entry
+        return found
+
     def write(self, folder: Path) -> None:
         """Write the manifest into a local folder with all the files, durably. It is there in full, or not at all."""
         with durable.durable(os.path.join(folder, NAME)) as file:
             file.write(self.to_json().encode())
+
+
+def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> FileEntry:
+    """Write a rank's part of the manifest into a staged folder, durably; return the entry of it."""
+    os.makedirs(os.path.join(folder, PARTS_FOLDER), exist_ok=True)
+    lines = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(entries.items())]
+    with durable.durable(os.path.join(folder, part_file(rank))) as file:
+        file.write(('{\n "files": {\n' + ",\n".join(lines) + "\n }\n}\n").encode())
+    return FileEntry.of(file, rank)
+
+
+def read_part(folder: Path, rank: int, checksum: str | None = None) -> dict[str, FileEntry]:
+    """Return what a rank's part in a local folder says; DamagedCheckpoint if it is none, or does not have the checksum."""
+    path = os.path.join(folder, part_file(rank))
+    try:
+        with open(path, "rb") as file:
+            return parsed_part(file.read(), rank, checksum, path)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
+
+
+def parsed_part(text: bytes, rank: int, checksum: str | None, origin: str) -> dict[str, FileEntry]:
+    """Return what the text of a part says, which is not trusted."""
+    try:
+        written = durable.Checksum()
+        written.update(text)
+        if checksum is not None and written.hexdigest() != checksum:
+            raise ValueError(f"its checksum is {written.hexdigest()}, but {checksum} was written")
+        files = _entries(_checked(json.loads(text), {"files": dict[str, Any]}, ("files",))["files"])
+        if foreign := [name for name, entry in files.items() if entry.rank != rank]:
+            raise ValueError(f"{foreign[0]!r:.80} is of another rank")
+        return files
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{origin} is not the part of a manifest that rank {rank} wrote: {error}") from None
 
 
 # -- what a manifest may say -------------------------------------------------------------------------------------------
@@ -291,7 +358,14 @@ _CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
 # The keys of each mapping, in the order of the file, and the types of their values. Other keys are ignored.
 _MANIFEST = {one.name: one.type for one in fields(Manifest)}
 _MANIFEST |= {"mesh": dict[str, int], "checksum": dict[str, Any], "files": dict[str, Any]}
-_FILE = {"size": int, "checksum": str, "rank": int, "tensors": dict[str, Any], "aliases": dict[str, str]}
+_FILE = {
+    "size": int,
+    "checksum": str,
+    "rank": int,
+    "digests": str,
+    "tensors": dict[str, Any],
+    "aliases": dict[str, str],
+}
 _TENSOR = {"shape": list[int], "dtype": str}
 
 
@@ -308,9 +382,29 @@ def _checked(data: Any, types: Mapping[str, Any], required: Iterable[str], where
     return values
 
 
+def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
+    """Return entries that are not trusted by name."""
+    if outside := [name for name in files if name == NAME or not is_inside(name)]:
+        raise ValueError(f"the file name {outside[0]!r:.80} leads out of the folder")
+    if hostile := [name for name, entry in files.items() if not _may_be_called(name, entry)]:
+        raise ValueError(f"the file name {hostile[0]!r:.80} is not that of the rank that wrote it")
+    return {name: FileEntry.from_json(_checked_file(name, one)) for name, one in files.items()}
+
+
+def _may_be_called(name: str, entry: Any) -> bool:
+    """Say whether a file in the folder of parts is the part of the rank that wrote it, so that a reader takes no other file for it."""
+    folder, _, _ = name.partition("/")
+    return folder != PARTS_FOLDER or not isinstance(entry, dict) or name == part_file(entry.get("rank") or 0)
+
+
 def _checked_file(name: str, data: Any) -> dict[str, Any]:
     """Return what `FileEntry.from_json` takes."""
     entry = _checked(data, _FILE, ("size", "checksum"), f"{name}: ")
+    if digests := entry.get("digests"):
+        if len(digests) != 32 * -(-entry["size"] // durable.CHUNK) or not re.fullmatch("[0-9a-f]+", digests):
+            raise ValueError(f"{name}: digests cannot be {digests!r:.80}")
+        if durable.combined([bytes.fromhex(digests)]) != entry["checksum"]:
+            raise ValueError(f"{name}: digests are not those of the checksum {entry['checksum']!r:.80}")
     for one in entry.get("tensors", {}).values():
         _checked(one, _TENSOR, _TENSOR, f"{name}: ")
     return entry

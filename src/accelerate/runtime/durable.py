@@ -86,10 +86,13 @@ class Checksum:
                 self._digests.append(self._piece.digest())
                 self._piece, self._filled = self._new(), 0
 
+    def digests(self) -> list[bytes]:
+        """Return the digests of the pieces of what was added so far."""
+        return [*self._digests, *([self._piece.digest()] if self._filled else [])]
+
     def hexdigest(self) -> str:
         """Return the checksum of what was added so far."""
-        tail = [self._piece.digest()] if self._filled else []
-        return self._new(b"".join([*self._digests, *tail])).hexdigest()
+        return combined(self.digests())
 
 
 def threads() -> int:
@@ -100,8 +103,14 @@ def threads() -> int:
 
 def of_file(path: Path, threads: int = 2) -> tuple[int, str]:
     """Return the size and the checksum of a file, of which threads read pieces. Any rank, alone."""
+    size, pieces = pieces_of_file(path, threads)
+    return size, combined(pieces)
+
+
+def pieces_of_file(path: Path, threads: int = 2) -> tuple[int, list[bytes]]:
+    """Return the size of a file, and the digests of its pieces. Any rank, alone."""
     size = os.stat(path).st_size
-    return size, combined(digests(path, range(0, size, CHUNK), size, threads))
+    return size, digests(path, range(0, size, CHUNK), size, threads)
 
 
 def combined(pieces: Iterable[bytes]) -> str:

@@ -228,8 +228,8 @@ def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[],
     left = rendezvous.leave() if failed else None
     barrier = SaveBarrier("find_executable_batch_size", name, group, store)
     barrier.begin()
-    some_failed = any(barrier.exchange(failed))
-    size = min(barrier.exchange(reduced())) if some_failed else None
+    some_failed = barrier.any_of(failed)
+    size = barrier.smallest(reduced()) if some_failed else None
     if some_failed and left is None:
         left = rendezvous.leave()
     barrier.leave()

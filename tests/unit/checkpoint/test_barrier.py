@@ -57,7 +57,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch):
-    for name in ("ASK_AFTER_S", "ASK_WRITERS_AFTER_S"):  # a question leaves keys
+    for name in ("ASK_AFTER_S", "ASK_WRITERS_AFTER_S"):
         monkeypatch.setattr(barrier, name, float("inf"))
     # Threads of one process cannot share its one watcher.
     monkeypatch.setattr(hang, "watch", lambda *arguments: None)
@@ -103,21 +103,41 @@ def alone(store, rank=0):
     return SaveBarrier("save_state", "/run/folder", Group(rank, 2, 0, False, True), store)
 
 
-def test_saves_of_all_ranks_leave_nothing_behind(ranks):
+def test_saves_of_all_ranks_leave_nothing_that_piles_up(ranks):
+    keys = []
+
     def save(rank):
-        said = []
-        for number in range(3):
-            gathered = ranks.barrier(rank)
-            gathered.begin()
-            said += [gathered.exchange({"rank": rank}), gathered.exchange(None if rank else number), gathered.name]
-            gathered.leave()
+        gathered = ranks.barrier(rank)
+        gathered.begin()
+        said = [gathered.share({"rank": rank}), gathered.share([rank] * rank, root=1), gathered.share(rank, root=rank)]
+        said += [gathered.share(), gathered.any_of(False), gathered.any_of(rank == 2), gathered.smallest(7 - rank)]
+        gathered.leave()
+        return said, gathered.name
+
+    names = set()
+    for _ in range(4):
+        ranks.play(save)
+        assert ranks.raised == {} and len({ranks.results[rank][1] for rank in range(3)}) == 1
+        for rank in range(3):
+            assert ranks.results[rank][0] == [{"rank": 0}, [1], rank, None, False, True, 5]
+        names.add(ranks.results[0][1])
+        keys.append(ranks.store.num_keys())
+    assert len(names) == 4 and len(set(keys[1:])) == 1, keys
+
+
+def test_ranks_name_roots_of_their_own(ranks):
+    """Of two roots one shares nothing, as the leader of a machine that has nothing to say; what it shared before is not read again."""
+
+    def save(rank):
+        gathered = ranks.barrier(rank)
+        gathered.begin()
+        root = min(rank, 1)
+        said = [gathered.share(value, root) for value in (f"a{rank}", None, f"b{rank}" if rank == 1 else None)]
+        gathered.leave()
         return said
 
     ranks.play(save)
-    assert ranks.raised == {} and ranks.results[0] == ranks.results[1] == ranks.results[2]
-    assert ranks.results[0][:2] == [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [0, None, None]]
-    assert len(set(ranks.results[0][2::3])) == 3
-    assert ranks.store.num_keys() == 1  # the number of the next barrier
+    assert ranks.results == {0: ["a0", None, None], 1: ["a1", None, "b1"], 2: ["a1", None, "b1"]}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -125,15 +145,29 @@ def test_all_ranks_fail_together(ranks, failing):
     def save(rank):
         gathered = ranks.barrier(rank)
         gathered.begin()
-        with pytest.raises(TypeError, match="JSON"):  # refused where it is left
-            gathered.exchange(object())
-        gathered.exchange("a note", OSError("disk full") if rank == failing else None)
+        for refused, error in ((object(), TypeError), ("y" * (64 << 10), ValueError)):
+            with pytest.raises(error, match="JSON|65536 bytes"):  # refused where it is left
+                gathered.share(refused, root=rank)
+        gathered.share("a note", problem=OSError("disk full") if rank == failing else None)
 
     ranks.play(save)
     assert [type(ranks.raised[rank]) is OSError for rank in range(3)] == [rank == failing for rank in range(3)]
     text = f"save_state('/run/folder') failed on other ranks. Rank {failing}: OSError: disk full"
     assert {str(ranks.raised[rank]) for rank in range(3) if rank != failing} == {text}
-    assert ranks.store.num_keys() == 1
+
+
+def test_of_many_problems_some_are_told(ranks):
+    ranks.size = 45
+
+    def save(rank):
+        gathered = ranks.barrier(rank)
+        gathered.begin()
+        gathered.any_of(True, OSError("\u00e4\n\x00" * 5000) if rank else None)
+
+    ranks.play(save)
+    text = str(ranks.raised[0])
+    assert text.count("OSError: \u00e4") == 30 and text.endswith(" and 14 more") and len(text.encode()) < 64 << 10
+    assert all(type(ranks.raised[rank]) is OSError for rank in range(1, 45))
 
 
 def test_machines_of_their_own_have_paths_and_leaders_of_their_own(ranks, monkeypatch):
@@ -164,7 +198,6 @@ def test_different_calls_are_an_error_on_all_ranks(ranks, kinds, places, text):
     ranks.play(lambda rank: ranks.barrier(rank, f"/run/{places[rank]}", f"{kinds[rank]}_state").begin())
     assert [type(ranks.raised.get(rank)) for rank in range(ranks.size)] == [CollectiveMisuse] * ranks.size
     assert len({str(error) for error in ranks.raised.values()}) == 1 and text in str(ranks.raised[0])
-    assert ranks.store.num_keys() == 1
 
 
 def test_ranks_do_not_wait_for_one_in_a_collective_and_meet_it_afterwards(asking, closed_lock):
@@ -180,7 +213,7 @@ def test_ranks_do_not_wait_for_one_in_a_collective_and_meet_it_afterwards(asking
             closed_lock.release()
         again = asking.barrier(rank, "/run/second")
         again.begin()
-        return again.exchange(text)
+        return [again.share(text, root) for root in range(3)]
 
     asking.play(save)
     assert asking.raised == {} and asking.results[0] == asking.results[1] == asking.results[2]
@@ -227,7 +260,7 @@ def test_a_rank_that_comes_while_its_barrier_closes_joins_the_next(asking, monke
     def meet(rank):
         gathered = asking.barrier(rank)
         gathered.begin()
-        return gathered.exchange(rank)
+        return [gathered.share(rank, root) for root in range(3)]
 
     monkeypatch.setattr("json.dumps", dumps)
     asking.start(meet, 0)
@@ -245,7 +278,7 @@ def test_a_rank_that_ends_or_waits_for_one_that_failed_is_not_waited_for(asking,
         if rank == 1 and waits:
             stand_in_collective(closed_lock)
         elif rank != 1:
-            gathered.exchange(None, OSError("disk full") if fails and rank == 0 else None)
+            gathered.share(problem=OSError("disk full") if fails and rank == 0 else None)
 
     asking.start(save)
     if not waits:
@@ -263,7 +296,7 @@ def test_a_lost_store_is_an_error_that_names_the_call(ranks):
     ranks.play(lambda rank: save_here(gathered[rank]), 0, 1)
     del held
     with pytest.raises(RuntimeError, match="key-value store has ended"):
-        gathered[0].exchange(None)
+        gathered[0].share()
     with pytest.raises(CollectiveMisuse, match="key-value store has ended") as raised:
         save_here(alone(stores[0]))
     assert f"{__file__}:" in str(raised.value) and "in save_here" in str(raised.value)
