@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.checkpoint import load, save
+from accelerate.checkpoint import layouts, load, save
 from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.checkpoint.state import Common
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -112,7 +112,9 @@ def load_accelerator_state(
     location = load.tensor_device(map_location, common.device)
     strict = load_model_func_kwargs.get("strict", True)
     options = {"map_location": location, "load_kwargs": load_kwargs}
-    states = [load.read_model(model, input_dir, index, strict, **options) for index, model in enumerate(models)]
+    states = [
+        layouts.read_whole_model(model, input_dir, index, strict, **options) for index, model in enumerate(models)
+    ]
     contents = load.read_common(common, os.fspath(input_dir), load_kwargs)
     contents.models = [
         (extract_model_from_parallel(model, keep_torch_compile=False), state)

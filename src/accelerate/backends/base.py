@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint import layouts, load, optimizers, save
+from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint.state import inner_optimizer
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -116,8 +116,7 @@ class Backend:
         Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
         ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
-        read = layouts.read_whole_model if load.weights_file(folder, index) is None else load.read_model
-        return read(model, folder, index, **options)
+        return layouts.read_whole_model(model, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write an optimizer's state into a checkpoint folder. All ranks."""

@@ -126,7 +126,7 @@ class Sharded(Backend):
         prefer, strict = self.layout(accelerator, "model"), options.get("strict", True)
         over = not adapter_only and loads_by_name(model)
         state, own, layout, finish = layouts.read_for_model(
-            model, folder, index, prefer, strict, verify=False, over=over, getter=_getter(adapter_only)
+            model, folder, index, prefer, strict, over=over, getter=_getter(adapter_only)
         )
         return ShardedModel(model, own, layout, adapter_only, finish), state
 
@@ -142,7 +142,7 @@ class Sharded(Backend):
         model = model_of(optimizer, accelerator.prepared.models)
         prefer = self.layout(accelerator, "optimizer")
         over = keeps_values(states.inner_optimizer(optimizer))
-        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False, over=over)
+        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, over=over)
 
 
 class TensorParallel(Sharded):

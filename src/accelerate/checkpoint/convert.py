@@ -28,7 +28,7 @@ from accelerate.runtime import durable
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.shards import Stored
+    from accelerate.checkpoint.reader import CheckpointReader
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _refuse_links_out(folder: str, names: Collection[str] = ()) -> None:
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
 
 
-def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, Any]:
+def _storable(stored: "CheckpointReader", dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return a model's tensors under the user's names, read when `formats.write_weights` writes them, cast to `dtype`.
 
     Raises ValueError if safetensors cannot hold a value.
@@ -325,7 +325,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
     return entries
 
 
-def _named_if_known(found: Found, stored: "Stored") -> dict[str, Any]:
+def _named_if_known(found: Found, stored: "CheckpointReader") -> dict[str, Any]:
     """Return an optimizer's state, keyed by names where the checkpoint has them."""
     values = optimizers.optimizer_values(stored)
     if optimizers.is_named(values):
@@ -334,7 +334,9 @@ def _named_if_known(found: Found, stored: "Stored") -> dict[str, Any]:
     return values if order is None else optimizers.named(values, order)
 
 
-def _write_shards(found: Found, stored: "Stored", values: dict[str, Any], staged: str, files: int) -> Entries:
+def _write_shards(
+    found: Found, stored: "CheckpointReader", values: dict[str, Any], staged: str, files: int
+) -> Entries:
     from accelerate.checkpoint import shards
 
     if found.kind == "optimizer" and not optimizers.is_named(values):

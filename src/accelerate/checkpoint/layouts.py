@@ -21,16 +21,17 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import formats, load, manifest, state
+from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint, Manifest, damaged, problems
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.modules.unwrap import extract_model_from_parallel, match_names
+from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
 from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.shards import Stored
+    from accelerate.checkpoint.reader import CheckpointReader
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 Path = str | os.PathLike[str]
@@ -54,27 +55,32 @@ class Found:
     index: int = 0
     kind: Kind = "model"
 
-    def open(self) -> "Stored":
-        """Return what it holds: for a local layout what this rank wrote. Any rank, alone."""
-        from accelerate.checkpoint.shards import Stored
+    def open(self, **options: Any) -> "CheckpointReader":
+        """Return what it holds: for a local layout what this rank wrote. Any rank, alone.
 
-        listing = _manifest(self.folder)
-        entries = {} if listing is None else listing.files
+        What is read is compared with the manifest where the folder is a `CheckpointFolder`; `options` are those of `load.read_file`.
+        """
+        from accelerate.checkpoint.reader import CheckpointReader
+
+        folder = self.folder if isinstance(self.folder, CheckpointFolder) else None
+        path = os.path.join(self.folder, self.name)
         if self.layout == "sharded":
-            verified = f"{self.name}/{manifest.METADATA}" in entries
-            return Stored.in_folder(os.path.join(self.folder, self.name), verified)
+            return CheckpointReader.in_folder(path, folder and folder.below(self.name))
         if self.layout == "zero":
             from accelerate.checkpoint import zero
 
-            return zero.stored(os.path.join(self.folder, self.name), self.kind)
+            return zero.stored(path, self.kind, folder and folder.below(self.name).check_file)
         if self.layout == "full":
-            files = self.files()
-            listed = [entries[file] for file in files if file in entries]
-            aliases = {alias: kept for entry in listed for alias, kept in entry.aliases.items()}
-            paths = [os.path.join(self.folder, file) for file in files]
-            stored = Stored.in_files({path: load.mapped_file(path) for path in paths}, aliases)
-            stored.verified = len(listed) == len(files)
-            return stored
+            listing = _manifest(self.folder)
+            entries = {} if listing is None else listing.detailed(self.folder, self.files())
+            if folder is not None:
+                folder.check(dict.fromkeys([*self.files(), manifest.PARAMETER_NAMES]))
+            aliases = {alias: kept for entry in entries.values() for alias, kept in entry.aliases.items()}
+            held = {
+                os.path.join(self.folder, file): load.read_file(self.folder, file, mapped=True, **options)
+                for file in self.files()
+            }
+            return CheckpointReader.in_files(held, aliases)
         rank, size = state.rank_and_size()
         written = sum(map(self.has, os.listdir(self.folder)))
         if written != size:
@@ -82,8 +88,10 @@ class Found:
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
                 f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
             )
-        held = load.mapped_file(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
-        return Stored(f"{self.name} of rank {rank}", held)
+        file = manifest.rank_file(self.name, rank)
+        if folder is not None:
+            folder.check({file: None})
+        return CheckpointReader(f"{self.name} of rank {rank}", load.mapped_file(os.path.join(self.folder, file)))
 
     def files(self) -> list[str]:
         """Return the files of a whole layout: itself, or those that it lists."""
@@ -103,19 +111,19 @@ class Found:
             return re.fullmatch(re.escape(self.name) + r"_rank\d+\.bin", file) is not None
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
 
-    def verify(self, rank: int = 0, size: int = 1) -> None:
-        """Compare its files with what a manifest says of them, if there is one. Any rank, alone."""
+    def verify(self) -> None:
+        """Compare all of its files with what a manifest says of them, if there is one. Any rank, alone."""
         if (listing := _manifest(self.folder)) is None:
             return
-        own = [*(self.files() if self.layout == "full" else ())]
-        own += [manifest.PARAMETER_NAMES] if self.kind == "optimizer" else []
-        chosen = [file for file in listing.files if self.has(file) or file in own]
-        chosen = sorted(chosen, key=lambda file: (-listing.files[file].size, file))[rank::size]
-        if lines := problems(self.folder, listing, deep=True, only=set(chosen).__contains__):
+        own = self.files() if self.layout == "full" else ()
+        chosen = {file for file in listing.files if self.has(file) or file in own}
+        if lines := problems(self.folder, listing, deep=True, only=chosen.__contains__):
             raise damaged(self.folder, lines)
 
 
 def _manifest(folder: str) -> Manifest | None:
+    if isinstance(folder, CheckpointFolder):
+        return folder.listing
     return Manifest.read(folder) if os.path.isfile(os.path.join(folder, NAME)) else None
 
 
@@ -162,6 +170,8 @@ def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
+    if isinstance(folder, CheckpointFolder):
+        return _preferred(candidates(folder, folder.listing.files, kind, index), prefer)
     files = set(os.listdir(folder))
     shards, _ = usual_names(kind, index)
     # What a killed save has put aside counts.
@@ -170,20 +180,22 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
         files.add(f"{shards}/{manifest.METADATA}")
     files.update(glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder))
-    found = min(candidates(folder, files, kind, index), key=lambda one: one.layout != prefer, default=None)
+    found = _preferred(candidates(folder, files, kind, index), prefer)
     return replace(found, name=name) if found is not None and found.layout == "sharded" else found
 
 
-def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify: bool = True) -> Found:
-    """Return what `find` returns, verified, a part by each rank; raise FileNotFoundError or DamagedCheckpoint."""
+def _preferred(found: Collection[Found], layout: Layout | None) -> Found | None:
+    return min(found, key=lambda one: one.layout != layout, default=None)
+
+
+def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
+    """Return what `find` returns; raise FileNotFoundError if there is none."""
     found = find(folder, kind, index, prefer)
     if found is None:
         raise FileNotFoundError(
             f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(usual_names(kind, index))} is there. Load "
             "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
         )
-    if verify:
-        found.verify(*state.rank_and_size())
     return found
 
 
@@ -195,7 +207,7 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == torch_private.EXTRA_STATE_KEY_SUFFIX
 
 
-def model_values(stored: "Stored") -> dict[str, Any]:
+def model_values(stored: "CheckpointReader") -> dict[str, Any]:
     """Return the values of a stored model by name."""
     held = stored.state
     if isinstance(held, Mapping) and len(held) == 1:
@@ -212,29 +224,38 @@ def model_values(stored: "Stored") -> dict[str, Any]:
     return dict(flat(held, ""))
 
 
-def by_own_names(
-    own: Collection[str], values: Mapping[str, Any], ties: Sequence[Sequence[str]]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return stored values by the names that a model has, also for tied ones, and the stored names that it does not have."""
+def matched(
+    own: Mapping[str, Any], values: Mapping[str, Any], ties: Sequence[Sequence[str]], aliases: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return stored values by the names that a model has, also for tied ones; its names that are missing; and stored names it does not have.
+
+    Names of other wrappers fit. `aliases` are stored under another name, too, and need not be the model's.
+    """
     pairs = match_names(own, values)
     found = {wanted: values[name] for name, wanted in pairs.items()}
     for group in ties:
         known = next((name for name in group if name in found), None)
         found |= {name: found[known] for name in group if known and name in own and name not in found}
-    return found, sorted(values.keys() - pairs.keys())
+    others = [name for name in values if name not in pairs and name not in aliases]
+    return found, [name for name in own if name not in found], others
 
 
 @state.quietly()
 def read_model(
-    own: ModelState, stored: "Stored", ties: Sequence[Sequence[str]] = (), strict: bool = True, over: bool = False
+    own: ModelState,
+    stored: "CheckpointReader",
+    ties: Sequence[Sequence[str]] = (),
+    strict: bool = True,
+    over: bool = False,
 ) -> dict[str, Any]:
     """Read a model's state into new memory, each rank its shards; nothing else changes. Any rank, alone.
 
-    With ``over``, `Stored.finish` reads the tensors later, over the model's own.
+    With ``over``, `CheckpointReader.finish` reads the tensors later, over the model's own.
     """
-    found, others = by_own_names(own.values, model_values(stored), ties)
-    wrong = [f"{name} is missing" for name in own.values if name not in found] if strict else []
-    wrong += [f"{name} is unexpected" for name in others] if strict else []
+    found, missing, others = matched(own.values, model_values(stored), ties, stored.aliases)
+    wrong = [f"{name} is missing" for name in missing if strict] + [
+        f"{name} is unexpected" for name in others if strict
+    ]
     read: dict[str, Any] = {}
     for name, value in found.items():
         if is_extra(name):  # it may be anything, and differ from what the module has now
@@ -254,10 +275,12 @@ def _shape(value: Any) -> Any:
     return tuple(value.size()) if isinstance(value, torch.Tensor) else "no tensor"
 
 
-def like(own: torch.Tensor, value: torch.Tensor, stored: "Stored", over: bool = False) -> torch.Tensor | None:
+def like(
+    own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader", over: bool = False
+) -> torch.Tensor | None:
     """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards.
 
-    With ``over``, that is the tensor itself, which `Stored.finish` changes.
+    With ``over``, that is the tensor itself, which `CheckpointReader.finish` changes.
     """
     if not hasattr(value, "stored_key"):  # of this rank's own file
         return state.filled_like(own, value)
@@ -347,33 +370,64 @@ def read_for_model(
     index: int = 0,
     prefer: Layout | None = None,
     strict: bool = True,
-    verify: bool = True,
     over: bool = False,
     **getter: Any,
 ) -> tuple[dict[str, Any], ModelState, Layout, Callable[[], None] | None]:
-    """Read a model's state, whatever wrote it, as `apply_model` takes it. All ranks; all could read it.
+    """Read a model's state, whatever wrote it, as `apply_model` takes it. All ranks; what fails is raised where it fails.
 
     With `over`, for a verified checkpoint and a model that cannot refuse it, it is read later, over what there is.
     Returns the state, the model's own, the layout of both, and what reads over the model's own; None if it is read.
     """
-    stored = together(lambda: required(folder, "model", index, prefer, verify).open())
+
+    def opened() -> "CheckpointReader":
+        return required(folder, "model", index, prefer).open()
+
+    # FSDP1 takes the states of flat parameters, and others, by different collectives.
+    stored = together(opened) if state.is_fsdp1(model) else opened()
     flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
     layout: Layout = "local" if flat else "sharded"
     own = state.model_state(model, layout=layout, **getter)
-    over = over and stored.verified and state.is_models_memory(own, model)
-    read = together(lambda: read_model(own, stored, state.tied_names(model), strict, over))
+    over = over and isinstance(folder, CheckpointFolder) and state.is_models_memory(own, model)
+    read = read_model(own, stored, state.tied_names(model), strict, over)
     return read, own, layout, stored.finish if over else None
 
 
 # -- reading into whole models and their optimizers --------------------------------------------------------------------
 
 
-def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: Any) -> dict[str, Any]:
-    """Read a model's weights in whatever layout, with the errors of `load.read_model`. Any rank, alone."""
-    found = find(folder, "model", index)
+def read_whole_model(
+    model: nn.Module, folder: Path, index: int = 0, strict: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Return a model's weights, in whatever layout, for ``load_state_dict`` of the module inside, which stays as it is. Any rank, alone.
+
+    Names match whatever wrappers wrote them, and tied weights that the file has once are filled in. ``state_dict``
+    of the model is called once. FileNotFoundError without weights; RuntimeError lists what differs.
+    """
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    found = find(folder, "model", index, "full")
     if found is None or found.layout == "local":
-        return load.read_model(model, folder, index, **options)
-    stored = found.open()
-    inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    weights = stored.read(model_values(stored))
-    return load.fit_to_model(inner, weights, os.path.join(folder, found.name), options.get("strict", True))
+        raise FileNotFoundError(
+            f"Model {index} ({type(model).__name__}) has no weights: {manifest.model_file(index)} is missing in "
+            f"{os.fspath(folder)!r}. Prepare the models that were saved, in the same order, or load another folder."
+        )
+    stored, own = found.open(**options), model.state_dict()
+    values = stored.state if found.layout == "full" else model_values(stored)
+    ties = [[name for name in group if own[name].shape == own[group[0]].shape] for group in shared_tensor_names(own)]
+    read, missing, others = matched(own, values, ties, stored.aliases)
+    problems = [
+        f"{name} has {tuple(value.shape)} in the file and {tuple(own[name].shape)} in the model"
+        for name, value in read.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(own[name], torch.Tensor)
+        and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
+        and value.shape != own[name].shape
+    ]
+    if strict and load.loads_by_name(model):
+        problems += [f"{name} is missing in the file" for name in missing]
+        problems += [f"{name} is unexpected in the file" for name in others]
+    origin = os.path.join(folder, found.name)
+    load.refuse_misfit(
+        origin, type(model).__name__, problems, ", or load with strict=False, which accepts other names"
+    )
+    read |= {name: values[name] for name in others}  # hooks of the model may rename them
+    return read if found.layout == "full" else stored.read(read)

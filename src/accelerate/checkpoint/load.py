@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,11 +20,11 @@ from torch import nn
 
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.background import copied
-from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
 from accelerate.checkpoint.state import POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
+from accelerate.runtime import durable
 from accelerate.utils import other
 
 logger = logging.getLogger(__name__)
@@ -109,54 +109,6 @@ def mapped_file(path: str) -> Any:
             return other.load(path, "cpu")
 
 
-def weights_file(folder: Path, index: int = 0) -> str | None:
-    """Return the name of the file that has all weights of a model, safetensors first; None if none has. Any rank, alone."""
-    files = manifest.model_file(index), manifest.model_file(index, safe_serialization=False)
-    return next((file for file in files if os.path.exists(os.path.join(folder, file))), None)
-
-
-def read_model(model: nn.Module, folder: Path, index: int = 0, strict: bool = True, **options: Any) -> dict[str, Any]:
-    """Return a model's weights for ``load_state_dict`` of the module inside, which stays as it is. Any rank, alone.
-
-    Names match whatever wrappers wrote them, and tied weights that the file has once are filled in. ``state_dict``
-    of the model is called once. FileNotFoundError without weights; RuntimeError lists what differs.
-    """
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    file = weights_file(folder, index)
-    if file is None:
-        raise FileNotFoundError(
-            f"Model {index} ({type(model).__name__}) has no weights: {manifest.model_file(index)} is missing in "
-            f"{os.fspath(folder)!r}. Prepare the models that were saved, in the same order, or load another folder."
-        )
-    weights = read_file(folder, file, mapped=True, **options)
-    return fit_to_model(model, weights, os.path.join(folder, file), strict)
-
-
-def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict: bool = True) -> dict[str, Any]:
-    """Return weights of `origin` under the names of a model, which stays as it is; refuse other names and shapes."""
-    own = model.state_dict()
-    pairs = match_names(own, found)
-    state = {pairs.get(name, name): value for name, value in found.items()}
-    for group in shared_tensor_names(own):
-        saved = next((name for name in group if name in state), None)
-        for name in group:
-            if saved is not None and name not in state and own[name].shape == state[saved].shape:
-                state[name] = state[saved]
-    problems = [
-        f"{name} has {tuple(value.shape)} in the file and {tuple(own[name].shape)} in the model"
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and isinstance(own.get(name), torch.Tensor)
-        and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
-        and value.shape != own[name].shape
-    ]
-    if strict and loads_by_name(model):
-        problems += [f"{name} is missing in the file" for name in own if name not in state]
-        problems += [f"{name} is unexpected in the file" for name in state if name not in own]
-    refuse_misfit(origin, type(model).__name__, problems, ", or load with strict=False, which accepts other names")
-    return state
-
-
 def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = "") -> None:
     """Raise RuntimeError if weights do not fit a model: `problems` has a line for each difference."""
     if problems:
@@ -199,6 +151,117 @@ def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
         return states
     with _reported(path), safe_open(path, framework="pt") as opened:
         return {**(states or {}), **resume.decode_generators(mapped_file(path), opened.metadata() or {})}
+
+
+# -- what is read is what was written --------------------------------------------------------------------------------------
+
+
+class CheckpointFolder(str):
+    """A checkpoint's folder, with its manifest: what a rank reads of a file is hashed before, each piece once.
+
+    Attributes:
+        listing: the manifest.
+        place: which of the ranks it is that read the same files from one disk, and how many they are.
+        wrong: what `differences` has returned so far.
+    """
+
+    listing: Manifest
+    place: tuple[int, int]
+    wrong: list[str]
+
+    def __new__(cls, folder: str, listing: Manifest, place: tuple[int, int] = (0, 1)) -> "CheckpointFolder":
+        """Return the path."""
+        made = super().__new__(cls, folder)
+        made.listing, made.place, made.wrong = listing, place, []
+        made._prefix, made._root, made._hashed, made._entries = "", folder, set(), {}
+        return made
+
+    def below(self, name: str) -> "CheckpointFolder":
+        """Return a folder inside this one."""
+        made = CheckpointFolder(os.path.join(self, name), self.listing, self.place)
+        vars(made).update(vars(self), _prefix=f"{self._prefix}{name}/")  # what was found is found for both
+        return made
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file, which the rank that found the checkpoint has compared; None for one that is not listed."""
+        entry = self.listing.files.get(self._prefix + name)
+        return None if entry is None else entry.size
+
+    def check_file(self, name: str) -> None:
+        """Raise DamagedCheckpoint if a file is not what was written."""
+        self.check({name: None})
+
+    def check(self, wanted: Mapping[str, Iterable[tuple[int, int]] | None], shared: bool = False) -> None:
+        """Raise DamagedCheckpoint if ranges of bytes of files, or all of it for None, are not what was written."""
+        if lines := self.differences(wanted, shared):
+            raise damaged(self._root, lines)
+
+    def differences(self, wanted: Mapping[str, Iterable[tuple[int, int]] | None], shared: bool = False) -> list[str]:
+        """Hash the pieces that hold some ranges of files, and return a line for each file that is not what was written.
+
+        What was hashed before is left out; of what is `shared`, all ranks at one disk want the same, and each hashes a part.
+        """
+        reader, readers = self.place if shared else (0, 1)
+        names = {self._prefix + name: ranges for name, ranges in wanted.items()}
+        try:
+            entries = self._detailed(name for name in names if name in self.listing.files)
+        except DamagedCheckpoint as error:
+            self.wrong.append(str(error))
+            return [str(error)]
+        pieces = {(name, piece) for name, entry in entries.items() for piece in _pieces(entry, names[name])}
+        pieces -= self._hashed
+        self._hashed |= pieces
+        own: dict[str, list[int]] = {}
+        # Files that have no digests of pieces are hashed as a whole: the largest first, by turns.
+        for name, piece in sorted(pieces, key=lambda one: (bool(entries[one[0]].digests), -entries[one[0]].size, one))[
+            reader::readers
+        ]:
+            own.setdefault(name, []).append(piece)
+        lines = [line for name, numbers in own.items() for line in _changed(self._root, name, entries[name], numbers)]
+        self.wrong += lines
+        return lines
+
+    def _detailed(self, names: Iterable[str]) -> dict[str, FileEntry]:
+        """Return full entries; the part of a rank is read once."""
+        names = list(names)
+        ranks = {self.listing.files[name].rank for name in names if name not in self._entries}
+        theirs = [name for name, entry in self.listing.files.items() if entry.rank in ranks]
+        self._entries.update(self.listing.detailed(self._root, theirs))
+        return {name: self._entries[name] for name in names}
+
+
+def with_manifest(folder: Path) -> Path:
+    """Return a folder that compares what is read with its manifest, if it has one. Any rank, alone."""
+    has_one = os.path.isfile(os.path.join(folder, manifest.NAME))
+    return CheckpointFolder(os.fspath(folder), Manifest.read(folder)) if has_one else folder
+
+
+def _pieces(entry: FileEntry, ranges: Iterable[tuple[int, int]] | None) -> Iterable[int]:
+    """Return the numbers of the pieces of a file that have a digest each and hold some bytes of ranges; of a file without, 0."""
+    if not entry.digests:
+        return [0]
+    if ranges is None:
+        return range(-(-entry.size // durable.CHUNK))
+    return {piece for start, stop in ranges for piece in range(start // durable.CHUNK, -(-stop // durable.CHUNK))}
+
+
+def _changed(folder: str, name: str, entry: FileEntry, pieces: Sequence[int]) -> list[str]:
+    """Return a line if pieces of a file are not what was written."""
+    path = os.path.join(folder, *name.split("/"))
+    try:
+        if (size := os.stat(path).st_size) != entry.size:
+            return [manifest.difference(name, entry.size, size)]
+        if not entry.digests:
+            return manifest.changed(name, entry, durable.of_file(path, durable.threads())[1])
+        found = durable.digests(path, [piece * durable.CHUNK for piece in pieces], entry.size, durable.threads())
+    except OSError as error:
+        return [f"{name} could not be read: {error}"]
+    for piece, digest in zip(pieces, found, strict=True):
+        if digest.hex() != (written := entry.digests[32 * piece : 32 * piece + 32]):
+            return [
+                f"{name} has changed: the checksum of its piece {piece} is {digest.hex()}, but {written} was written"
+            ]
+    return []
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from torch import nn
 
 from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, required
+from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_spread, mapped_leaves, together
 from accelerate.modules.unwrap import match_names
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.shards import Stored
+    from accelerate.checkpoint.reader import CheckpointReader
 
 _REMEDY = "Make model and optimizer as they were when the checkpoint was saved."
 
@@ -55,7 +56,7 @@ class Target:
         states: what the optimizer has for each name already, where it says more than the parameter does.
         ties: names that mean one parameter.
         flat: its parameters are FSDP1's flat ones, which have an order of their own.
-        over: `Stored.finish` reads, later, over the tensors that the optimizer has.
+        over: `CheckpointReader.finish` reads, later, over the tensors that the optimizer has.
     """
 
     groups: list[list[str]]
@@ -110,7 +111,7 @@ def is_state(raw: Any) -> bool:
     )
 
 
-def optimizer_values(stored: "Stored") -> dict[str, Any]:
+def optimizer_values(stored: "CheckpointReader") -> dict[str, Any]:
     """Return the state of a stored optimizer."""
     raw = stored.state
     raw = raw["optimizer"] if isinstance(raw, Mapping) and set(raw) == {"optimizer"} else raw
@@ -151,7 +152,7 @@ def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
 
 
 @state.quietly()
-def read_optimizer(goal: Target, stored: "Stored", found: Found) -> dict[str, Any]:
+def read_optimizer(goal: Target, stored: "CheckpointReader", found: Found) -> dict[str, Any]:
     """Read a state into new memory, each rank its shards, keyed by the optimizer's own names, in its own groups.
 
     Nothing else changes. Any rank, alone. RuntimeError names parameters that differ; DamagedCheckpoint a bad file.
@@ -164,7 +165,7 @@ def read_optimizer(goal: Target, stored: "Stored", found: Found) -> dict[str, An
     return {**raw, "state": result}
 
 
-def matched(goal: Target, stored: "Stored", found: Found) -> tuple[dict[str, Any], list[str]]:
+def matched(goal: Target, stored: "CheckpointReader", found: Found) -> tuple[dict[str, Any], list[str]]:
     """Return a stored state under an optimizer's own names, in its own groups, not read; and the names of its parameters in it.
 
     The rest of its states belongs to no parameter. Any rank, alone. RuntimeError names parameters that differ.
@@ -223,7 +224,7 @@ def _own_groups(goal: Target, groups: Sequence[Mapping[str, Any]], states: Itera
     return made
 
 
-def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
+def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") -> Any:
     """Return the state of a parameter: what has its shape is sharded like it, the rest is whole."""
     own, present = goal.parameters[name], goal.states.get(name, {})
 
@@ -281,22 +282,21 @@ def read_for_optimizer(
     folder: Path,
     index: int = 0,
     prefer: Layout | None = None,
-    verify: bool = True,
     over: bool = False,
 ) -> Deferred:
-    """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; all could read it.
+    """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; what fails is raised where it fails.
 
     With `over`, for a verified checkpoint and an optimizer that cannot refuse it, it is read over what there is.
     """
-    goal = target(optimizer, model)
+    goal, flat = target(optimizer, model), state.is_fsdp1(model)
+    goal = replace(goal, over=over and isinstance(folder, CheckpointFolder) and not flat)
 
-    def read() -> tuple[dict[str, Any], "Stored"]:
-        found = required(folder, "optimizer", index, prefer, verify)
+    def read() -> tuple[dict[str, Any], "CheckpointReader"]:
+        found = required(folder, "optimizer", index, prefer)
         stored = found.open()
-        takes = replace(goal, over=over and stored.verified and not state.is_fsdp1(model))
-        return read_optimizer(takes, stored, found), stored
+        return read_optimizer(goal, stored, found), stored
 
-    values, stored = together(read)
+    values, stored = together(read) if flat else read()  # FSDP1 goes on with collectives
     return Deferred(state.optimizer_to_load(optimizer, model, values), stored.finish)
 
 
@@ -330,6 +330,6 @@ def read_whole_optimizer(
         same = order == goal.order and [len(g["params"]) for g in groups] == list(map(len, goal.groups))
         if order is None or same:
             return raw
-    from accelerate.checkpoint.shards import Stored  # it imports torch's distributed checkpoints: 50 ms
+    from accelerate.checkpoint.reader import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
 
-    return state.numbered(read_optimizer(goal, Stored(os.path.join(folder, file), raw), found))
+    return state.numbered(read_optimizer(goal, CheckpointReader(os.path.join(folder, file), raw), found))

@@ -202,20 +202,6 @@ def refuse_unfinished(entries: Collection[str]) -> None:
 # -- a run's checkpoints -----------------------------------------------------------------------------------------------
 
 
-def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], list[str]]:
-    """Return the checkpoints in a folder that may be loaded, newest first, and a line for each passed over."""
-    listed, states = [], []
-    while not any(state.loads for _, state in states) and (now := folder.checkpoints()) != listed:
-        listed = now  # a run that prunes beside this search has others by now, if none of these is left
-        states = [(storage, storage.state()) for _, storage in reversed(listed)]
-    if all(state.kind == "absent" for _, state in states):
-        state = folder.state()
-        is_one = state.kind == "complete" or (state.kind == "incomplete" and folder.files())
-        states = [(folder, state)] if is_one else []
-    found = [storage for storage, state in states if state.loads]
-    return found, [f"{storage.location}: {state.reason}" for storage, state in states if state.kind == "incomplete"]
-
-
 def prune(folder: CheckpointStorage, limit: int | None, keep: Collection[str | None]) -> None:
     """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`.
 

@@ -10,9 +10,10 @@ Source: https://github.com/deepspeedai/DeepSpeed (utils/zero_to_fp32.py, checkpo
 import copy
 import functools
 import glob
+import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from accelerate.modules.unwrap import canonical_name
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layouts import Kind
-    from accelerate.checkpoint.shards import Stored
+    from accelerate.checkpoint.reader import CheckpointReader
 
 # What DeepSpeed writes beside the folders of its engines.
 BESIDE = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
@@ -36,6 +37,10 @@ CLASSES = (
 _SHARD = r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 
 Groups = list[Mapping[str, torch.Size]]
+# Compares a file of the folder with its checksum.
+Check = Callable[[str], None]
+# A rank that has a part of a parameter, where that begins in the rank's flat tensor and in the parameter, and its length.
+Part = tuple[int, int, int, int]
 
 
 class _Record:
@@ -77,14 +82,27 @@ def shard_files(folder: str) -> list[str]:
     return [os.path.join(folder, ranks[rank]) for rank in sorted(ranks)]
 
 
-def stored(folder: str, kind: "Kind") -> "Stored":
+def stored(folder: str, kind: "Kind", check: Check | None = None) -> "CheckpointReader":
     """Return the model or the optimizer in an engine's folder. Any rank, alone."""
-    engine = Folder(folder)
+    engine = Folder(folder, check=check)
     return engine.model() if kind == "model" else engine.optimizer()
 
 
+class _Files(Sequence[dict[str, Any]]):
+    """What files hold, each of which is opened when it is needed, once."""
+
+    def __init__(self, paths: Sequence[str], read: Callable[[str], dict[str, Any]]) -> None:
+        self.paths, self._read = paths, functools.cache(read)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, rank: int) -> dict[str, Any]:  # type: ignore[override]
+        return self._read(self.paths[rank])
+
+
 class Folder:
-    """An engine's folder, opened. Any rank, alone.
+    """An engine's folder, of which each rank opens the files that it needs. Any rank, alone.
 
     Attributes:
         head: what the first rank wrote of the model: counts of steps and, below stage 3, weights.
@@ -93,42 +111,53 @@ class Folder:
         splits_weights: stage 3 wrote it.
     """
 
-    def __init__(self, folder: str, weights_only: bool = True) -> None:
-        from accelerate.checkpoint.shards import WholeTensors
+    def __init__(self, folder: str, weights_only: bool = True, check: Check | None = None) -> None:
+        from accelerate.checkpoint.reader import WholeTensors
+
+        def opened(path: str) -> dict[str, Any]:
+            if check is not None:
+                check(os.path.basename(path))
+            return read_file(path, weights_only)
 
         self._folder, self._reader = folder, WholeTensors()
-        self._models = [read_file(path, weights_only) for path in model_files(folder)]
+        self._models = _Files(model_files(folder), opened)
         self.head = self._models[0]
-        self.shards = [read_file(path, weights_only)["optimizer_state_dict"] for path in shard_files(folder)]
+        self.shards = _Files(shard_files(folder), lambda path: opened(path)["optimizer_state_dict"])
         self.groups: Groups = self.head["param_shapes"] or []
         self.splits_weights = bool(self.shards) and "fp32_flat_groups" in self.shards[0]
         self._aliases: dict[str, str] = dict(self.head["shared_params"] or {})
 
-    def _stored(self, state: Any, aliases: Mapping[str, str]) -> "Stored":
-        from accelerate.checkpoint.shards import Metadata, Stored
+    def open_own(self, rank: int) -> None:
+        """Open, and so compare with their checksums, the files which the engine of a rank itself reads."""
+        self._models[rank if self.splits_weights else 0]
+        if self.shards:
+            elastic = isinstance(self._base(0), list)  # its engines read those of all ranks
+            for number in range(len(self.shards)) if elastic else [rank]:
+                self.shards[number]
 
-        return Stored(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)
+    def _stored(self, state: Any, aliases: Mapping[str, str]) -> "CheckpointReader":
+        from accelerate.checkpoint.reader import CheckpointReader, Metadata
 
-    def model(self) -> "Stored":
+        return CheckpointReader(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)
+
+    def model(self) -> "CheckpointReader":
         """Return weights and buffers: float32 weights, where the ranks have such; a placeholder for each that they share."""
         head, values = self.head, dict(self.head["module"])
         if self.splits_weights:
             values = {name: values[name] for name in head["buffer_names"]}
             for name, shape in (head["frozen_param_shapes"] or {}).items():
-                pieces = [model["frozen_param_fragments"][name].flatten() for model in self._models]
-                values[name] = self._reader.join([torch.cat(pieces)[: shape.numel()]], shape)
+                values[name] = self._frozen(name, shape)
+        key = "fp32_flat_groups" if self.splits_weights else "single_partition_of_fp32_groups"
         for number, group in enumerate(self.groups):
-            key = "fp32_flat_groups" if self.splits_weights else "single_partition_of_fp32_groups"
-            flats = [shard[key][number] for shard in self.shards]
-            for name, shape in group.items():
-                values[name] = self._joined(flats, number, name, shape)
+            flat = functools.partial(lambda number, rank: self.shards[rank][key][number], number)
+            values |= {name: self._joined(flat, number, name) for name in group}
         aliases = {
             canonical_name(alias): canonical_name(name) for alias, name in self._aliases.items() if name in values
         }
         values = {canonical_name(name): value for name, value in values.items()}
         return self._stored(values | {alias: values[name] for alias, name in aliases.items()}, aliases)
 
-    def optimizer(self) -> "Stored":
+    def optimizer(self) -> "CheckpointReader":
         """Return the optimizer's state: by names, and of stage 0 by the numbers that torch gives the parameters."""
         if not self.shards:
             raw = self.head["optimizer"]
@@ -138,52 +167,90 @@ class Folder:
                     "names. Load it at stage 0 with the same precision."
                 )
             return self._stored({"state": {}, "param_groups": []} if raw is None else raw, {})
-        bases = [
-            shard["optimizer_state_dict" if self.splits_weights else "base_optimizer_state"] for shard in self.shards
-        ]
-        if isinstance(bases[0], list):
+        base = self._base(0)
+        if isinstance(base, list):
             raise ValueError(f"{self._folder!r} was saved with elastic_checkpoint, which has no groups of parameters.")
         states: dict[str, Any] = {}
         for number, group in enumerate(self.groups):
-            held = [base["state"].get(number, {}) for base in bases]
-            for key, first in held[0].items():
-                flat = isinstance(first, torch.Tensor) and first.dim() == 1
-                flats = [values[key] for values in held] if flat else []
-                for name, shape in group.items():
+            for key, first in base["state"].get(number, {}).items():
+                is_flat = isinstance(first, torch.Tensor) and first.dim() == 1
+                flat = functools.partial(lambda number, key, rank: self._base(rank)["state"][number][key], number, key)
+                for name in group:
                     # A count of steps that parameters share would be counted up once for each of them.
-                    value = self._joined(flats, number, name, shape) if flat else copy.deepcopy(first)
+                    value = self._joined(flat, number, name) if is_flat else copy.deepcopy(first)
                     states.setdefault(canonical_name(name), {})[key] = value
-        groups = [{**group, "params": self._names(group["params"])} for group in bases[0]["param_groups"]]
+        groups = [{**group, "params": self._names(group["params"])} for group in base["param_groups"]]
         return self._stored({"state": states, "param_groups": groups}, {})
+
+    def _base(self, rank: int) -> Any:
+        return self.shards[rank]["optimizer_state_dict" if self.splits_weights else "base_optimizer_state"]
 
     def _names(self, numbers: Sequence[int]) -> list[str]:
         return [canonical_name(name) for number in numbers for name in self.groups[number]]
 
-    def _joined(self, flats: Sequence[torch.Tensor], number: int, name: str, shape: torch.Size) -> torch.Tensor:
+    def _frozen(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """Return a placeholder for a parameter that does not train, of which each rank has an even part."""
+
+        def part(rank: int) -> torch.Tensor:
+            return self._models[rank]["frozen_param_fragments"][name].flatten()
+
+        size, ranks = shape.numel(), len(self._models)
+        parts = [(rank, 0, *part_of(size, rank, ranks)[:2]) for rank in range(ranks)]
+        return self._reader.join(lambda start, stop: _cut(part, parts, start, stop), shape, part(0).dtype)
+
+    def _joined(self, flat: Callable[[int], torch.Tensor], number: int, name: str) -> torch.Tensor:
         """Return a placeholder for a parameter, or one of its states, of which each rank has a part in a flat tensor."""
-        places = self._places[number][name]
-        return self._reader.join(
-            [flats[rank].detach().narrow(0, start, count) for rank, start, count in places], shape
-        )
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            return _cut(flat, self._parts(number, name, start, stop), start, stop)
+
+        return self._reader.join(read, self.groups[number][name], flat(0).dtype)
+
+    def _parts(self, number: int, name: str, start: int, stop: int) -> list[Part]:
+        """Return the parts of a parameter in flat tensors of ranks, at least those with elements from `start` to `stop`."""
+        size, ranks = self.groups[number][name].numel(), range(len(self.shards))
+        begin = self._begins[number][name]
+        if self.splits_weights:
+            return [(rank, begin, *part_of(size, rank, len(ranks))[:2]) for rank in ranks]
+        # Usually the ranks have the parameters in order, each as much as the first one.
+        length = self.shards[0]["single_partition_of_fp32_groups"][number].numel()
+        usual: list[Part] = []
+        for rank in ranks[(begin + start) // max(length, 1) : -(-(begin + stop) // max(length, 1))]:
+            first, last = max(begin, rank * length), min(begin + size, (rank + 1) * length)
+            usual.append((rank, first - rank * length, first - begin, last - first))
+        if all(self._address(number, name, rank) == (offset, count) for rank, offset, _, count in usual):
+            return usual
+        found: list[Part] = []
+        for rank in ranks:
+            if (address := self._address(number, name, rank)) is not None:
+                found.append((rank, address[0], sum(part[3] for part in found), address[1]))
+        return found
+
+    def _address(self, number: int, name: str, rank: int) -> tuple[int, int] | None:
+        """Return where a part of a parameter begins in the flat tensor of a rank below stage 3, and its length."""
+        address = self.shards[rank]["param_slice_mappings"][number].get(name)
+        return None if address is None else (address.start, address.numel)
 
     @functools.cached_property
-    def _places(self) -> list[dict[str, list[tuple[int, int, int]]]]:
-        """Return for each group, by name, the ranks that have a part of a parameter: where it begins there, and its length."""
-        found: list[dict[str, list[tuple[int, int, int]]]] = []
-        for number, group in enumerate(self.groups):
-            places: dict[str, list[tuple[int, int, int]]] = {name: [] for name in group}
-            for rank, shard in enumerate(self.shards):
-                if self.splits_weights:
-                    offset = 0
-                    for name, shape in group.items():
-                        start, count, length = part_of(shape.numel(), rank, len(self.shards))
-                        places[name].append((rank, offset, count))
-                        offset += length
-                else:
-                    for name, address in shard["param_slice_mappings"][number].items():
-                        places[name].append((rank, address.start, address.numel))
-            found.append(places)
-        return found
+    def _begins(self) -> list[dict[str, int]]:
+        """For each group, by name, how many elements lie before a parameter: at stage 3 in the flat tensor of each rank."""
+        made: list[dict[str, int]] = []
+        for group in self.groups:
+            sizes = [shape.numel() for shape in group.values()]
+            if self.splits_weights:
+                sizes = [part_of(size, 0, len(self.shards))[2] for size in sizes]
+            made.append(dict(zip(group, itertools.accumulate(sizes, initial=0), strict=False)))
+        return made
+
+
+def _cut(flat: Callable[[int], torch.Tensor], parts: Sequence[Part], start: int, stop: int) -> torch.Tensor:
+    """Return the elements from `start` to `stop` out of the parts that ranks have in flat tensors."""
+    pieces = []
+    for rank, offset, begin, count in parts:
+        first, last = max(start, begin), min(stop, begin + count)
+        if first < last:
+            pieces.append(flat(rank).detach().narrow(0, offset + first - begin, last - first))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [flat(0).detach()[:0]])
 
 
 def part_of(size: int, rank: int, ranks: int) -> tuple[int, int, int]:

@@ -1,23 +1,27 @@
-"""Loading a run's checkpoint: found, verified, read and compared in full, and only then put into the objects."""
+"""Loading a run's checkpoint: found, verified, read and compared in full, and only then put into the objects.
 
-import itertools
+Rank 0 finds the checkpoint and looks at all of its files; where machines have disks of their own, one rank of each does so. The others take
+its word, and touch only what they read. What is read is hashed before: the ranks of a machine share the files that all of them read, and
+each hashes what it alone reads. Ranks report only what is wrong, before any object has changed.
+"""
+
+import contextlib
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
-from accelerate.checkpoint.load import Contents, read_common, tensor_device
+from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.state import Common
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, newest_first, storage_of
-from accelerate.runtime import durable
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
 from accelerate.training.prepared import Facade
 
 logger = logging.getLogger(__name__)
@@ -43,130 +47,49 @@ def load_state(
     place meanwhile, all ranks start over with that one, so that they never mix two.
     """
     background = accelerator._background
-    former = background.settle("load_state()") if background.pending else None
+    problem: Exception | None = background.settle("load_state()") if background.pending else None
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
-    latest = latest or input_dir is None
     storage = _storage(accelerator, input_dir)
-    group = Group.of(accelerator, storage)
-    barrier = SaveBarrier("load_state", storage.location, group, default_store())
-    barrier.begin()
-    barrier.exchange(None, former)  # what failed in the background on one rank alone is raised on all of them now
-    for attempt in itertools.count(1):
-        try:
-            chosen, contents = _one_read(accelerator, barrier, group, storage, latest, options, model_options)
-        except _Refused as refused:  # every rank raises it, so no rank waits for another's
+    search = _Search(accelerator, storage, latest or input_dir is None)
+    group, replaced = Group.of(accelerator, storage), 0
+    while True:
+        barrier = SaveBarrier("load_state", storage.location, group, default_store())
+        barrier.begin()
+        # What failed in the background on one rank alone is raised on all of them.
+        answer = barrier.share(search.answer() if group.rank == 0 and problem is None else None, problem=problem)
+        if (refusal := _refusal(answer)) is not None:
             barrier.leave()
-            refusal, nothing = refused.args
             # One that cannot be read is no reason to begin anew, and to save over it.
-            if missing_ok and nothing:
+            if missing_ok and answer["nothing"]:
                 logger.info("%s Nothing was loaded.", refusal)
                 return None
-            raise refusal from None
-        if chosen is not None and contents is not None:
-            break
+            raise refusal
+        chosen = _Chosen.of(search, barrier, group, answer)
+        try:
+            contents = _read_together(accelerator, barrier, chosen, options, model_options)
+            if contents is not None:
+                _complete(accelerator, barrier, contents, model_options)
+                break
+        except _Damaged as error:
+            if not search.latest:
+                raise damaged(chosen.storage.location, error.args[0]) from None
+            search.pass_over(chosen, "; ".join(error.args[0]))
+            continue
+        finally:
+            chosen.storage.release()
+        replaced += 1
         logger.info("%r: another save took its place while it was read; starting over.", storage.location)
-        if attempt == _ATTEMPTS:
-            barrier.leave()
+        if replaced == _ATTEMPTS:
             raise RuntimeError(
-                f"load_state({storage.location!r}): another save took its place {attempt} times while it was read; nothing was "
+                f"load_state({storage.location!r}): another save took its place {replaced} times while it was read; nothing was "
                 "loaded. Save there less often, or load a copy."
             )
-        time.sleep(attempt / 1000)
-    try:
-        _complete(accelerator, barrier, contents, model_options)
-    finally:
-        chosen.storage.release()
+        time.sleep(replaced / 1000)
     accelerator._loaded_checkpoint = chosen.storage.location
     if chosen.following is not None:
         accelerator.project_configuration.iteration = chosen.following
     return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
-
-
-@dataclass
-class _Chosen:
-    """A verified checkpoint, the same on all ranks.
-
-    Attributes:
-        folder: this rank's local folder of it, and its manifest when it was verified, None without one.
-        following: the next automatic number.
-    """
-
-    storage: CheckpointStorage
-    folder: str
-    manifest: Manifest | None
-    following: int | None = None
-
-    def replaced(self) -> bool:
-        """Say whether another save has taken its place, or it was removed, since it was verified. Any rank, alone."""
-        try:
-            return Manifest.read(self.folder) != self.manifest
-        except (OSError, DamagedCheckpoint):
-            return self.manifest is not None
-
-
-def _one_read(
-    accelerator: Facade,
-    barrier: SaveBarrier,
-    group: Group,
-    storage: CheckpointStorage,
-    latest: bool,
-    options: dict[str, Any],
-    model_options: dict[str, Any],
-) -> tuple[_Chosen | None, Contents | None]:
-    """Choose a checkpoint and read it; Nones where another save took its place meanwhile. All ranks."""
-    chosen, contents, problem = None, None, None
-    try:
-        chosen = _choose(accelerator, barrier, group, storage, latest)
-        if chosen is None:
-            return None, None
-        contents = _read(accelerator, chosen.folder, options, model_options)
-    except _Refused:
-        raise
-    except BaseException as error:  # the other ranks would wait for a rank that leaves now
-        problem = error
-    # Before any rank gives its objects anything: they may have collectives of their own.
-    replaced = isinstance(problem, Exception | None) and chosen is not None and chosen.replaced()
-    try:
-        if not any(barrier.exchange(replaced, None if replaced else problem)):
-            return chosen, contents
-    except BaseException:
-        _give_up(chosen, contents)
-        raise
-    _give_up(chosen, contents)
-    return None, None
-
-
-def _give_up(chosen: _Chosen | None, contents: Contents | None) -> None:
-    if contents is not None:
-        contents.undo()
-    if chosen is not None:
-        chosen.storage.release()
-
-
-def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
-    """Give the objects their states if none refuses its own on any rank, else give back what they had."""
-    problem = None
-    try:
-        contents.begin(**model_options)
-    except BaseException as error:
-        problem = error
-    try:
-        barrier.exchange(None, problem)
-    except BaseException:
-        contents.undo()
-        raise
-    try:
-        for name, value in contents.complete().items():
-            setattr(accelerator, name, value)
-    except BaseException as error:  # no rank may go on while another has other states
-        problem = error
-    barrier.exchange(None, problem)
-    barrier.leave()
-
-
-class _Refused(Exception):
-    """A problem that all ranks have found together, and whether it is that there is no checkpoint, whole or not."""
 
 
 def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:
@@ -181,177 +104,333 @@ def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage
     return storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
 
 
-def _on_all(barrier: SaveBarrier, work: Callable[[], tuple[Any, list[str]]]) -> tuple[list[Any], list[str]]:
-    """Do something on every rank; return what each has, None where it failed, and the problems of all. All ranks."""
-    value, found = None, []
-    try:
-        value, found = work()
-    except Exception as error:
-        found = [f"{type(error).__name__}: {error}"]
-    notes = barrier.exchange([value, found])
-    return [note[0] for note in notes], list(dict.fromkeys(line for note in notes for line in note[1]))
+# -- which one ---------------------------------------------------------------------------------------------------------
 
 
-# Before the problem of a checkpoint that is not there at all.
-_ABSENT = "absent: "
+@dataclass
+class _Search:
+    """Finds the checkpoint to load: the leader alone, but for `pass_over`.
 
+    Attributes:
+        passed: why checkpoints were passed over, by location.
+        damaged: those of them that some rank found damaged, with the names of their saves.
+    """
 
-def _choose(
-    accelerator: Facade,
-    barrier: SaveBarrier,
-    group: Group,
-    storage: CheckpointStorage,
-    latest: bool,
-) -> _Chosen | None:
-    """Return the checkpoint that all ranks take; None if another save took its place while it was verified."""
-    searched, (candidates, passed) = None, ([storage.location], [])
-    while latest or searched is None:
-        if latest:
-            candidates, passed = _searched(barrier, group, storage, warns=searched is None)
-        if not candidates or candidates == searched:
-            break
-        searched = candidates  # none of them can be loaded: if a run prunes beside this load, there are others by now
-        for candidate in map(storage_of, candidates):
-            chosen, problems = _verified(accelerator, barrier, group, candidate)
-            if not problems:
-                return chosen
-            candidate.release()
-            absent = all(line.startswith(_ABSENT) for line in problems)
-            if not latest:
-                refusal: Exception = damaged(candidate.location, problems)
-                if problems[0].startswith(_ABSENT):
-                    reason = problems[0].removeprefix(_ABSENT)
-                    refusal = ValueError(f"load_state({candidate.location!r}): {reason}.")
-                raise _Refused(refusal, absent)
-            passed.append(f"{candidate.location}: {'; '.join(problems)}")
-            if group.rank == 0 and not absent:
-                logger.warning("Passed over %s", passed[-1])
-    more = "".join(f"\n  passed over {line}" for line in passed)
-    text = f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
-    raise _Refused(FileNotFoundError(text), not passed)
+    accelerator: Facade
+    storage: CheckpointStorage
+    latest: bool
+    passed: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
 
-
-def _searched(
-    barrier: SaveBarrier, group: Group, storage: CheckpointStorage, warns: bool
-) -> tuple[list[str], list[str]]:
-    """Return the checkpoints in a folder, newest first, as the first rank finds them, and a line for each that it passed over."""
-
-    def search() -> tuple[Any, list[str]]:
-        if group.rank != 0:
-            return None, []
-        candidates, passed = newest_first(storage)
-        return [[candidate.location for candidate in candidates], passed], []
-
-    notes, problems = _on_all(barrier, search)
-    if problems:
-        text = f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"
-        raise _Refused(OSError(text), False)
-    candidates, passed = notes[0]
-    for line in passed if warns and group.rank == 0 else ():
-        logger.warning("Passed over %s", line)
-    return candidates, passed
-
-
-def _verified(
-    accelerator: Facade, barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
-) -> tuple[_Chosen | None, list[str]]:
-    """Verify a checkpoint together; return it, None if another save took its place, and what is wrong with it, on any rank."""
-    leader, state, readers = barrier.leader(), None, []
-
-    def fetch() -> tuple[Any, list[str]]:
-        nonlocal state
-        state = candidate.state()
+    def answer(self) -> dict[str, Any]:
+        """Return which checkpoint all ranks load, or why there is none: small and plain data."""
+        try:
+            found = self._newest() if self.latest else (self.storage, self.storage.state())
+        except Exception as error:
+            return _no(OSError, f"{self.storage.location!r} could not be read. {type(error).__name__}: {error}")
+        if found is None:
+            passed = [f"{location}: {reason:.1000}" for location, reason in self.passed.items()]
+            more = "".join(f"\n  passed over {line}" for line in manifest.first_of(passed))
+            text = f"There is no complete checkpoint in {self.storage.location!r}. Save one first, or name one.{more}"
+            return _no(FileNotFoundError, text, nothing=not passed)
+        storage, state = found
+        if state.kind == "absent":
+            return _no(ValueError, f"load_state({storage.location!r}): {state.reason}.", nothing=True)
         if not state.loads:
-            return None, [f"{_ABSENT}{state.reason}" if state.kind == "absent" else state.reason]
-        here = candidate.fetch() if candidate.shared or leader == group.rank else None
-        return [here, None if state.manifest is None else state.manifest.save, leader], []
+            return _no(DamagedCheckpoint, str(damaged(storage.location, [state.reason])))
+        if state.manifest is None:
+            logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
+        folder = storage.fetch() if storage.shared else ""
+        following = self.following_number(storage)
+        return {"location": storage.location, "save": _name_of(state), "folder": folder, "following": following}
 
-    def verify() -> tuple[Any, list[str]]:
-        following, hashed, problems = _following_number(accelerator, candidate), [], []
-        if chosen.manifest is not None:
-            problems = manifest.problems(chosen.folder, chosen.manifest)
-            hashed = (
-                [] if problems else _hashed(chosen.folder, chosen.manifest, readers.index(group.rank), len(readers))
-            )
-        elif group.rank == 0:
-            logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
-        return [following, hashed], problems
+    def _newest(self) -> tuple[CheckpointStorage, State] | None:
+        """Return the newest checkpoint that may be loaded; what lies before it is not looked at."""
+        listed = None
+        while (now := self.storage.checkpoints()) != listed:  # a run that prunes beside this search has others by now
+            listed, absent = now, True
+            for _, storage in reversed(now):
+                state = storage.state()
+                if state.loads and self.damaged.get(storage.location) != _name_of(state):
+                    return storage, state
+                absent = absent and state.kind == "absent"
+                if state.kind == "incomplete":
+                    self._pass(storage.location, state.reason)
+            if absent:
+                state = self.storage.state()
+                if state.kind == "complete" and self.damaged.get(self.storage.location) != _name_of(state):
+                    return self.storage, state
+                if state.kind == "incomplete" and self.storage.files():
+                    self._pass(self.storage.location, state.reason)
+        return None
 
-    notes, problems = _on_all(barrier, fetch)
-    if not problems and len({save for _, save, _ in notes}) > 1:
-        if group.shared:
-            return None, []
-        problems = ["the machines have checkpoints of different saves: not all had published when the run ended"]
-    if problems:
-        return None, problems
-    chosen = _Chosen(candidate, notes[group.rank][0] or notes[leader][0], state.manifest)
-    readers = [rank for rank, note in enumerate(notes) if note[2] == leader]
-    notes, problems = _on_all(barrier, verify)
-    if not problems:
-        chosen.following = max((note[0] for note in notes if note[0] is not None), default=None)
-    if not problems and chosen.manifest is not None:
-        digests = {(name, start): digest for rank in readers for name, start, digest in notes[rank][1]}
-        problems = _compared(chosen.manifest, digests)
-        if len(readers) < len(notes):  # there are copies of which another one may be damaged
-            _, problems = _on_all(barrier, lambda: (None, problems))
-    if problems and any(barrier.exchange(chosen.replaced())):
-        candidate.release()
-        return None, []
-    return chosen, problems
+    def _pass(self, location: str, reason: str) -> None:
+        if self.passed.get(location) != reason:
+            self.passed[location] = reason
+            logger.warning("Passed over %s: %s", location, reason)
 
+    def pass_over(self, chosen: "_Chosen", reason: str) -> None:
+        """Look for another one than what some rank has found damaged. All ranks."""
+        self.damaged[chosen.storage.location] = chosen.save
+        if self.accelerator.process_index == 0:
+            self._pass(chosen.storage.location, reason)
 
-def _hashed(folder: str, listing: Manifest, reader: int, readers: int) -> list[tuple[str, int, str]]:
-    """Hash this rank's pieces of the files, with file and offset: the ranks that read one copy share its bytes evenly."""
-    every = [(name, start) for name in sorted(listing.files) for start in _pieces(listing, name)]
-    own: dict[str, list[int]] = {}
-    for name, start in every[reader::readers]:
-        own.setdefault(name, []).append(start)
-    found = []
-    for name, starts in own.items():
-        digests = durable.digests(os.path.join(folder, name), starts, listing.files[name].size, durable.threads())
-        found += [(name, start, digest.hex()) for start, digest in zip(starts, digests, strict=True)]
-    return found
-
-
-def _compared(listing: Manifest, digests: dict[tuple[str, int], str]) -> list[str]:
-    """Return a line for each file that has changed."""
-    lines = []
-    for name, entry in sorted(listing.files.items()):
-        checksum = durable.combined(bytes.fromhex(digests[name, start]) for start in _pieces(listing, name))
-        lines += manifest.changed(name, entry, checksum)
-    return lines
+    def following_number(self, storage: CheckpointStorage) -> int | None:
+        """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
+        project = self.accelerator.project_configuration
+        number = manifest.number_of(storage.name)
+        if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
+            return None
+        here = storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
+        if storage.parent() != here:
+            return None
+        # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest. Damaged ones
+        # keep theirs, too: a user may want to look at them. An empty folder is of no use.
+        taken = [known for known, other in here.checkpoints() if other.files() or other.entries()]
+        return max(taken, default=number) + 1
 
 
-def _pieces(listing: Manifest, name: str) -> range:
-    """Return where the pieces of a file begin that have a digest each."""
-    return range(0, listing.files[name].size, durable.CHUNK)
+def _no(kind: type[Exception], text: str, nothing: bool = False) -> dict[str, Any]:
+    return {"error": kind.__name__, "text": text[:20_000], "nothing": nothing}
+
+
+def _refusal(answer: dict[str, Any]) -> Exception | None:
+    kinds = ValueError, FileNotFoundError, OSError, DamagedCheckpoint
+    return next((kind(answer["text"]) for kind in kinds if kind.__name__ == answer.get("error")), None)
+
+
+def _name_of(state: State) -> str:
+    """Return the name of the save that wrote a checkpoint; an empty one of another library's."""
+    return "" if state.manifest is None else state.manifest.save
+
+
+class _Damaged(Exception):
+    """Raised on all ranks: the checkpoint is damaged; with a line for each thing that is wrong."""
+
+
+@dataclass
+class _Chosen:
+    """The checkpoint that all ranks load.
+
+    Attributes:
+        folder: this rank's local folder of it.
+        save: the name of the save, None where it could not be read.
+        text: the manifest when it was chosen, None without one.
+        problems: what is wrong with this machine's copy, found by its leader.
+        following: the next automatic number.
+    """
+
+    storage: CheckpointStorage
+    folder: str
+    save: str | None
+    text: bytes | None
+    problems: list[str]
+    following: int | None
+
+    @classmethod
+    def of(cls, search: _Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
+        """Return what the leader of all ranks has chosen, as it lies on the disk of this rank's machine. All ranks."""
+        storage, problems = storage_of(answer["location"]), []
+        folder, save, following = answer["folder"], answer["save"], answer["following"]
+        if not group.shared:
+            mine = None
+            if group.rank == barrier.leader():
+                *mine, problems = _own_copy(storage, save)
+            folder, save = barrier.share(mine, barrier.leader())
+        if group.each_node and following is not None:  # a machine may have one more
+            leads = group.rank == barrier.leader()
+            following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
+        text = None
+        with contextlib.suppress(OSError):
+            text = Path(folder, manifest.NAME).read_bytes()
+        with contextlib.suppress(DamagedCheckpoint):  # another save takes the place
+            if text is not None:
+                listing = Manifest.from_json(text, os.path.join(folder, manifest.NAME))
+                folder = CheckpointFolder(folder, listing, _place(search.accelerator))
+        return cls(storage, folder, save, text, problems, following)
+
+    @property
+    def listing(self) -> Manifest | None:
+        """The manifest, None without one."""
+        return self.folder.listing if isinstance(self.folder, CheckpointFolder) else None
+
+    @property
+    def wrong(self) -> list[str]:
+        """What this rank has found wrong with the files so far."""
+        return [*self.problems, *getattr(self.folder, "wrong", ())]
+
+    def replaced(self) -> bool:
+        """Say whether another save has taken its place, or it was removed, since it was chosen. Any rank, alone."""
+        try:
+            text = Path(self.folder, manifest.NAME).read_bytes()
+        except OSError:
+            text = None
+        return text != self.text or self.save not in (None, self.listing.save if self.listing else "")
+
+    def verify(self, rank: int, by_parts: bool) -> None:
+        """Hash this rank's share of the files that all ranks of the machine read, and the files of its own. Any rank, alone.
+
+        With `by_parts` the shards of models and optimizers are left to those who read them.
+        """
+        if self.listing is None or self.problems or self.replaced():
+            return
+        shared, own = _read_by(self.listing, rank, by_parts)
+        self.folder.differences(dict.fromkeys(shared), shared=True)
+        self.folder.differences(dict.fromkeys(own))
+
+
+def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str]]:
+    """Return the folder of a machine's own copy of a checkpoint, its save, and what is wrong with it. The leader of the machine."""
+    try:
+        state = storage.state()
+        if not state.loads:
+            return storage.location, _name_of(state), [state.reason]
+        if _name_of(state) != save:
+            problem = "the machines have checkpoints of different saves: not all had published when the run ended"
+            return storage.location, _name_of(state), [problem] if storage.shared else []
+        return storage.fetch(), save, []
+    except Exception as error:
+        return storage.location, None, [f"{type(error).__name__}: {error}"]
+
+
+def _place(accelerator: Facade) -> tuple[int, int]:
+    """Return which rank of its machine this one is, and how many they are, as far as the launcher said so."""
+    count = min(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), accelerator.num_processes)
+    rank = accelerator.local_process_index
+    return (rank, count) if rank < count else (0, 1)
+
+
+# The files of one rank each, with its number; and files of models and optimizers that ranks read in part, or not at all.
+_OF_RANK = re.compile(
+    r"(?:random_states|generators)_(\d+)\.\w+|rank(\d+)_dl_state_dict(?:_\d+)?\.bin"
+    r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin"
+)
+_PARTS = re.compile(r"[^/]+/(?:__\d+_\d+\.distcp|[^/]*_states\.pt)")
+
+
+def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], list[str]]:
+    """Return the files that every rank reads, and those that this one reads alone."""
+    owners = {
+        name: next(int(n) for n in found.groups() if n)
+        for name in listing.files
+        if (found := _OF_RANK.fullmatch(name))
+    }
+    # A rank that was not there when the checkpoint was saved begins with the random states of the first one.
+    mine = rank if manifest.random_states_file(rank) in listing.files else 0
+    own = [name for name, owner in owners.items() if owner in (rank, mine)]
+    others = {*owners, *(filter(_PARTS.fullmatch, listing.files) if by_parts else ())}
+    return [
+        name for name in listing.files if name not in others and not name.startswith(f"{manifest.PARTS_FOLDER}/")
+    ], own
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _read_together(
+    accelerator: Facade, barrier: SaveBarrier, chosen: _Chosen, options: dict[str, Any], model_options: dict[str, Any]
+) -> Contents | None:
+    """Verify and read a checkpoint; None if another save took its place meanwhile. All ranks.
+
+    Raises:
+        _Damaged: its files are not what was written.
+    """
+    problem, contents = None, None
+    try:
+        chosen.verify(accelerator.process_index, accelerator._backend.saves_shards)
+    except BaseException as error:  # the other ranks would wait for a rank that leaves now
+        problem = error
+    if _may_go_on(barrier, chosen, problem):
+        try:
+            contents = _read(accelerator, chosen.folder, options, model_options)
+        except BaseException as error:
+            problem = error
+        try:
+            # Before any rank gives its objects anything: they may have collectives of their own.
+            if _may_go_on(barrier, chosen, problem):
+                return contents
+        except BaseException:
+            if contents is not None:
+                contents.undo()
+            raise
+    if contents is not None:
+        contents.undo()
+    return None
+
+
+def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | None) -> bool:
+    """Say whether all is well on all ranks, or not because another save took the place; else raise. All ranks."""
+    if not barrier.any_of(problem is not None or bool(chosen.wrong) or chosen.replaced()):
+        return True
+    if barrier.any_of(isinstance(problem, Exception | None) and chosen.replaced()):
+        barrier.leave()
+        return False
+    is_damaged, wrong = barrier.any_of(bool(chosen.wrong)), chosen.wrong
+    if is_damaged:  # what a rank ran into that found nothing wrong is a consequence
+        problem = DamagedCheckpoint("; ".join(manifest.first_of(wrong))) if wrong else None
+    try:
+        barrier.share(problem=problem)
+    except RuntimeError as error:
+        if not is_damaged:
+            raise
+        raise _Damaged(wrong or [str(error).partition(" failed on other ranks. ")[2]]) from None
+    raise AssertionError("some rank has reported a problem")
+
+
+def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
+    """Give the objects their states if none refuses its own on any rank, else give back what they had."""
+    problem = None
+    try:
+        contents.begin(**model_options)
+    except BaseException as error:
+        problem = error
+    try:
+        barrier.share(problem=problem)
+    except BaseException:
+        contents.undo()
+        raise
+    try:
+        for name, value in contents.complete().items():
+            setattr(accelerator, name, value)
+    except BaseException as error:  # no rank may go on while another has other states
+        problem = error
+    barrier.share(problem=problem)
+    barrier.leave()
 
 
 def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
-    backend, problem = accelerator._backend, None
+    """Read all states. A rank that fails goes on, because the others wait for it where they read together, and raises at the end."""
+    backend, problems = accelerator._backend, []
     common = Common.of(accelerator, backend.checkpointed_schedulers(accelerator))
+    contents = Contents(folder, common)
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            problems.append(error)
+            if accelerator.num_processes == 1:
+                raise
+
     try:
-        _check_custom(folder, common.custom)
-        contents = read_common(common, folder, options["load_kwargs"])
-    except Exception as error:
-        if accelerator.num_processes == 1:
-            raise
-        contents, problem = Contents(folder, common), error  # the others wait for this rank where they read together
-    try:
+        with noted():
+            _check_custom(folder, common.custom)
+            contents = read_common(common, folder, options["load_kwargs"])
         for index, optimizer in enumerate(accelerator.prepared.optimizers):
-            state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
-            if isinstance(state, Deferred):
-                contents.remaining.append(state.finish)
-                state = state.state
-            if state is not None:
-                contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
-        _read_models(accelerator, contents, folder, options, model_options)
-        if problem is not None:
-            raise problem
+            with noted():
+                state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
+                if isinstance(state, Deferred):
+                    contents.remaining.append(state.finish)
+                    state = state.state
+                if state is not None:
+                    contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
+        with noted():
+            _read_models(accelerator, contents, folder, options, model_options)
+        if problems:
+            raise problems[0]
     except BaseException:
         contents.undo()
-        if problem is not None:
-            raise problem from None
         raise
     _warn_of_fewer_processes(accelerator, folder)
     return contents
@@ -359,7 +438,8 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
 
 def _check_custom(folder: str, custom: Sequence[Any]) -> None:
     pattern = re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl"
-    if (saved := sum(re.fullmatch(pattern, file) is not None for file in os.listdir(folder))) != len(custom):
+    files = folder.listing.files if isinstance(folder, CheckpointFolder) else os.listdir(folder)
+    if (saved := sum(re.fullmatch(pattern, file) is not None for file in files)) != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
@@ -405,18 +485,3 @@ def _warn_of_fewer_processes(accelerator: Facade, folder: str) -> None:
             f"{folder} was saved by more processes than the {accelerator.num_processes} running now (it has {beyond}). Its "
             "weights and positions in the data load, but the ranks draw other random numbers and other samples than before."
         )
-
-
-def _following_number(accelerator: Facade, storage: CheckpointStorage) -> int | None:
-    """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
-    project = accelerator.project_configuration
-    number = manifest.number_of(storage.name)
-    if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
-        return None
-    here = storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
-    if storage.parent() != here:
-        return None
-    # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest. Damaged ones keep
-    # theirs, too: a user may want to look at them. What a killed save leaves in an object store is of no use.
-    taken = [known for known, other in here.checkpoints() if other.state().loads or other.files()]
-    return max(taken, default=number) + 1

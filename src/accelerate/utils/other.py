@@ -109,13 +109,18 @@ def _numpy_as_records() -> Iterator[None]:
             serialization.add_safe_globals(former)
 
 
+_PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
+
+
 def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
     """Return a value in which arrays are numpy's own; dicts and lists are changed where they are."""
     if id(value) in known:
         return known[id(value)]
     if type(value) is tuple:
+        if _PLAIN.issuperset(map(type, value)):  # the state of a generator is hundreds of numbers
+            return value
         made = tuple([_with_arrays(one, known) for one in value])
-        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+        return made if list(map(id, made)) != list(map(id, value)) else value
     if isinstance(value, (dict, list)):
         known[id(value)] = value
         for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):

@@ -10,12 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import checkpointing
-from accelerate.checkpoint import load
-from accelerate.checkpoint.load import Contents, read_common
+from accelerate.checkpoint import formats, layouts, load
+from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common
+from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
 from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
 from accelerate.checkpoint.state import Common
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
+from accelerate.runtime import durable
 from accelerate.utils import other
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from cases import cases
@@ -30,9 +32,9 @@ def common(schedulers=(), loaders=(), custom=()):
 def test_names_of_wrappers_are_understood(tmp_path, prefix):
     net = nn.Linear(2, 2)
     write_model({prefix + name: value for name, value in net.state_dict().items()}, tmp_path)
-    assert same(load.read_model(nn.Linear(2, 2), tmp_path), net.state_dict())
+    assert same(layouts.read_whole_model(nn.Linear(2, 2), tmp_path), net.state_dict())
     wrapped = torch.compile(nn.DataParallel(nn.Linear(2, 2)), backend="eager")
-    assert same(load.read_model(wrapped, tmp_path), net.state_dict())
+    assert same(layouts.read_whole_model(wrapped, tmp_path), net.state_dict())
     assert plain_names(wrapped.state_dict())._metadata == wrapped._orig_mod.state_dict()._metadata
     assert plain_names({"_orig_mod.a._orig_mod.b": 1, "module.c": 2}) == {"a.b": 1, "module.c": 2}
 
@@ -44,8 +46,8 @@ def test_a_misfit_lists_what_differs(tmp_path):
     both = rf"model\.safetensors.*{shapes}\n.*missing"
     for width, strict, told in [(2, True, names), (3, True, both), (3, False, shapes)]:
         with pytest.raises(RuntimeError, match=f"(?s){told}"):
-            load.read_model(nn.Linear(width, 2), tmp_path, strict=strict)
-    assert len(load.read_model(nn.Linear(2, 2), tmp_path, strict=False)) == 13
+            layouts.read_whole_model(nn.Linear(width, 2), tmp_path, strict=strict)
+    assert len(layouts.read_whole_model(nn.Linear(2, 2), tmp_path, strict=False)) == 13
 
 
 class Object:
@@ -169,7 +171,7 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
     with pytest.raises(ValueError, match="safe_serialization=False"):
         write_model({"weight": torch.ones(1), "_extra_state": {"a": 1}}, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"(?i)model 1 \(Linear\).*model_1.safetensors is missing"):
-        load.read_model(nn.Linear(1, 1), tmp_path, 1)
+        layouts.read_whole_model(nn.Linear(1, 1), tmp_path, 1)
     with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
         load.read_optimizer(tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
@@ -216,7 +218,7 @@ def saved(folder, kind=torch.optim.AdamW):
 
 
 def contents_of(folder, model, optimizer):
-    state = load.read_model(model, folder)
+    state = layouts.read_whole_model(model, folder)
     optimizers = [(optimizer, load.read_optimizer(folder), "optimizer.bin")]
     return Contents(str(folder), common(), models=[(model, state)], optimizers=optimizers)
 
@@ -370,3 +372,41 @@ def test_a_scaler_or_a_rank_that_was_not_there_is_told(tmp_path, caplog):
     checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 4)
     assert not torch.equal(torch.rand(2), drawn)
     assert "random_states_3.pkl" in caplog.text and "fewer processes" in caplog.text
+
+
+def listed(tmp_path, *names):
+    entries = {name: formats.describe(tmp_path / name) for name in names}
+    return Manifest(entries)
+
+
+def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
+    piece = durable.CHUNK
+    with formats.durable(tmp_path / "shards") as file:
+        file.write(bytes(2 * piece + 100))
+    listing = Manifest({"shards": FileEntry.of(file)})
+    with open(tmp_path / "shards", "r+b") as damaged:
+        damaged.seek(2 * piece + 50)
+        damaged.write(b"x")
+    folder = CheckpointFolder(str(tmp_path), listing)
+    folder.check({"shards": [(0, 10), (piece - 1, piece + 1)], "not listed": None})
+    with pytest.raises(DamagedCheckpoint, match="shards has changed: the checksum of its piece 2 is"):
+        folder.check({"shards": [(2 * piece - 1, 2 * piece + 1)]})
+    assert len(folder.wrong) == 1
+    os.remove(tmp_path / "shards")
+    assert folder.differences({"shards": None}) == []  # each piece was hashed
+    with pytest.raises(DamagedCheckpoint, match="shards could not be read"):
+        CheckpointFolder(str(tmp_path), listing).check_file("shards")
+
+
+def test_ranks_of_a_machine_share_what_all_of_them_read(tmp_path):
+    names = [f"file_{number}" for number in range(5)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"abc")
+    listing = listed(tmp_path, *names)
+    for name in names:
+        (tmp_path / name).write_bytes(b"abd")
+    ranks = [CheckpointFolder(str(tmp_path), listing, (rank, 2)) for rank in range(2)]
+    found = [rank.differences(dict.fromkeys(names), shared=True) for rank in ranks]
+    assert sorted(map(len, found)) == [2, 3]
+    assert sorted(line.split()[0] for lines in found for line in lines) == names
+    assert ranks[0].differences(dict.fromkeys(names)) == []

@@ -9,7 +9,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.checkpoint import formats, layouts, manifest, optimizers, zero
-from accelerate.checkpoint.load import refuse_misfit
+from accelerate.checkpoint.load import CheckpointFolder, refuse_misfit
 from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import numbered, parameter_names, tied_names, together
+from accelerate.checkpoint.state import numbered, parameter_names, tied_names
 from accelerate.modules.unwrap import canonical_name
 from accelerate.utils import other
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.shards import Stored
+    from accelerate.checkpoint.reader import CheckpointReader
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
@@ -78,7 +78,7 @@ class _Files:
 def read(
     engine: Any, folder: str, index: int, optimizer: int, strict: bool = True, weights_only: bool = True
 ) -> Deferred:
-    """Compare an engine with what a checkpoint has for it, and return what loads that. All ranks.
+    """Compare an engine with what a checkpoint has for it, and return what loads that. Any rank, alone; all ranks load.
 
     Args:
         engine: it stays as it is until the returned function is called.
@@ -92,7 +92,7 @@ def read(
         FileNotFoundError: there is no such model, or no state for the engine's optimizer.
         RuntimeError: names, shapes or groups differ.
     """
-    return Deferred(None, together(partial(_plan, engine, folder, index, optimizer, strict, weights_only)))
+    return Deferred(None, _plan(engine, folder, index, optimizer, strict, weights_only))
 
 
 def _check_disk_optimizer(engine: Any) -> None:
@@ -107,18 +107,23 @@ def _check_disk_optimizer(engine: Any) -> None:
 def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
     """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
     _check_disk_optimizer(engine)
-    found = layouts.required(folder, "model", index, None, verify=False)
+    found = layouts.required(folder, "model", index, None)
     written = None
     if found.layout == "zero":
-        load = partial(_native, engine, folder, found.name, weights_only)
+        load, check = partial(_native, engine, folder, found.name, weights_only), None
+        if isinstance(folder, CheckpointFolder):
+            check = folder.below(found.name).check_file
+            if engine.has_moe_layers:  # what DeepSpeed reads of it is not known here
+                folder.check(dict.fromkeys(filter(found.has, folder.listing.files)), shared=True)
         if engine.has_moe_layers:
             return partial(load, strict)
-        written = zero.Folder(os.path.join(folder, found.name), weights_only)
+        written = zero.Folder(os.path.join(folder, found.name), weights_only, check)
     model = found.open() if written is None else written.model()
     values = _matched(engine, model, strict, written)
     own = _same_layout(engine, written, os.path.join(folder, found.name))
     trains = engine.basic_optimizer is not None
     if own and trains and (written.shards or not isinstance(engine.optimizer, torch.optim.Optimizer)):
+        written.open_own(engine.global_rank)
         return partial(load, strict and len(values) == len(_shapes(engine)))
     idle = [one for one in engine.module.parameters() if not (trains and one.requires_grad)]
     if any(getattr(getattr(one, "ds_tensor", None), "final_location", None) == "nvme" for one in idle):
@@ -128,7 +133,7 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     raw = None
     if trains:
         _check_flat(engine)
-        found = layouts.required(folder, "optimizer", optimizer, None, verify=False)
+        found = layouts.required(folder, "optimizer", optimizer, None)
         states = found.open() if written is None else written.optimizer()
         goal = optimizers.Target(_groups(engine), {}, {}, tied_names(engine.module))
         raw, _ = optimizers.matched(goal, states, found)
@@ -136,10 +141,12 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     return partial(_put, engine, model, values, raw, written)
 
 
-def _matched(engine: Any, stored: "Stored", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
+def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
     own = _shapes(engine)
-    found, others = layouts.by_own_names(own, layouts.model_values(stored), tied_names(engine.module))
+    found, missing, others = layouts.matched(
+        own, layouts.model_values(stored), tied_names(engine.module), stored.aliases
+    )
     # What `exclude_frozen_parameters` left out stays as it is.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
     optional = frozen if written is not None and written.head["frozen_param_shapes"] is None else set()
@@ -149,9 +156,7 @@ def _matched(engine: Any, stored: "Stored", strict: bool, written: zero.Folder |
         if name in found and found[name].shape != shape
     ]
     if strict:
-        problems += [
-            f"{name} is missing in the checkpoint" for name in own if name not in found and name not in optional
-        ]
+        problems += [f"{name} is missing in the checkpoint" for name in missing if name not in optional]
         problems += [f"{name} is unexpected in the checkpoint" for name in others]
     refuse_misfit(stored.origin, type(engine.module).__name__, problems)
     return found
@@ -197,7 +202,7 @@ def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool
 class _Optimizer:
     """A stored optimizer under the engine's names, in its groups, not read."""
 
-    stored: "Stored"
+    stored: "CheckpointReader"
     states: Mapping[str, Any]
     groups: list[dict[str, Any]]
 
@@ -266,7 +271,11 @@ def _part(engine: Any, parameter: torch.Tensor) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def _put(
-    engine: Any, model: "Stored", values: dict[str, Any], optimizer: _Optimizer | None, written: zero.Folder | None
+    engine: Any,
+    model: "CheckpointReader",
+    values: dict[str, Any],
+    optimizer: _Optimizer | None,
+    written: zero.Folder | None,
 ) -> None:
     """Put weights, and the state of an optimizer, into an engine; a tensor at a time is read. All ranks."""
     inner, stage = engine.optimizer, engine.zero_optimization_stage()
@@ -281,18 +290,17 @@ def _put(
         parameter = parameters.get(name)
         if id(parameter) in skipped:
             continue
-        value = model.read(value)
         if hasattr(parameter, "ds_tensor"):
             start, count, _ = _part(engine, parameter)
-            formats.copied_over(parameter.ds_tensor[:count], value.flatten()[start : start + count])
+            formats.copied_over(parameter.ds_tensor[:count], model.read_flat(value, start, count))
         else:
-            formats.copied_over(state[name], value)
+            formats.copied_over(state[name], model.read(value))
     if optimizer and not stage:
         stored = {"state": optimizer.states, "param_groups": optimizer.groups}
         inner.load_state_dict(numbered(optimizer.stored.read(stored)))
     elif optimizer:
         for flat in _flats(engine):
-            _fill(flat, lambda name: model.read(values[canonical[name]]), flat.tensor)
+            _fill(flat, model, lambda name: values[canonical[name]], flat.tensor)
             _put_states(flat, optimizer, inner.optimizer.state[flat.tensor])
         for own, stored in zip(inner.optimizer.param_groups, optimizer.groups, strict=True):
             own.update({key: value for key, value in stored.items() if key != "params"})
@@ -307,10 +315,10 @@ def _put(
         _put_counts(engine, written)
 
 
-def _fill(flat: _Flat, read: Any, target: torch.Tensor) -> None:
-    """Copy this rank's parts of what `read` returns for each name."""
+def _fill(flat: _Flat, stored: "CheckpointReader", value: Callable[[str], Any], target: torch.Tensor) -> None:
+    """Read this rank's parts of what has the value of each name."""
     for name, offset, start, count in flat.parts:
-        formats.copied_over(target[offset : offset + count], read(name).flatten()[start : start + count])
+        formats.copied_over(target[offset : offset + count], stored.read_flat(value(name), start, count))
 
 
 def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> None:
@@ -323,7 +331,7 @@ def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> Non
             continue
         if not isinstance(kept.get(key), torch.Tensor):
             kept[key] = torch.zeros_like(flat.tensor)
-        _fill(flat, lambda name, key=key: optimizer.stored.read(optimizer.states[name][key]), kept[key])
+        _fill(flat, optimizer.stored, lambda name, key=key: optimizer.states[name][key], kept[key])
 
 
 def _put_counts(engine: Any, written: zero.Folder) -> None:
