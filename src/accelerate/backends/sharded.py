@@ -11,7 +11,7 @@ from torch import nn
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
-from accelerate.checkpoint.load import keeps_values, loads_by_name
+from accelerate.checkpoint.load import loads_by_name, uses_torch_load
 from accelerate.checkpoint.state import Layout
 from accelerate.devices import row
 from accelerate.modules import norms
@@ -141,7 +141,7 @@ class Sharded(Backend):
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
         model = model_of(optimizer, accelerator.prepared.models)
         prefer = self.layout(accelerator, "optimizer")
-        over = keeps_values(states.inner_optimizer(optimizer))
+        over = uses_torch_load(states.inner_optimizer(optimizer))
         return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, over=over)
 
 

@@ -174,9 +174,9 @@ class SaveBarrier:
         place, shares = f"value/{{}}/{(self._round_number + 1) % 2}", text != "null"
         if shares and self._store is not None:
             self._store.set(place.format(self.rank), json.dumps([self.name, self._round_number + 1, text]))
-        some, texts = self._synchronize(shares, problem, text)
+        shared, texts = self._synchronize(shares, problem, text)
         if texts is None:
-            known = _read(self._store, place.format(root)) if some and root != self.rank else None
+            known = _read(self._store, place.format(root)) if shared and root != self.rank else None
             texts = (
                 {self.rank: text}
                 if known is None or known[:2] != [self.name, self._round_number]
@@ -186,6 +186,10 @@ class SaveBarrier:
 
     def any_of(self, flag: bool, problem: BaseException | None = None) -> bool:
         """Say whether the flag of any rank is true, or raise what `share` raises. All ranks."""
+        return self.count_of(flag, problem) > 0
+
+    def count_of(self, flag: bool, problem: BaseException | None = None) -> int:
+        """Return on how many ranks the flag is true, or raise what `share` raises. All ranks."""
         return self._synchronize(bool(flag), problem)[0]
 
     def smallest(self, number: int) -> int:
@@ -226,12 +230,12 @@ class SaveBarrier:
 
     def _synchronize(
         self, flag: bool, problem: BaseException | None, text: str = "null"
-    ) -> tuple[bool, dict[int, str] | None]:
-        """Wait for all ranks, or raise where one failed or is gone; say whether any has the flag. Texts only without a store."""
+    ) -> tuple[int, dict[int, str] | None]:
+        """Wait for all ranks, or raise where one failed or is gone; return how many have the flag. Texts only without a store."""
         self._failed = self._failed or problem is not None
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            some, failed, texts = self._meet(flag, said, text)
+            flags, failed, texts = self._meet(flag, said, text)
         except RuntimeError as error:
             if problem is None or self._given_up:  # what failed here then is that the others have left
                 raise error from problem
@@ -242,14 +246,14 @@ class SaveBarrier:
             raise problem
         if failed:
             raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(failed)}")
-        return some, texts
+        return flags, texts
 
-    def _meet(self, flag: bool, problem: str | None, text: str) -> tuple[bool, list[str], dict[int, str] | None]:
+    def _meet(self, flag: bool, problem: str | None, text: str) -> tuple[int, list[str], dict[int, str] | None]:
         if self._store is None:
             notes = self._gather([flag, problem, text])
             failed = {rank: note[1] for rank, note in enumerate(notes) if note[1] is not None}
             texts = {rank: note[2] for rank, note in enumerate(notes)}
-            return any(note[0] for note in notes), _problems(failed, len(failed)), texts
+            return sum(note[0] for note in notes), _problems(failed, len(failed)), texts
         ask = (ASK_AFTER_S, ASK_AGAIN_S) if self._failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
         try:
             outcome = self._come(flag, problem, self._sum_up, self._judge_missing, *ask)
@@ -259,7 +263,7 @@ class SaveBarrier:
             self._given_up = self._ticket > outcome["come"]
             raise RuntimeError(f"{self.kind}({self.location!r}) did not come to its end. {outcome['lost']}")
         self._problems = len(outcome["failed"])
-        return outcome["some"], outcome["failed"], None
+        return outcome["flags"], outcome["failed"], None
 
     def _gather(self, note: Any) -> list[Any]:
         """Return the notes of all ranks, which have no store."""
@@ -367,7 +371,7 @@ class SaveBarrier:
         """Return the outcome of a round of all ranks."""
         failed = come // _FAILED
         notes = [json.loads(self._round.get(f"problem/{number + 1}")) for number in range(min(failed, _MOST))]
-        return {"some": come % _FAILED >= _FLAG, "failed": _problems(dict(notes), failed)}
+        return {"flags": come % _FAILED // _FLAG, "failed": _problems(dict(notes), failed)}
 
     def _calls(self) -> dict[int, Note]:
         """Return the calls of the ranks that have begun this barrier."""

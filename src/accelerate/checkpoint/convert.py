@@ -20,7 +20,13 @@ from accelerate.checkpoint import formats, layouts, manifest, optimizers, state,
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, refuse_unreadable, storage_of
+from accelerate.checkpoint.storage import (
+    CheckpointStatus,
+    CheckpointStorage,
+    LocalStorage,
+    refuse_unreadable,
+    storage_of,
+)
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
@@ -38,7 +44,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # -- the source and the target -----------------------------------------------------------------------------------------
 
 
-def _state_of(storage: CheckpointStorage, partly: bool = False) -> State:
+def _state_of(storage: CheckpointStorage, partly: bool = False) -> CheckpointStatus:
     """Return what lies at the source; raise if that does not load. With `partly`, files other than weights may be missing."""
     found = storage.state()
     if found.kind == "absent":

@@ -21,6 +21,9 @@ from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
 from accelerate.runtime import durable as durable_memory
 from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
 
+# Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
+Create = Callable[[Path], contextlib.AbstractContextManager[Any]]
+
 # From this many bytes on, huge pages pay, and files are mapped.
 LARGE = 4 << 20
 
@@ -49,10 +52,11 @@ def write_safetensors(
     rank: int = 0,
     aliases: Mapping[str, str] | None = None,
     read: Callable[[str], torch.Tensor] | None = None,
+    create: Create = durable,
 ) -> FileEntry:
     """Write dense tensors as safetensors, durably; TypeError for what that cannot hold. One process per file.
 
-    With `read`, which returns the values of a name, `tensors` are on the meta device, and one at a time is in memory.
+    `create` gives the file. With `read`, which returns the values of a name, `tensors` are on the meta device, and one at a time is in memory.
     Format: https://huggingface.co/docs/safetensors/index#format
     """
     refuse_unreadable(path)
@@ -67,7 +71,7 @@ def write_safetensors(
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with durable(path) as file:
+    with create(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
@@ -93,16 +97,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
+def write_torch(path: Path, obj: Any, rank: int = 0, create: Create = durable) -> FileEntry:
     """Write an object in torch's format, durably, with its numpy numbers as `plain` ones. One process per file."""
-    with durable(path) as file:
+    with create(path) as file:
         torch.save(plain(obj), file)
     return FileEntry.of(file, rank)
 
 
-def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:
+def write_bytes(path: Path, data: bytes, rank: int = 0, create: Create = durable) -> FileEntry:
     """Write bytes, durably. One process per file."""
-    with durable(path) as file:
+    with create(path) as file:
         file.write(data)
     return FileEntry.of(file, rank)
 
@@ -189,10 +193,9 @@ def replace_weights(
 
 def copied_over(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy a tensor whose memory may be a mapped file's, and return the target; OSError if the file cannot be read any more."""
-    if value.device.type != "cpu" or not _is_plain(value):
+    if not _is_memory(value):
         return target.copy_(value)
-    dense = _layout(torch.empty_like(value, device="meta"))  # of a strided view, a file may have more than the tensor
-    if target.device.type != "cpu" or not _is_plain(target) or not _layout(target) == _layout(value) == dense:
+    if not _is_memory(target) or _layout(target) != _layout(value):
         return target.copy_(own_copy(value))
     durable_memory.copy_mapped(target.data_ptr(), value.data_ptr(), value.nbytes)
     return target
@@ -201,15 +204,17 @@ def copied_over(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def own_copy(value: torch.Tensor) -> torch.Tensor:
     """Return a copy with memory of its own; OSError as `copied_over`. New memory in huge pages is filled faster."""
     made = torch.empty_like(value)
-    if not _is_plain(value) or _layout(made) != _layout(value):
-        return made.copy_(value)
     if made.nbytes >= LARGE and made.device.type == "cpu":
         durable_memory.advise(made.data_ptr(), made.nbytes, durable_memory.HUGE)
-    return copied_over(made, value)
+    return copied_over(made, value) if _layout(made) == _layout(value) else made.copy_(value)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the host's memory from its first byte to its last: of a strided view, a file may have more."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
+    if not is_plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _layout(tensor: torch.Tensor) -> Any:

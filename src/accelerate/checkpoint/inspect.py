@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, Stored
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, FileStat, LocalStorage
 
 # -- which there are ---------------------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ class Summary:
 
     name: str
     storage: CheckpointStorage
-    state: State
+    state: CheckpointStatus
     size: int
     saved: float | None
     unread: bool = False
@@ -272,7 +272,7 @@ class Pruning:
     elsewhere: CheckpointStorage | None
     old: list[Summary] = field(default_factory=list)
     unfinished: list[Summary] = field(default_factory=list)
-    left: dict[str, Stored] = field(default_factory=dict)
+    left: dict[str, FileStat] = field(default_factory=dict)
     unread: list[Summary] = field(default_factory=list)
 
 

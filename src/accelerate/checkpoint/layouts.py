@@ -82,7 +82,7 @@ class Found:
             }
             return CheckpointReader.in_files(held, aliases)
         rank, size = state.rank_and_size()
-        written = sum(map(self.has, os.listdir(self.folder)))
+        written = sum(map(self.has, os.listdir(self.folder) if folder is None else folder.listing.files))
         if written != size:
             raise RuntimeError(
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
@@ -146,16 +146,16 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors.
     """
     files, (shards, gathered) = set(files), usual_names(kind, index)
-    whole, stems = [gathered], [shards]
+    whole, prefixes = [gathered], [shards]
     if kind == "model":
         safe, pickled = whole_names(index)
         whole += pickled if files.isdisjoint(safe) else safe
-        stems += [FSDP_MODEL_NAME] if index == 0 else []
-    lying: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
-    lying += [(file, "full") for file in whole if file in files]
-    lying += [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
-    lying += [(stem, "local") for stem in stems if manifest.rank_file(stem, 0) in files]
-    return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in lying]
+        prefixes += [FSDP_MODEL_NAME] if index == 0 else []
+    found: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
+    found += [(file, "full") for file in whole if file in files]
+    found += [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
+    found += [(prefix, "local") for prefix in prefixes if manifest.rank_file(prefix, 0) in files]
+    return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in found]
 
 
 def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:

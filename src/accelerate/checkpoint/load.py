@@ -162,17 +162,25 @@ class CheckpointFolder(str):
     Attributes:
         listing: the manifest.
         place: which of the ranks it is that read the same files from one disk, and how many they are.
+        bring: sees to it that pieces of files are in the folder, as `CheckpointStorage.bring` does.
         wrong: what `differences` has returned so far.
     """
 
     listing: Manifest
     place: tuple[int, int]
+    bring: Callable[[dict[str, Any]], None]
     wrong: list[str]
 
-    def __new__(cls, folder: str, listing: Manifest, place: tuple[int, int] = (0, 1)) -> "CheckpointFolder":
+    def __new__(
+        cls,
+        folder: str,
+        listing: Manifest,
+        place: tuple[int, int] = (0, 1),
+        bring: Callable[[dict[str, Any]], None] = lambda wanted: None,
+    ) -> "CheckpointFolder":
         """Return the path."""
         made = super().__new__(cls, folder)
-        made.listing, made.place, made.wrong = listing, place, []
+        made.listing, made.place, made.bring, made.wrong = listing, place, bring, []
         made._prefix, made._root, made._hashed, made._entries = "", folder, set(), {}
         return made
 
@@ -205,10 +213,20 @@ class CheckpointFolder(str):
         names = {self._prefix + name: ranges for name, ranges in wanted.items()}
         try:
             entries = self._detailed(name for name in names if name in self.listing.files)
+            own = self._shares(entries, names, reader, readers)
+            self.bring({name: (entries[name].size, own[name] if entries[name].digests else None) for name in own})
         except DamagedCheckpoint as error:
             self.wrong.append(str(error))
             return [str(error)]
-        pieces = {(name, piece) for name, entry in entries.items() for piece in _pieces(entry, names[name])}
+        lines = [line for name, numbers in own.items() for line in _changed(self._root, name, entries[name], numbers)]
+        self.wrong += lines
+        return lines
+
+    def _shares(
+        self, entries: Mapping[str, FileEntry], ranges: Mapping[str, Any], reader: int, readers: int
+    ) -> dict[str, list[int]]:
+        """Return the numbers of the pieces that this reader hashes, by file, of those that none has hashed."""
+        pieces = {(name, piece) for name, entry in entries.items() for piece in _pieces(entry, ranges[name])}
         pieces -= self._hashed
         self._hashed |= pieces
         own: dict[str, list[int]] = {}
@@ -217,15 +235,15 @@ class CheckpointFolder(str):
             reader::readers
         ]:
             own.setdefault(name, []).append(piece)
-        lines = [line for name, numbers in own.items() for line in _changed(self._root, name, entries[name], numbers)]
-        self.wrong += lines
-        return lines
+        return own
 
     def _detailed(self, names: Iterable[str]) -> dict[str, FileEntry]:
         """Return full entries; the part of a rank is read once."""
         names = list(names)
         ranks = {self.listing.files[name].rank for name in names if name not in self._entries}
         theirs = [name for name, entry in self.listing.files.items() if entry.rank in ranks]
+        parts = [name for name in map(manifest.part_file, ranks) if name in self.listing.files]
+        self.bring({name: (self.listing.files[name].size, None) for name in parts})
         self._entries.update(self.listing.detailed(self._root, theirs))
         return {name: self._entries[name] for name in names}
 
@@ -379,9 +397,9 @@ class Contents:
 
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
         inner = inner_optimizer(optimizer)
-        if keeps_values(inner):
+        if uses_torch_load(inner):
             tensors = {parameter: dict(values) for parameter, values in inner.state.items()}
-            self.remaining.append(partial(_take_over, inner, storages(state), tensors))
+            self.remaining.append(partial(_take_over, inner, storage_pointers(state), tensors))
             # Loading the former state again would give its tensors the dtypes of the parameters.
             former = {"state": inner.state, "param_groups": inner.param_groups}
             self._undoing.append(partial(inner.__setstate__, former))
@@ -391,7 +409,7 @@ class Contents:
         inner.load_state_dict(state)
 
 
-def keeps_values(optimizer: Any) -> bool:
+def uses_torch_load(optimizer: Any) -> bool:
     """Say whether loading puts tensors into an optimizer as they are: torch's own code does it, and no hook."""
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
         optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
@@ -447,7 +465,9 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
             if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
                 state[name] = (
-                    formats.copied_over(before, value) if _kind(before) == _kind(value) else formats.own_copy(value)
+                    formats.copied_over(before, value)
+                    if _reusable_as(before) == _reusable_as(value)
+                    else formats.own_copy(value)
                 )
 
 
@@ -457,15 +477,15 @@ def in_memory(state: Any) -> Any:
     return formats.rebuilt(state, lambda value: formats.own_copy(value) if type(value) in plain_tensors else value)
 
 
-def storages(state: Any) -> set[int]:
+def storage_pointers(state: Any) -> set[int]:
     """Return the addresses of the memory that the plain tensors of a state have."""
     if type(state) is torch.Tensor:
         return {state.untyped_storage().data_ptr()}
     children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return set().union(*map(storages, children))
+    return set().union(*map(storage_pointers, children))
 
 
-def _kind(tensor: Any) -> Any:
+def _reusable_as(tensor: Any) -> Any:
     """What two tensors have in common when one can take the place of the other."""
     return type(tensor) is torch.Tensor and (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
 

@@ -21,6 +21,8 @@ from accelerate.runtime.durable import Path, is_inside
 
 NAME = "accelerate_manifest.json"
 PARTS_FOLDER = "accelerate_manifest_parts"
+# Threads that read parts: small files, each of which a network's file system takes a moment to open.
+_READERS = 8
 FORMAT = 2
 
 # -- names of files and folders ----------------------------------------------------------------------------------------
@@ -111,6 +113,11 @@ def generators_file(process_index: int) -> str:
 def part_file(process_index: int) -> str:
     """Return the name of a rank's part of the manifest."""
     return f"{PARTS_FOLDER}/{process_index}.json"
+
+
+def is_part_file(name: str) -> bool:
+    """Say whether a file is a rank's part of the manifest."""
+    return name.startswith(f"{PARTS_FOLDER}/")
 
 
 def numbered_folder(number: int) -> str:
@@ -311,6 +318,34 @@ def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> Fil
     return FileEntry.of(file, rank)
 
 
+def parts(folder: Path, ranks: Iterable[int]) -> dict[int, bytes]:
+    """Return the parts in a staged folder, by rank."""
+
+    # By name: the listing of a network's file system may be older than what other nodes have written.
+    def read(rank: int) -> bytes | None:
+        try:
+            with open(os.path.join(folder, part_file(rank)), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    ranks = list(ranks)
+    found = zip(ranks, durable.each(read, ranks, _READERS), strict=True)
+    return {rank: text for rank, text in found if text is not None}
+
+
+def gathered(parts: Mapping[int, bytes]) -> dict[str, FileEntry]:
+    """Return what the root says of the parts of ranks, and of the files that these list."""
+    found = {}
+    for rank, text in parts.items():
+        checksum = durable.Checksum()
+        checksum.update(text)
+        found[part_file(rank)] = FileEntry.made(len(text), checksum.digests(), rank)
+        listed = parsed_part(text, rank, None, part_file(rank))
+        found |= {name: entry.brief() for name, entry in listed.items()}
+    return found
+
+
 def read_part(folder: Path, rank: int, checksum: str | None = None) -> dict[str, FileEntry]:
     """Return what a rank's part in a local folder says; DamagedCheckpoint if it is none, or does not have the checksum."""
     path = os.path.join(folder, part_file(rank))
@@ -393,8 +428,7 @@ def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
 
 def _may_be_called(name: str, entry: Any) -> bool:
     """Say whether a file in the folder of parts is the part of the rank that wrote it, so that a reader takes no other file for it."""
-    folder, _, _ = name.partition("/")
-    return folder != PARTS_FOLDER or not isinstance(entry, dict) or name == part_file(entry.get("rank") or 0)
+    return not is_part_file(f"{name}/") or not isinstance(entry, dict) or name == part_file(entry.get("rank") or 0)
 
 
 def _checked_file(name: str, data: Any) -> dict[str, Any]:

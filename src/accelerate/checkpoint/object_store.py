@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, by fsspec: uploaded beside each other, published by writing one object.
+"""Checkpoints in an object store, by fsspec: written beside each other, published by writing one object.
 
 An object store has no rename, but the writing of one object is atomic. So the files of each save go below a name of their own,
 the generation, and the manifest beside it says which generation counts::
@@ -7,8 +7,11 @@ the generation, and the manifest beside it says which generation counts::
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/model.safetensors
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/...
 
-Replacing a checkpoint uploads another generation, writes the manifest, then removes the former generation. A reader finds the
+Replacing a checkpoint writes another generation, then the manifest, then removes the former generation. A reader finds the
 old one or the new one. A save that is killed leaves a generation that no manifest names; the next save removes it.
+
+Each rank streams its files into the generation while it makes them; what hooks and other code write by path comes from a local
+folder. A load downloads into a local folder what the ranks of its node read, of large files the pieces of them.
 
 A manifest without a generation is read, too: its files lie beside it, as when a local checkpoint was copied to the store. So
 are files without a manifest, as another library saves them.
@@ -21,25 +24,30 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
-from accelerate.checkpoint.storage import CheckpointStorage, Stored, refuse_unfinished, warned
-from accelerate.runtime.durable import each, is_inside
+from accelerate.checkpoint.storage import CheckpointStorage, FileStat, refuse_unfinished, warned
+from accelerate.runtime.durable import CHUNK, Checksum, each, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
 # Enough to keep a network busy.
 _AT_ONCE = 4
+# So much of a file is given to its stream at a time, which copies it while it holds the interpreter lock.
+_STEP = 1 << 20
 # Files of this size are sent in parts of 50 MB, several at a time, all of them in memory: two such files at once are enough.
 _LARGE, _LARGE_AT_ONCE = 100 << 20, 2
 
 # The time of an object, which each file system gives in its own way.
 _TIMES = ("LastModified", "mtime", "last_modified", "created")
+
+# A file's path in the manifest, and where a part of it begins and ends.
+Range = tuple[str, int, int]
 
 _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 
@@ -48,9 +56,9 @@ class ObjectStore(CheckpointStorage):
     """A checkpoint in an object store, or wherever else fsspec reaches.
 
     A save on one node is the same as for a local folder: `stage`, write, `publish`. On several nodes, one rank of each
-    stages for the ranks of its node (`shared` is False). Then they all take the `generation` of the rank that
-    publishes, and `upload` what the ranks of their nodes have written. When all have uploaded, that one rank calls
-    `publish`. A rank uses the same object from beginning to end.
+    stages for the ranks of its node (`shared` is False). Then all ranks take the `generation` of the rank that publishes,
+    `create` their files in it, and those that staged `upload` what else was written into their folders. When all have
+    come so far, that one rank calls `publish`. A rank uses the same object from beginning to end.
 
     The credentials and the address of the store come from the environment or from fsspec's configuration.
     ImportError names a package that a URL needs; ValueError says that no checkpoint can lie there.
@@ -66,6 +74,7 @@ class ObjectStore(CheckpointStorage):
         super().__init__(location)
         self._objects = _Objects(location)
         self._staged: TemporaryDirectory[str] | None = None
+        self._own: str | None = None  # the generation of what this process staged
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +109,7 @@ class ObjectStore(CheckpointStorage):
                 raise DamagedCheckpoint("its saving did not come to its end")
         return published
 
-    def _read(self, entries: Mapping[str, Stored | None]) -> "_Published":
+    def _read(self, entries: Mapping[str, FileStat | None]) -> "_Published":
         """Return what the manifest among the entries names. Nothing in it is trusted."""
         if entries.get(NAME) is None:
             return _Published()
@@ -118,13 +127,13 @@ class ObjectStore(CheckpointStorage):
         shown = [name for name in sorted(folders) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
         return [self.child(folders[name]) for name in shown]
 
-    def files(self) -> dict[str, Stored]:
+    def files(self) -> dict[str, FileStat]:
         """Return the files that lie directly here, by name. Those of the checkpoint are among them."""
         return {os.path.basename(path): stored for path, stored in self._visible().items() if stored is not None}
 
-    def _visible(self) -> dict[str, Stored | None]:
+    def _visible(self) -> dict[str, FileStat | None]:
         """Return what lies directly here, and then what lies directly in the generation that counts, by path."""
-        found: dict[str, Stored | None] = {}
+        found: dict[str, FileStat | None] = {}
         with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
             found = self._objects.entries()
             if generation := self._read(found).generation:
@@ -147,10 +156,12 @@ class ObjectStore(CheckpointStorage):
                 key = (os.getpid(), self.location, published.text, frozenset(sizes.items()))
                 if key not in _copies:
                     _copies[key] = _folder()
-                folder = _copies[key].name
-                chosen = {name: size for name, size in sizes.items() if wanted is None or wanted(name)}
-                self._download(published.generation, chosen, folder)
-                found = _differences(chosen, files_below(folder))
+                folder = os.path.join(_copies[key].name, "checkpoint")
+                os.makedirs(folder, exist_ok=True)
+                self.fetched = folder, published.generation
+                found = self._download(
+                    {name: (size, None) for name, size in sizes.items() if not wanted or wanted(name)}
+                )
                 if not found:
                     if published.manifest is not None:
                         published.manifest.write(folder)
@@ -158,6 +169,23 @@ class ObjectStore(CheckpointStorage):
         except DamagedCheckpoint as error:
             found = [str(error)]
         raise damaged(self.location, found)
+
+    def outline(self) -> str:
+        """Return what `fetch` returns, with the manifest and files that have their size and no content, until `bring` downloads it.
+
+        What another library saved is fetched: nothing says what its bytes should be.
+        """
+        folder = self.fetch(lambda name: False)
+        if not os.path.isfile(os.path.join(folder, NAME)):
+            return self.fetch()
+        for _ in self._missing({name: (size, ()) for name, size in _sizes(Manifest.read(folder)).items()}):
+            pass  # making the files is what it is for
+        return folder
+
+    def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
+        """Download pieces of files, or with None all of them, into the folder that was fetched, which ranks of a node may share."""
+        if found := self._download(wanted):
+            raise damaged(self.location, found)
 
     def _foreign(self) -> dict[str, int]:
         """Return the sizes of what another library saved here, by path."""
@@ -167,18 +195,53 @@ class ObjectStore(CheckpointStorage):
             raise DamagedCheckpoint(f"the name of the object {outside[0]!r} leads out of the folder")
         return sizes
 
-    def _download(self, generation: str, sizes: Mapping[str, int], folder: str) -> None:
-        """Bring files into a folder, but for those that are there already, and those that are missing in the store."""
-        here = files_below(folder)
+    def _download(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> list[str]:
+        """Do what `bring` does; return a line for each object that is missing, or too short."""
+        return [line for lines in each(self._get, _batches(self._missing(wanted)), _AT_ONCE) for line in lines]
 
-        def get(name: str) -> None:
-            file, key = os.path.join(folder, name), f"{generation}/{name}".lstrip("/")
-            with contextlib.suppress(FileNotFoundError), self._objects.at(key, "downloaded") as (system, path):
-                os.makedirs(os.path.dirname(file), exist_ok=True)
-                system.get_file(path, f"{file}.part")
-                os.replace(f"{file}.part", file)  # there in full, or not at all
+    def _missing(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> Iterator[Range]:
+        """Make the files at their full size, and return the pieces that are not in them.
 
-        _move(get, {name: size for name, size in sizes.items() if here.get(name) != size})
+        Beside the folder lies for each file what says which pieces it has: a byte for each.
+        """
+        for name, (size, numbers) in wanted.items():
+            count = -(-size // CHUNK)
+            for path, length in ((self._path(name), size), (self._marks(name), count)):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "ab") as file:
+                    file.truncate(length)
+            with open(self._marks(name), "rb") as file:
+                here = file.read()
+            for number in range(count) if numbers is None else sorted(numbers):
+                if not here[number]:
+                    yield name, number * CHUNK, min((number + 1) * CHUNK, size)
+
+    def _get(self, ranges: list[Range]) -> list[str]:
+        """Download pieces of files together."""
+        names, starts, ends = map(list, zip(*ranges, strict=True))
+        generation, lines = self.fetched[1], []
+        with self._objects.at(generation, "downloaded") as (system, base):
+            paths = [f"{base.rstrip('/')}/{name}" for name in names]
+            found = system.cat_ranges(paths, starts, ends, on_error="return")
+        for (name, start, end), data in zip(ranges, found, strict=True):
+            if isinstance(data, FileNotFoundError) or (isinstance(data, bytes) and len(data) < end - start):
+                there = start + len(data) if isinstance(data, bytes) else None
+                lines.append(manifest.difference(name, os.path.getsize(self._path(name)), there))
+                continue
+            with self._objects.naming(f"{generation}/{name}".lstrip("/"), "downloaded"):
+                if isinstance(data, Exception):
+                    raise data
+                for path, at, content in ((self._path(name), start, data), (self._marks(name), start // CHUNK, b"\1")):
+                    with open(path, "r+b") as file:
+                        file.seek(at)
+                        file.write(content)
+        return lines
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.fetched[0], name)
+
+    def _marks(self, name: str) -> str:
+        return os.path.join(f"{self.fetched[0]}_pieces", name)
 
     def release(self) -> None:
         """Remove what `fetch` made for this process."""
@@ -188,18 +251,31 @@ class ObjectStore(CheckpointStorage):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def stage(self) -> str:
-        """Make an empty folder in ``$TMPDIR``, and remove what killed saves left in the store. One process a node.
+        """Make an empty folder in ``$TMPDIR``, for files that are not written by `create`. One process a node.
 
         The folder is removed by `publish` or `abandon`, or with this object: on other nodes neither is called.
         """
         self.abandon()
-        self._clear()
         self._staged = _folder()
-        self.generation = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
+        self.generation = self._own = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
         return self._staged.name
 
+    @contextlib.contextmanager
+    def create(self, folder: str, name: str) -> Iterator["_Upload"]:
+        """Stream a file into the store, in parts where it is large: no local disk has it. Any rank."""
+        file = _Upload(self._objects, f"{self.generation}/{name}")
+        try:
+            yield file
+            file.finish()
+        except BaseException as error:
+            file.discard()
+            if file.problem is not None and error is not file.problem:
+                raise file.problem from error  # torch's writer, for one, reports something else when its file fails
+            raise
+
     def upload(self, staged: str) -> None:
-        """Move what a node has written to the store, but for the manifest. The process of each node that staged."""
+        """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
+        sizes = {name: size for name, size in files_below(staged).items() if name != NAME}
 
         def put(name: str) -> None:
             file = os.path.join(staged, name)
@@ -207,7 +283,16 @@ class ObjectStore(CheckpointStorage):
                 system.put_file(file, path)
             os.unlink(file)
 
-        _move(put, {name: size for name, size in files_below(staged).items() if name != NAME})
+        each(put, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
+        each(put, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
+
+    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return the parts of the manifest that nodes have uploaded, by rank, read together."""
+        there = self._objects.below(f"{self.generation}/{manifest.PARTS_FOLDER}")
+        found = [rank for rank in ranks if os.path.basename(manifest.part_file(rank)) in there]
+        with self._objects.at(str(self.generation), "read") as (system, base):
+            paths = [f"{base}/{manifest.part_file(rank)}" for rank in found]
+            return dict(zip(found, system.cat_ranges(paths, None, None, on_error="raise"), strict=True))
 
     def publish(self) -> None:
         """Upload the rest, and let it be the checkpoint. The process with the manifest; all others have uploaded.
@@ -226,13 +311,15 @@ class ObjectStore(CheckpointStorage):
         self.abandon()  # what was staged counts from now on, and stays
 
     def abandon(self) -> None:
-        """Remove what was staged, and what was uploaded without being published. The process that staged calls this."""
+        """Remove what was staged, and what was written without being published. The process that staged calls this."""
         if self._staged is None:
             return
         self._staged.cleanup()
-        self._staged = self.generation = None
-        with warned(f"What does not count any more at {self.location} could not be removed"):
-            self._clear()
+        publishes = self.generation == self._own
+        self._staged = self.generation = self._own = None
+        if publishes:  # for all nodes
+            with warned(f"What does not count any more at {self.location} could not be removed"):
+                self._clear()
 
     # -- removing --------------------------------------------------------------------------------------------------
 
@@ -246,7 +333,7 @@ class ObjectStore(CheckpointStorage):
         self._objects.remove()
         self.release()
 
-    def leftovers(self) -> dict[str, Stored]:
+    def leftovers(self) -> dict[str, FileStat]:
         """Return what saves left in here and in its folders, or are uploading right now, by URL."""
         return {
             storage._objects.url(name): stored or storage.child(name).stored()
@@ -259,7 +346,7 @@ class ObjectStore(CheckpointStorage):
         for storage in (self, *self.entries()):
             storage._clear()
 
-    def _superseded(self) -> dict[str, Stored | None]:
+    def _superseded(self) -> dict[str, FileStat | None]:
         """Return the entries that do not count any more: of killed saves, or of what has been replaced."""
         entries = self._objects.entries()
         # What is no part of a checkpoint is the user's own.
@@ -325,9 +412,15 @@ class _Objects:
         """Give the file system, without the listings that it remembers, and the path of an object or a folder in it."""
         system, root = self._system()
         system.invalidate_cache()
+        with self.naming(name, done):
+            yield system, f"{root.rstrip('/')}/{name}" if name else root
+
+    @contextlib.contextmanager
+    def naming(self, name: str, done: str) -> Iterator[None]:
+        """Let an error of the store name the object, and what could not be done with it."""
         failure = f"{self.url(name)} could not be {done}"
         try:
-            yield system, f"{root.rstrip('/')}/{name}" if name else root
+            yield
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{failure}: {error}") from error
         except PermissionError as error:
@@ -335,17 +428,17 @@ class _Objects:
         except Exception as error:  # the packages have errors of their own
             raise OSError(f"{failure}: {type(error).__name__}: {error}") from error
 
-    def entries(self, folder: str = "") -> dict[str, Stored | None]:
+    def entries(self, folder: str = "") -> dict[str, FileStat | None]:
         """Return what lies directly in a folder: names of objects, and names of folders with None."""
         infos: list[dict[str, Any]] = []
         with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
             infos = system.ls(base, detail=True)
-        found: dict[str, Stored | None] = {}
+        found: dict[str, FileStat | None] = {}
         for info in infos:
             name = system._strip_protocol(info["name"])[len(base) :].strip("/")
             if name:  # some consoles make an empty object without a name to show a folder
                 times = (info[key].timestamp() for key in _TIMES if isinstance(info.get(key), datetime))
-                stored = Stored(int(info["size"] or 0), next(times, None))
+                stored = FileStat(int(info["size"] or 0), next(times, None))
                 found[name] = None if info["type"] == "directory" else stored
         return found
 
@@ -367,17 +460,74 @@ class _Objects:
 
     def remove(self, name: str = "") -> None:
         """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
+        with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
+            # In as few requests as the store can; but fsspec takes such names for patterns.
+            if "/" in path.strip("/") and not any(sign in path for sign in "*?["):
+                system.rm(path, recursive=True)
 
-        # One by one: fsspec takes names for patterns when it removes several together.
         def remove(file: str) -> None:
             with contextlib.suppress(FileNotFoundError), self.at(file, "removed") as (system, path):
                 system.rm_file(path)
 
+        # What is left, because a store that removes many objects says nothing of those that it refuses to remove.
         each(remove, [f"{name}/{inner}".strip("/") for inner in self.below(name)], _AT_ONCE)
-        with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
-            is_pattern = any(sign in path for sign in "*?[")
-            if "/" in path.strip("/") and not is_pattern and system.isdir(path):
-                system.rm(path, recursive=True)
+
+
+class _Upload:
+    """An object that is written once, from its beginning to its end, and hashed; what `durable.DurableFile` is on a disk.
+
+    `problem` is why it could not be written.
+    """
+
+    def __init__(self, objects: _Objects, name: str) -> None:
+        self._objects, self._name = objects, name
+        self.problem: Exception | None = None
+        self.checksum = Checksum()
+        with objects.at(name, "uploaded") as (system, path):
+            try:
+                self._stream = system.open(path, "wb")
+            except FileNotFoundError:  # of a file system with real folders
+                system.makedirs(posixpath.dirname(path), exist_ok=True)
+                self._stream = system.open(path, "wb")
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            with self._objects.naming(self._name, "uploaded"):
+                yield
+        except Exception as error:
+            self.problem = error
+            raise
+
+    def write(self, data: Any) -> int:
+        """Write all of a contiguous buffer, and return how many bytes that are."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _STEP):
+            part = view[start : start + _STEP]
+            self.checksum.update(part)
+            with self._naming():
+                self._stream.write(part)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return how many bytes have been written."""
+        return self.checksum.size
+
+    def flush(self) -> None:
+        """Do nothing: only what is finished counts."""
+
+    close = flush  # torch's writer closes what it is given
+
+    def finish(self) -> None:
+        """Wait until the store has everything."""
+        with self._naming():
+            self._stream.close()
+
+    def discard(self) -> None:
+        """Give up: parts that were sent are removed, as far as the store can."""
+        for give_up in (self._stream.discard, self._stream.close):
+            with contextlib.suppress(Exception):
+                give_up()
 
 
 # -- local folders -----------------------------------------------------------------------------------------------------
@@ -390,10 +540,18 @@ def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="accelerate_checkpoint_", ignore_cleanup_errors=True)
 
 
-def _move(task: Callable[[str], None], sizes: Mapping[str, int]) -> None:
-    """Call a task that moves a file with the name of each."""
-    each(task, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
-    each(task, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
+def _batches(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    """Return ranges in batches of at most a piece's bytes, so that small files come together."""
+    batch: list[Range] = []
+    room = CHUNK
+    for name, start, end in ranges:
+        if batch and end - start > room:
+            yield batch
+            batch, room = [], CHUNK
+        batch.append((name, start, end))
+        room -= end - start
+    if batch:
+        yield batch
 
 
 def _sizes(listing: Manifest) -> dict[str, int]:

@@ -9,6 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,16 @@ WRITERS = 2
 
 
 class SavePlan(os.PathLike[str]):
-    """Files of one rank for the local folder of a checkpoint; `writes_shared`: those too that all ranks have alike."""
+    """Files of one rank for the folder of a checkpoint; `writes_shared`: those too that all ranks have alike.
 
-    def __init__(self, folder: str, rank: int = 0, writes_shared: bool = True) -> None:
+    `create` gives the file of a name to write to; by default one in the folder.
+    """
+
+    def __init__(
+        self, folder: str, rank: int = 0, writes_shared: bool = True, create: formats.Create | None = None
+    ) -> None:
         self.folder = folder
+        self.create = create or (lambda name: durable.durable(os.path.join(folder, name)))
         self.rank = rank
         self.writes_shared = writes_shared
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
@@ -74,15 +81,18 @@ class SavePlan(os.PathLike[str]):
         for name, state in self._shards.items():
             from accelerate.checkpoint import shards  # here: with torch's planner
 
-            written = shards.save(state, os.path.join(self.folder, name), group)
+            written = shards.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
             entries |= {f"{name}/{file}": entry for file, entry in written.items()}
 
         def one(file: str) -> FileEntry:
             write, obj, options = self._jobs[file]
-            return write(os.path.join(self.folder, file), obj, rank=self.rank, **options)
+            return write(file, obj, rank=self.rank, create=self.create, **options)
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
         return {**entries, **dict(zip(self._jobs, durable.each(one, self._jobs, writers), strict=True))}
+
+    def _create_in(self, folder: str) -> formats.Create:
+        return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
 
 
 # -- what is put into it -----------------------------------------------------------------------------------------------
@@ -218,53 +228,54 @@ class Save:
         self.barrier.begin()
         self._leader = self.barrier.leader()
         self.problem = former
-        staged = self._attempt(self._stage) if self._leads else None
-        notes = self._exchange([staged, self.storage.generation])
-        if self._leads and notes[0][1]:
-            self.storage.generation = notes[0][1]
+        folder = self._meet(self.barrier.share, self._attempt(self._stage) if self._leads else None, self._leader)
+        if not self.group.shared and not self.group.each_node:  # machines stage apart what one of them publishes
+            self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
-        self.plan = SavePlan(notes[self._leader][0], self.group.rank, writes_shared=first)
+        self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
 
     @property
     def _leads(self) -> bool:
         return self._leader == self.group.rank
 
+    @property
+    def _publishes(self) -> bool:
+        return self.group.rank == (self._leader if self.group.each_node else 0)
+
     def settle(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
-        self._exchange(None)
+        self._meet(self.barrier.share)
 
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
 
         The error of this rank is raised as it is, that of another one as a RuntimeError.
         """
-        entries = self._attempt(lambda: self.plan.write(writers, self.shards))
-        notes = self._exchange([self._leader, _listed(entries)])
-        if self._leads:
-            entries = self._attempt(lambda: self._complete(notes, writers))
+        own = self._attempt(lambda: self.plan.write(writers, self.shards)) or {}
+        if own and not self._leads:
+            self._attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
+        written = self._meet(self.barrier.count_of, bool(own) and not self._leads)
+        listed = self._attempt(lambda: self._complete(own, writers)) if self._leads else None
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
-            notes = self._exchange(_listed(entries if self._leads else {}))
-            if not self.group.each_node:
-                entries = merged(notes)  # all nodes have uploaded their part of one checkpoint
-        publishes = self.group.rank == (self._leader if self.group.each_node else 0)
-        if publishes:
-            self._attempt(lambda: self._publish(entries))
-        self._exchange(None)
+            written += self._meet(self.barrier.count_of, bool(own) and self._leads and not self._publishes)
+        if self._publishes:
+            self._attempt(lambda: self._publish(own, listed, written))
+        self._meet(self.barrier.share)
         self.barrier.leave()
-        if publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
+        if self._publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
             self.rotating(self.storage)
 
     def _attempt(self, step: Callable[[], Any]) -> Any:
-        """Take a step, unless this rank has failed before; the next exchange of all ranks reports what it raises."""
+        """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
         try:
             return step() if self.problem is None else None
         except BaseException as error:  # a rank that leaves without a word is waited for
             self.problem = error
 
-    def _exchange(self, note: Any) -> list[Any]:
-        """Return the notes of all ranks, unless one of them has failed: then nothing is saved."""
+    def _meet(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Take a step of the barrier with all ranks, unless one of them has failed: then nothing is saved."""
         try:
-            return self.barrier.exchange(note, self.problem)
+            return step(*arguments, problem=self.problem)
         except BaseException:
             if self._leads:
                 self.storage.abandon()
@@ -275,26 +286,27 @@ class Save:
         refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
-    def _complete(self, notes: list[Any], threads: int) -> dict[str, FileEntry]:
-        """Return all files of the folder: what its ranks wrote, and what hooks and strategies wrote by themselves."""
-        entries = merged(files for leader, files in notes if leader == self._leader)
-        entries |= unlisted(self.plan.folder, entries, self.group.rank, threads)
-        if not self.storage.shared:
-            self.storage.upload(self.plan.folder)
-        return entries
+    def _complete(self, own: dict[str, FileEntry], threads: int) -> dict[str, FileEntry]:
+        """Add what hooks and strategies wrote by themselves to this rank's files, and upload the folder; return what other ranks list."""
+        folder, ranks = self.plan.folder, range(self.group.world_size)
+        listed = manifest.gathered(manifest.parts(folder, ranks))
+        own |= unlisted(folder, {*own, *listed}, self.group.rank, threads)
+        if own and not self._publishes:
+            manifest.write_part(folder, self.group.rank, own)
+        self.storage.upload(folder)
+        return listed
 
-    def _publish(self, entries: dict[str, FileEntry]) -> None:
-        Manifest(entries, save=self.barrier.name, **self.facts).write(self.plan.folder)
+    def _publish(self, own: dict[str, FileEntry], listed: dict[str, FileEntry], written: int) -> None:
+        if not self.storage.shared:  # other nodes have uploaded theirs
+            listed = manifest.gathered(self.storage.parts(range(self.group.world_size)))
+        seen = sum(manifest.is_part_file(name) for name in listed)
+        if not self.group.each_node and seen != written:
+            raise OSError(
+                f"Of the {written} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "
+                "what other nodes have written there. Save to another one."
+            )
+        Manifest({**own, **listed}, save=self.barrier.name, **self.facts).write(self.plan.folder)
         self.storage.publish()
-
-
-def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
-    """Return the files that several ranks listed as JSON."""
-    return {name: FileEntry.from_json(entry) for note in notes for name, entry in note.items()}
-
-
-def _listed(entries: Mapping[str, FileEntry] | None) -> dict[str, Any]:
-    return {name: entry.to_json() for name, entry in (entries or {}).items()}
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:

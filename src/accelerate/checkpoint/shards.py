@@ -8,14 +8,19 @@ Source:
 """
 
 import contextlib
+import copy
+import math
 import os
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import FileEntry
@@ -52,13 +57,50 @@ def _keeping(state: Any, path: str = "") -> Any:
     return _Kept(state)
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Torch's planner; what ranks have whole is written as the first one has it, and placeholders are read when they are written."""
+@dataclass
+class _Plans:
+    """What the ranks of a process group planned when they last saved a folder; each rank has its own, the coordinator all of them."""
 
-    def __init__(self, stored: CheckpointReader | None) -> None:
-        # By default the rank with the least to write writes it; running statistics, say, differ between ranks.
-        super().__init__(dedup_save_to_lowest_rank=True)
-        self._stored = stored
+    own: dcp.SavePlan | None = None
+    final: dcp.SavePlan | None = None
+    every: list[dcp.SavePlan] = field(default_factory=list)
+    metadata: Metadata | None = None
+
+
+# Weak: gloo closes its connections with the last reference to a process group.
+_planned: "weakref.WeakKeyDictionary[Any, dict[str, _Plans]]" = weakref.WeakKeyDictionary()
+
+# Stands for a plan that has not changed.
+_AS_BEFORE = dcp.SavePlan([], planner_data="as before")
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Torch's planner; plans are kept, and made again when they change, and placeholders are read when they are written.
+
+    Torch can keep plans as well, but takes those of another dtype for the same.
+    """
+
+    def __init__(self, stored: CheckpointReader | None, plans: _Plans) -> None:
+        super().__init__()
+        self._stored, self._plans = stored, plans
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        self._own = super().create_local_plan()
+        return _AS_BEFORE if self._own == self._plans.own else self._own
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
+        kept = self._plans
+        if any(plan != _AS_BEFORE for plan in all_plans):
+            pairs = zip(all_plans, kept.every or [None] * len(all_plans), strict=True)
+            every = [before if plan == _AS_BEFORE else plan for plan, before in pairs]
+            all_plans, metadata = super().create_global_plan(_shared_out(every))
+            kept.every, kept.metadata = every, metadata
+        return all_plans, copy.copy(kept.metadata)  # which gets the places of this save
+
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
+        if new_plan.planner_data != _AS_BEFORE.planner_data:  # the writer has put its name for files into it
+            self._plans.own, self._plans.final = self._own, new_plan
+        return super().finish_plan(self._plans.final)
 
     def lookup_object(self, index: Any) -> Any:
         found = super().lookup_object(index)
@@ -67,21 +109,57 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return found if self._stored is None else self._stored.read(found)
 
 
-def _writer(folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int) -> dcp.FileSystemWriter:
-    """Return torch's writer, whose files are hashed on their way and on the disk when they are closed; `entries` gets what they are."""
+def _shared_out(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+    """Let one rank write each item: of what ranks have whole the first one, of a shard the one with the fewest bytes so far.
 
-    class DurableFiles(FileSystem):
-        """The file system of torch's writer."""
+    Replicas have the same shards. What is whole may differ between ranks, as running statistics do.
+    """
+    found: dict[MetadataIndex, tuple[Any, int, list[int]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.index not in found:
+                data = item.tensor_data
+                size = 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+                found[item.index] = item, size, []
+            found[item.index][2].append(rank)
+    load, writers = [0] * len(plans), {}
+    for item, size, ranks in sorted(found.values(), key=lambda one: -one[1]):
+        whole = item.tensor_data is None or item.tensor_data.chunk.sizes == item.tensor_data.size
+        writers[item.index] = writer = ranks[0] if whole else min(ranks, key=load.__getitem__)
+        load[writer] += size
+    # The smallest first: what is small and whole, which every rank reads, lies together in few pieces of the file.
+    return [
+        replace(plan, items=sorted(mine, key=lambda item: found[item.index][1]))
+        for rank, plan in enumerate(plans)
+        for mine in [[item for item in plan.items if writers[item.index] == rank]]
+    ]
+
+
+def _writer(
+    folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int, create: formats.Create
+) -> dcp.FileSystemWriter:
+    """Return torch's writer, whose files are hashed on their way and whole when they are closed; `entries` gets what they are."""
+
+    class CreatedFiles(FileSystem):
+        """The file system of torch's writer; a file takes its place when it is whole, so that torch need not rename it."""
 
         @contextlib.contextmanager
         def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
-            with durable.durable(path) as file:
+            path = os.fspath(path).removesuffix(".tmp")  # of the metadata
+            with create(path) as file:
                 yield file
-            # The metadata is written aside, and renamed.
-            entries[os.path.basename(path).removesuffix(".tmp")] = FileEntry.of(file, rank)
+            entries[os.path.basename(path)] = FileEntry.of(file, rank)
 
-    made = dcp.FileSystemWriter(folder, sync_files=False, thread_count=files)  # a durable file syncs when it is closed
-    made.fs = DurableFiles()
+        def exists(self, path: durable.Path) -> bool:
+            return False
+
+        def rename(self, *paths: durable.Path) -> None:
+            return
+
+    made = dcp.FileSystemWriter(
+        folder, sync_files=False, thread_count=files
+    )  # what is created syncs when it is closed
+    made.fs = CreatedFiles()
     return made
 
 
@@ -91,6 +169,7 @@ def save(
     group: "dist.ProcessGroup | None" = None,
     stored: CheckpointReader | None = None,
     files: int = 1,
+    create: formats.Create = durable.durable,
 ) -> dict[str, FileEntry]:
     """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have. All ranks.
 
@@ -100,6 +179,7 @@ def save(
         group: the ranks that save, and how they talk; the default group by default.
         stored: reads the placeholders in the state, one at a time; then one process writes alone.
         files: how many files a rank writes.
+        create: gives the file of a path in the folder to write to.
 
     Returns:
         What the manifest says of the files that this rank wrote, by their name in the folder.
@@ -110,17 +190,22 @@ def save(
     alone = stored is not None or not (dist.is_available() and dist.is_initialized())
     rank = 0 if alone else dist.get_rank(group)
     entries: dict[str, FileEntry] = {}
+    kept = {} if alone else _planned.setdefault(group or dist.group.WORLD, {})
+    plans = kept.setdefault(os.path.basename(folder), _Plans())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(torch.distributed is|Detected an existing checkpoint)")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(
                 _keeping(formats.plain(state)),
-                storage_writer=_writer(folder, rank, entries, files),
-                planner=_SavePlanner(stored),
+                storage_writer=_writer(folder, rank, entries, files, create),
+                planner=_SavePlanner(stored, plans),
                 process_group=group,
                 no_dist=alone,
             )
-        except dcp.CheckpointException as error:
+        except BaseException as error:
+            kept.clear()  # ranks may have come to different steps
+            if not isinstance(error, dcp.CheckpointException):
+                raise
             failures = "; ".join(f"rank {number}: {cause!r}" for number, (cause, _) in sorted(error.failures.items()))
             raise RuntimeError(f"{os.fspath(folder)} could not be written. {failures}") from error
     return entries

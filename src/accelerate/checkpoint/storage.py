@@ -17,14 +17,21 @@ import shutil
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import LOCK_PREFIX, NAME, DamagedCheckpoint, Manifest, number_of, problems
-from accelerate.runtime.durable import STAGING_PREFIX, exchange, sync_folder, sync_tree
+from accelerate.checkpoint.manifest import (
+    LOCK_PREFIX,
+    NAME,
+    DamagedCheckpoint,
+    Manifest,
+    number_of,
+    problems,
+)
+from accelerate.runtime.durable import STAGING_PREFIX, durable, exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +45,7 @@ class Busy(RuntimeError):
 
 
 @dataclass(frozen=True)
-class State:
+class CheckpointStatus:
     """What lies at a location, why it is not complete, and its manifest if that could be read.
 
     Attributes:
@@ -57,7 +64,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileStat:
     """The bytes of a file or folder, and when it was last written, in seconds since 1970; None where not known."""
 
     size: int
@@ -71,20 +78,31 @@ class CheckpointStorage(ABC):
     Attributes:
         shared: whether every process that reaches the location sees what one of them stages.
         generation: the name of what is being staged, where several ranks stage apart: that of the rank that publishes.
+        fetched: the local folder that `fetch` made on this node, and the generation of what is in it; other ranks of the node
+            take it over, so that they `bring` pieces of the same checkpoint.
     """
 
     location: str
     shared: ClassVar[bool] = True
     generation: str | None = field(default=None, init=False, compare=False, repr=False)
+    fetched: tuple[str, str] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def name(self) -> str:
         """The last part of the location."""
         return os.path.basename(self.location.rstrip("/"))
 
+    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Give a `durable.DurableFile`, or what is like one, of a staged folder: there in full, or not at all. Any rank."""
+        return durable(os.path.join(folder, name))
+
     def upload(self, staged: str) -> None:
-        """Bring a staged folder to the location, unseen; where staging is not shared, before one rank publishes."""
+        """Bring what else was written into a staged folder to the location, unseen; where staging is not shared, before the publishing."""
         return
+
+    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return the parts of the manifest that nodes have uploaded, by rank; where staging is not shared."""
+        return {}
 
     def child(self, name: str) -> "CheckpointStorage":
         """Return the storage of that name inside this one."""
@@ -94,25 +112,25 @@ class CheckpointStorage(ABC):
         """Return the storage that this one lies in; a root lies in itself."""
         return type(self)(os.path.dirname(self.location))
 
-    def state(self) -> State:
+    def state(self) -> CheckpointStatus:
         """Return what lies here, without reading the files themselves; OSError if the store fails. Any rank, alone."""
         former, state = None, self._look()
         while not state.loads and state != former:  # another save may take the place between two steps of a look
             former, state = state, self._look()
         return state
 
-    def _look(self) -> State:
+    def _look(self) -> CheckpointStatus:
         try:
             listing, found = self._verified()
         except FileNotFoundError:
-            return State("absent", "there is no such folder")
+            return CheckpointStatus("absent", "there is no such folder")
         except NotADirectoryError:
-            return State("absent", "it is a file")
+            return CheckpointStatus("absent", "it is a file")
         except DamagedCheckpoint as error:
-            return State("incomplete", str(error))
+            return CheckpointStatus("incomplete", str(error))
         if listing is None:
-            return State("foreign", "it has no manifest: another library or an older version saved it")
-        return State("incomplete" if found else "complete", "; ".join(found), listing)
+            return CheckpointStatus("foreign", "it has no manifest: another library or an older version saved it")
+        return CheckpointStatus("incomplete" if found else "complete", "; ".join(found), listing)
 
     @abstractmethod
     def _verified(self) -> tuple[Manifest | None, list[str]]:
@@ -126,7 +144,7 @@ class CheckpointStorage(ABC):
         """Return the folders that lie here, by name; hidden ones are left out."""
 
     @abstractmethod
-    def files(self) -> dict[str, Stored]:
+    def files(self) -> dict[str, FileStat]:
         """Return the files that lie directly here, hidden ones too, by name; nothing if there is no such location."""
 
     @abstractmethod
@@ -145,6 +163,18 @@ class CheckpointStorage(ABC):
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return a local folder with the wanted files, by their path in the manifest; all by default."""
 
+    def outline(self) -> str:
+        """Return a local folder that has all files of the checkpoint, of which `bring` has to be asked for what is read."""
+        return self.fetch()
+
+    def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
+        """See to it that the folder that was fetched has pieces of files; any rank whose `fetched` is set, alone.
+
+        Args:
+            wanted: by path in the manifest the size of each file, and the numbers of pieces of ``durable.CHUNK`` bytes; None for all.
+        """
+        return
+
     def release(self) -> None:
         """Remove what `fetch` made, if that was a copy."""
         return
@@ -157,13 +187,13 @@ class CheckpointStorage(ABC):
         """Remove what killed runs left among the checkpoints here; only a process that writes here calls it."""
         return
 
-    def stored(self) -> Stored:
+    def stored(self) -> FileStat:
         """Return the bytes of all that is here, and when any of it was last written to, where that is known."""
         found = [*self.files().values(), *(entry.stored() for entry in self.entries())]
         modified = max((stored.modified for stored in found if stored.modified is not None), default=None)
-        return Stored(sum(stored.size for stored in found), modified)
+        return FileStat(sum(stored.size for stored in found), modified)
 
-    def leftovers(self) -> dict[str, Stored]:
+    def leftovers(self) -> dict[str, FileStat]:
         """Return what saves and removals in here left behind, or are at work on right now, by location."""
         return {}
 
@@ -285,16 +315,16 @@ class LocalStorage(CheckpointStorage):
         shown |= {name for path, name in _asides(self.location) if os.path.isdir(os.path.join(path, _FORMER))}
         return list(dict.fromkeys(self.child(name) for name in sorted(shown) if not name.startswith(".")))
 
-    def files(self) -> dict[str, Stored]:
+    def files(self) -> dict[str, FileStat]:
         """Return the files that lie directly here, by name."""
         found = {}
         for entry in _scan(self.fetch()):
             with contextlib.suppress(OSError):  # it was removed just now
                 if entry.is_file():
-                    found[entry.name] = Stored(entry.stat().st_size, entry.stat().st_mtime)
+                    found[entry.name] = FileStat(entry.stat().st_size, entry.stat().st_mtime)
         return found
 
-    def stored(self) -> Stored:
+    def stored(self) -> FileStat:
         """Return the bytes of all that is here, and when it was last written to."""
         size, modified = 0, 0.0
         for path, _, files in os.walk(self.fetch()):
@@ -303,9 +333,9 @@ class LocalStorage(CheckpointStorage):
                     about = os.lstat(os.path.join(path, name))
                     modified = max(modified, about.st_mtime)
                     size += about.st_size if name in files else 0
-        return Stored(size, modified)
+        return FileStat(size, modified)
 
-    def leftovers(self) -> dict[str, Stored]:
+    def leftovers(self) -> dict[str, FileStat]:
         """Return the hidden folders of saves and removals in here, by path; not one in which the checkpoint itself still lies."""
         asides = [path for path, name in _asides(self.location) if not self.child(name).fetch().startswith(f"{path}/")]
         return {path: LocalStorage(path).stored() for path in asides}

@@ -21,7 +21,7 @@ from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common, 
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.state import Common
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.training.prepared import Facade
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class _Search:
         following = self.following_number(storage)
         return {"location": storage.location, "save": _name_of(state), "folder": folder, "following": following}
 
-    def _newest(self) -> tuple[CheckpointStorage, State] | None:
+    def _newest(self) -> tuple[CheckpointStorage, CheckpointStatus] | None:
         """Return the newest checkpoint that may be loaded; what lies before it is not looked at."""
         listed = None
         while (now := self.storage.checkpoints()) != listed:  # a run that prunes beside this search has others by now
@@ -199,7 +199,7 @@ def _refusal(answer: dict[str, Any]) -> Exception | None:
     return next((kind(answer["text"]) for kind in kinds if kind.__name__ == answer.get("error")), None)
 
 
-def _name_of(state: State) -> str:
+def _name_of(state: CheckpointStatus) -> str:
     """Return the name of the save that wrote a checkpoint; an empty one of another library's."""
     return "" if state.manifest is None else state.manifest.save
 
@@ -235,8 +235,10 @@ class _Chosen:
         if not group.shared:
             mine = None
             if group.rank == barrier.leader():
-                *mine, problems = _own_copy(storage, save)
-            folder, save = barrier.share(mine, barrier.leader())
+                folder, save, problems = _own_copy(storage, save)
+                mine = [folder, save, (storage.fetched or ("", ""))[1]]
+            folder, save, generation = barrier.share(mine, barrier.leader())
+            storage.fetched = folder, generation
         if group.each_node and following is not None:  # a machine may have one more
             leads = group.rank == barrier.leader()
             following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
@@ -246,7 +248,7 @@ class _Chosen:
         with contextlib.suppress(DamagedCheckpoint):  # another save takes the place
             if text is not None:
                 listing = Manifest.from_json(text, os.path.join(folder, manifest.NAME))
-                folder = CheckpointFolder(folder, listing, _place(search.accelerator))
+                folder = CheckpointFolder(folder, listing, _place(search.accelerator), storage.bring)
         return cls(storage, folder, save, text, problems, following)
 
     @property
@@ -265,6 +267,8 @@ class _Chosen:
             text = Path(self.folder, manifest.NAME).read_bytes()
         except OSError:
             text = None
+        if self.wrong and not self.storage.shared:  # a local copy of it stays as it was
+            return _name_of(self.storage.state()) != self.save
         return text != self.text or self.save not in (None, self.listing.save if self.listing else "")
 
     def verify(self, rank: int, by_parts: bool) -> None:
@@ -282,12 +286,14 @@ class _Chosen:
 def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str]]:
     """Return the folder of a machine's own copy of a checkpoint, its save, and what is wrong with it. The leader of the machine."""
     try:
+        if not storage.shared:  # rank 0 has looked at it for all
+            return storage.outline(), save, []
         state = storage.state()
         if not state.loads:
             return storage.location, _name_of(state), [state.reason]
         if _name_of(state) != save:
             problem = "the machines have checkpoints of different saves: not all had published when the run ended"
-            return storage.location, _name_of(state), [problem] if storage.shared else []
+            return storage.location, _name_of(state), [problem]
         return storage.fetch(), save, []
     except Exception as error:
         return storage.location, None, [f"{type(error).__name__}: {error}"]
@@ -362,19 +368,18 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
     """Say whether all is well on all ranks, or not because another save took the place; else raise. All ranks."""
     if not barrier.any_of(problem is not None or bool(chosen.wrong) or chosen.replaced()):
         return True
-    if barrier.any_of(isinstance(problem, Exception | None) and chosen.replaced()):
-        barrier.leave()
-        return False
-    is_damaged, wrong = barrier.any_of(bool(chosen.wrong)), chosen.wrong
+    replaced = barrier.any_of(isinstance(problem, Exception | None) and chosen.replaced())
+    is_damaged, wrong = not replaced and barrier.any_of(bool(chosen.wrong)), chosen.wrong
     if is_damaged:  # what a rank ran into that found nothing wrong is a consequence
         problem = DamagedCheckpoint("; ".join(manifest.first_of(wrong))) if wrong else None
     try:
-        barrier.share(problem=problem)
+        barrier.share(problem=None if replaced else problem)
     except RuntimeError as error:
         if not is_damaged:
             raise
         raise _Damaged(wrong or [str(error).partition(" failed on other ranks. ")[2]]) from None
-    raise AssertionError("some rank has reported a problem")
+    barrier.leave()
+    return False
 
 
 def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:

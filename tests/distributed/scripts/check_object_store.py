@@ -69,6 +69,26 @@ def check_checkpoints_are_numbered_and_old_ones_removed():
     assert folder.leftovers() == {}
 
 
+def check_files_of_hooks_come_along():
+    url = f"{fresh_url()}/checkpoint"
+    job = Job()
+
+    def write(models, states, folder):
+        with open(os.path.join(folder, f"hook_{job.accelerator.process_index}.txt"), "w") as file:
+            file.write("from a hook")
+
+    job.accelerator.register_save_state_pre_hook(write)
+    job.accelerator.save_state(url)
+    job.accelerator.wait_for_everyone()
+    storage = storage_of(url)
+    folder = storage.fetch()
+    for rank in range(job.accelerator.num_processes):
+        with open(os.path.join(folder, f"hook_{rank}.txt")) as file:
+            assert file.read() == "from a hook"
+    storage.release()
+    Job(seed=2).accelerator.load_state(url)
+
+
 def check_an_accelerator_on_several_nodes():
     """Each process believes that it is alone on its node; this check comes last, because it stays so."""
     url = f"{fresh_url()}/checkpoint"

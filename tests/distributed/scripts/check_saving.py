@@ -12,7 +12,7 @@ from harness import everywhere, rank, shared_folder, world
 
 from accelerate.checkpoint import storage
 from accelerate.checkpoint.barrier import CollectiveMisuse
-from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
+from accelerate.checkpoint.manifest import PARTS_FOLDER, DamagedCheckpoint, Manifest, files_below
 from accelerate.offload.loading import load_checkpoint_in_model
 from accelerate.utils import ProjectConfiguration
 
@@ -28,7 +28,7 @@ def check_the_manifest_lists_what_every_rank_wrote():
         job.accelerator.register_save_state_pre_hook(hook)
         job.accelerator.save_state(folder)
         manifest = Manifest.read(folder)
-        assert set(manifest.files) == set(os.listdir(folder)) - {"accelerate_manifest.json"}
+        assert set(manifest.files) == files_below(folder).keys() - {"accelerate_manifest.json"}
         assert manifest.world_size == world() and manifest.strategy == ("ddp" if world() > 1 else "single")
         for each in range(world()):
             assert manifest.files[f"generators_{each}.safetensors"].rank == each
@@ -127,7 +127,8 @@ def check_variables_of_a_launcher_may_be_wrong():
             if job.accelerator.is_last_process:
                 path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
             job.accelerator.wait_for_everyone()
-            with raised(DamagedCheckpoint, f"{name} has changed"):
+            what = "is not the part of a manifest" if name.startswith(PARTS_FOLDER) else "has changed"
+            with raised(DamagedCheckpoint, f"{name} {what}"):
                 job.accelerator.load_state(folder)
             job.accelerator.wait_for_everyone()
             if job.accelerator.is_last_process:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from expect import assert_same_everywhere, differs_between_ranks, logged, raised
 from harness import Kept, everywhere, fresh_accelerator, learn, rank, shared_folder, world
 from torch import nn
 from torch.distributed.fsdp import _flat_param
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
+from accelerate.checkpoint import shards
 from accelerate.checkpoint.manifest import NAME
 from accelerate.parallel import shard
 from accelerate.precision import master
@@ -570,3 +572,40 @@ def check_a_rank_that_cannot_collect_its_state_stops_all():
         counter.saving = None
         accelerator.save_state(f"{folder}/whole")
         accelerator.load_state(f"{folder}/whole")
+
+
+def four_replicas_share_the_writing():
+    """Each rank writes a fourth of the bytes; plans are made again when a dtype or a shape changes, and only then."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    made = []
+
+    def state(value, dtype=torch.float32, rows=64):
+        whole = [torch.full((rows, 32), value + number, dtype=dtype) for number in range(6)]
+        spread = {
+            f"w{number}": distribute_tensor(one, mesh, [Replicate(), Shard(0)]) for number, one in enumerate(whole)
+        }
+        # Of what is whole on all ranks, as of running statistics, the first rank's counts.
+        return {"model": {**spread, "mean": torch.full((2,), value + rank()), "epoch": int(value)}}
+
+    original = dcp.DefaultSavePlanner.create_global_plan
+
+    def create_global_plan(planner, plans):
+        made.append(len(plans))
+        return original(planner, plans)
+
+    dcp.DefaultSavePlanner.create_global_plan = create_global_plan
+    with shared_folder() as folder:
+        for number, given in enumerate([{}, {}, {"dtype": torch.bfloat16}, {"rows": 68}, {"rows": 68}]):
+            into = f"{folder}/{number}"
+            entries = shards.save(state(float(number), **given), into + "/pytorch_model_fsdp_0")
+            written = everywhere(sum(entry.size for name, entry in entries.items() if name != ".metadata"))
+            assert max(written[1:]) < 1.05 * min(written) and written[0] < 1.4 * min(written), written
+            found = state(-9.0, **given)
+            dcp.load(found, checkpoint_id=into + "/pytorch_model_fsdp_0")
+            for name, value in state(float(number), **given)["model"].items():
+                if name.startswith("w"):
+                    assert found["model"][name].dtype == value.dtype
+                    assert torch.equal(found["model"][name].to_local(), value.to_local()), (number, name)
+            assert found["model"]["mean"].tolist() == [float(number)] * 2 and found["model"]["epoch"] == number
+        assert made == ([4, 4, 4] if rank() == 0 else []), made
+    dcp.DefaultSavePlanner.create_global_plan = original

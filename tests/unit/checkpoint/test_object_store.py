@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, problems
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, files_below, problems
 from accelerate.checkpoint.object_store import ObjectStore
 from accelerate.checkpoint.storage import storage_of
 from accelerate.runtime import durable
+from accelerate.runtime.durable import CHUNK
 
 core = pytest.importorskip("fsspec.core")
 
@@ -172,7 +174,7 @@ def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, mon
         ("put_file", "optim", ConnectionResetError("reset"), "optimizer.bin could not be uploaded: ConnectionResetError"),
         ("pipe_file", "", PermissionError("no"), f"{URL}/{NAME} could not be written: no. Check the credentials"),
         ("find", "", TimeoutError("late"), "could not be listed: TimeoutError: late"),
-        ("get_file", "optim", OSError(errno.ENOSPC, "No space left"), "optimizer.bin could not be downloaded.*No space left"),
+        ("cat_file", "optim", OSError(errno.ENOSPC, "No space left"), "optimizer.bin could not be downloaded.*No space left"),
     ],
 )  # fmt: skip
 def test_a_store_that_refuses(memory, monkeypatch, method, on, error, message):
@@ -180,7 +182,7 @@ def test_a_store_that_refuses(memory, monkeypatch, method, on, error, message):
     staged = storage.stage()
     write(staged, step=2)
     with failing(monkeypatch, memory, method, error, on), pytest.raises(OSError, match=message):
-        storage.fetch() if method == "get_file" else storage.publish()
+        storage.fetch() if method == "cat_file" else storage.publish()
     for _ in range(2):
         storage.abandon()
     assert not os.path.exists(staged)
@@ -287,11 +289,11 @@ def test_a_killed_removal_never_leaves_half_a_checkpoint(memory, monkeypatch, ge
 
 def test_what_was_fetched_is_not_fetched_again(memory, monkeypatch):
     storage = save(URL)
-    calls = meddle(monkeypatch, memory, "get_file", lambda: None)
+    calls = meddle(monkeypatch, memory, "cat_file", lambda: None, on="/g-")
     folder = storage.fetch(lambda name: name.endswith(".bin"))
     assert set(read(folder)) == {"empty.bin", "optimizer.bin"}
     assert ObjectStore(URL).fetch() == folder
-    assert len(calls) == len(CONTENT)
+    assert len(calls) == len(CONTENT) - 1  # one is empty
     save(URL, {"model.safetensors": b"2"})
     later = storage.fetch()
     assert read(later) == {"model.safetensors": b"2"}
@@ -301,11 +303,11 @@ def test_what_was_fetched_is_not_fetched_again(memory, monkeypatch):
     assert read(storage.fetch()) == {"model.safetensors": b"2"}
 
 
-@pytest.mark.parametrize("method", ["find", "get_file"])
-def test_a_checkpoint_that_is_replaced_while_it_is_read(memory, monkeypatch, method):
+@pytest.mark.parametrize(("method", "on"), [("find", ""), ("cat_file", "/g-")])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(memory, monkeypatch, method, on):
     storage, later = save(URL, step=1), {"model.safetensors": b"22", "optimizer.bin": b"22"}
     replacements = iter([lambda: save(URL, later, step=2)])
-    meddle(monkeypatch, memory, method, lambda: next(replacements, lambda: None)())
+    meddle(monkeypatch, memory, method, lambda: next(replacements, lambda: None)(), on)
     if method == "find":
         assert (storage.state().kind, storage.state().manifest.step) == ("complete", 2)
     folder = storage.fetch()
@@ -360,7 +362,128 @@ def test_a_bucket_is_never_made_and_never_removed(s3):
         save("s3://no-such-bucket/checkpoint_0")
 
 
-@pytest.mark.slow
+def created(url, content, rank=0, **facts):
+    """Save a checkpoint as the ranks of two nodes do: each creates its files, one publishes."""
+    nodes = [storage_of(url) for _ in range(2)]
+    folders = [node.stage() for node in nodes]
+    nodes[1].generation = nodes[0].generation
+    entries = {}
+    for number, (name, data) in enumerate(content.items()):
+        with nodes[number % 2].create(folders[number % 2], name) as file:
+            file.write(data)
+        entries[name] = FileEntry.of(file)
+    Manifest(entries, **facts).write(folders[0])
+    return nodes, folders
+
+
+def test_ranks_create_their_files_in_the_store(base):
+    nodes, folders = created(f"{base}/checkpoint_0", CONTENT, step=1)
+    assert files_below(folders[1]) == {} and list(files_below(folders[0])) == [NAME], "nothing is on a disk"
+    Path(folders[1], "hook.json").write_text("of a hook, which writes by path")
+    nodes[1].upload(folders[1])
+    names = ["optimizer.bin", "empty.bin", "hook.json"]
+    assert list(nodes[0].read_staged(folders[0], names).values())[:2] == [CONTENT[name] for name in names[:2]]
+    listing = Manifest.read(folders[0])
+    hook = FileEntry(31, listing.files["empty.bin"].checksum)
+    Manifest({**listing.files, "hook.json": hook}, step=1).write(folders[0])
+    nodes[0].publish()
+    storage = storage_of(nodes[0].location)
+    assert (storage.state().kind, storage.state().manifest.step) == ("complete", 1)
+    assert read(storage.fetch()).keys() == {*CONTENT, "hook.json"}
+    nodes[1].abandon()
+    assert storage.state().kind == "complete" and not any(map(os.path.exists, folders))
+
+
+class Broken(Exception):
+    """Of whoever writes a file."""
+
+
+@pytest.mark.parametrize("error", [Broken("no"), ConnectionResetError("reset"), PermissionError("no")])
+def test_a_file_that_cannot_be_created(memory, monkeypatch, error):
+    storage = save(URL, step=1)
+    folder = storage.stage()
+
+    def fail():
+        raise error
+
+    if not isinstance(error, Broken):
+        meddle(monkeypatch, memory, "open", fail, on="model.safetensors")
+    expected = r"no" if isinstance(error, Broken) else f"{URL}/g-.*/model.safetensors could not be uploaded: .*{error}"
+    with (
+        pytest.raises(Broken if isinstance(error, Broken) else OSError, match=expected),
+        storage.create(folder, "model.safetensors") as file,
+    ):
+        file.write(b"half")
+        fail()
+    storage.abandon()
+    assert (storage.state().manifest.step, objects(storage)) == (1, sorted([NAME, *CONTENT]))
+
+
+def test_an_error_of_the_store_is_told_and_not_that_of_the_writer(s3):
+    """torch's writer reports something else when its file fails."""
+    storage = storage_of("s3://no-such-bucket/checkpoint_0")
+    with (
+        pytest.raises(FileNotFoundError, match="model.bin could not be uploaded: .*bucket does not exist"),
+        storage.create(storage.stage(), "model.bin") as file,
+    ):
+        torch.save(torch.zeros(20 << 20), file)
+
+
+def test_pieces_of_files(base, monkeypatch):
+    """What ranks of a node bring is downloaded once, and no more than that."""
+    content = {"model.bin": os.urandom(1 << 20) * (2 * CHUNK // (1 << 20)) + b"end", "other.bin": b"1" * 2000}
+    url = f"{base}/checkpoint_0"
+    created(url, content)[0][0].publish()
+    first, second = storage_of(url), storage_of(url)
+    folder = Path(first.fetch(lambda name: name == "other.bin"))
+    assert files_below(folder).keys() == {"other.bin", NAME}
+    second.fetched = list(first.fetched)
+    system = type(core.url_to_fs(url)[0])
+    calls = meddle(
+        monkeypatch, system, "cat_ranges" if system.__name__ == "S3FileSystem" else "cat_file", lambda: None
+    )
+    size = len(content["model.bin"])
+    for storage, numbers in ((first, [2]), (second, [2, 0]), (first, [0])):
+        storage.bring({"model.bin": (size, numbers), "other.bin": (2000, None)})
+    found = (folder / "model.bin").read_bytes()
+    assert found[:CHUNK] == content["model.bin"][:CHUNK] and found[2 * CHUNK :] == b"end" and len(found) == size
+    assert found[CHUNK : 2 * CHUNK].strip(b"\0") == b""
+    assert base.startswith("s3") or [arguments[1:] for arguments in calls] == [(2 * CHUNK, size), (0, CHUNK)]
+    assert storage_of(url).fetch() == str(folder)
+    assert (folder / "model.bin").read_bytes() == content["model.bin"]
+    put(f"{url}/{first.fetched[1]}/short.bin", b"1")
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match="short.bin has 1 bytes, but 2001 were written"):
+            second.bring({"short.bin": (2001, [0])})
+    with pytest.raises(DamagedCheckpoint, match="lost.bin is missing"):
+        second.bring({"lost.bin": (1, None)})
+
+
+def test_removing_takes_few_requests_and_is_told_where_it_is_refused(memory, monkeypatch, caplog):
+    storage = save(URL, {f"file_{number}.bin": b"1" for number in range(50)})
+    with monkeypatch.context() as patch:
+        calls = meddle(patch, memory, "rm", lambda: None)
+        storage.remove()
+    assert storage.state().kind == "absent" and len(calls) < 5
+    # A store that removes many objects in one request leaves out those that it refuses to remove.
+    storage = save(URL)
+    monkeypatch.setattr(memory, "rm", lambda self, path, **options: None)
+    with failing(monkeypatch, memory, "rm_file", PermissionError("locked"), "/model"):
+        with pytest.raises(PermissionError, match="model.safetensors could not be removed: locked"):
+            storage.remove()
+
+
 def test_a_file_in_parts(s3):
-    storage = save("s3://bucket/large", {"model.safetensors": os.urandom(1 << 20) * 120})
+    data = os.urandom(1 << 20) * 120
+    for nodes, _ in (created("s3://bucket/large", {"model.safetensors": data}),):
+        nodes[0].publish()
+    storage = storage_of("s3://bucket/large")
     assert problems(storage.fetch(), storage.state().manifest, deep=True) == []
+    url = url_of(storage, "model.safetensors").removeprefix("s3://bucket/")
+    assert s3.head_object(Bucket="bucket", Key=url)["ETag"].strip('"').endswith("-3"), "three parts"
+    with pytest.raises(Broken), storage.create(storage.stage(), "model.safetensors") as file:
+        file.write(data)
+        raise Broken
+    assert s3.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
+    storage.abandon()
+    assert objects(storage) == [NAME, "model.safetensors"]

@@ -103,5 +103,7 @@ def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ
         assert all("different paths" in text for text in ended.values()) and len(ended) == 2
         return
     manifest = Manifest.read(tmp_path / "c")
-    assert set(manifest.files) == {"custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"}
+    parts = {f"custom_checkpoint_{rank}.pkl" for rank in range(2)}
+    assert set(manifest.files) == {*parts, "accelerate_manifest_parts/1.json"}
+    assert set(manifest.detailed(tmp_path / "c", manifest.files)) == set(manifest.files)
     assert set(ended.values()) == {manifest.save}

@@ -359,3 +359,23 @@ def test_a_large_file_that_becomes_shorter_while_it_is_loaded_is_an_error(tmp_pa
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("latest", [True, False])
+def test_no_other_checkpoint_is_opened(tmp_path, latest):
+    """Each rank verified every other one for the next automatic number, and the newest was chosen among all."""
+    run = Run(project_config=numbered(tmp_path))
+    for _ in range(3):
+        run.accelerator.save_state()
+    checkpoints, opened = tmp_path / "checkpoints", []
+
+    def note(event, arguments):
+        if event == "open" and opened is not None:
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(note)
+    loaded = run.accelerator.load_state(None if latest else checkpoints / "checkpoint_0")
+    seen, opened = opened, None
+    there = {path.split("checkpoints/")[1].split("/")[0] for path in seen if "checkpoints/checkpoint" in path}
+    assert there == {loaded.name} == {"checkpoint_2" if latest else "checkpoint_0"}
+    assert run.accelerator.save_iteration == 3
