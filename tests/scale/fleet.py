@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 # The last but one saves once more.
@@ -155,6 +156,8 @@ def measure(ranks: int, mode: str = "ddp") -> dict[str, dict[str, float]]:
         importlib.import_module(module)  # before the forks, which share it
     import torch
 
+    from accelerate.runtime.store import serve_this_machine
+
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # so is what this imports
     warnings.simplefilter("ignore")
     folder, (watched, pipe), (released, release) = tempfile.mkdtemp(prefix="fleet"), os.pipe(), os.pipe()
@@ -171,7 +174,7 @@ def measure(ranks: int, mode: str = "ddp") -> dict[str, dict[str, float]]:
             finally:
                 os._exit(1)
         children.append(child)
-    store = torch.distributed.TCPStore("127.0.0.1", target, None, True, wait_for_workers=False)
+    store = serve_this_machine(target, timedelta(minutes=5))
     try:
         return _counted(ranks, Proxy(port, target, watched), release)
     finally:
