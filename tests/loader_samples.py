@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from accelerate.data.broadcast import BatchBroadcast
+from accelerate.data.broadcast import BatchScatter
 from accelerate.data.build import prepare_data_loader
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
@@ -55,19 +55,20 @@ class Line:
 
     group = None
 
-    def __init__(self, sent, sends):
-        self.sent, self.sends = sent if sends else deque(sent), sends
+    def __init__(self, sent, rank):
+        self.sent, self.rank, self.sends = deque(sent) if rank else sent, rank, rank == 0
 
     def broadcast_object_list(self, values, source):
         if self.sends:
             self.sent.append(pickle.dumps(values))
         else:
             values[:] = pickle.loads(self.sent.popleft())
+        return values
 
 
 def dispatched(loader, sent, world, rank, **options):
     """A dispatching loader of a rank; rank 0 has to be run to its end before another one begins."""
     loader = prepare_data_loader(loader, put_on_device=True, device=CPU, dispatch_batches=True, **options)
     loader.state = SimpleNamespace(num_processes=world, process_index=rank, device=CPU)
-    loader._connection = BatchBroadcast(Line(sent, sends=rank == 0), CPU)
+    loader._connection = BatchScatter(Line(sent, rank), None, None, CPU, range(world))
     return loader

@@ -192,6 +192,8 @@ def _value(option: Option) -> str:
         return "switch"
     if option.choices is not None:
         return _choices([choice for choice in option.choices if choice not in option.corrections])
+    if option.words and not option.open:
+        return _choices(option.words)
     return TYPES[option.type]
 
 

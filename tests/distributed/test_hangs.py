@@ -35,7 +35,7 @@ def seed(name, *texts, slow=True):
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        seed("skipped_gather", "all_gather no. 1", "barrier no. 1", "rank 1 went past"),
+        seed("skipped_gather", "all_reduce no. 1 of Long [2]", "barrier no. 1", "rank 1 went past"),
         seed(
             "early_break",
             "all_reduce no. 8 of Float [5] (accelerate.accelerator.backward)",
@@ -45,7 +45,7 @@ def seed(name, *texts, slow=True):
         seed("uneven_loader", "all_reduce no. 8 of Float [5]", "barrier no. 8", "unequal batches"),
         seed("other_order", "all_reduce no. 1 of Float [2]", "barrier no. 1", "another order of calls"),
         seed("other_shapes", "all_reduce no. 1 of Float [2]", "all_reduce no. 1 of Float [1]", "different shapes"),
-        seed("caught_exception", "all_gather no. 1", "rank 1 handles an exception (ValueError: bad batch)"),
+        seed("caught_exception", "all_reduce no. 1", "rank 1 handles an exception (ValueError: bad batch)"),
         seed("dead_worker", "(accelerate.accelerator.reduce)", "workers: pid", "stopped by a signal"),
         seed("dead_rank", "barrier no. 2", "the process of rank 1 is stopped by a signal"),
         seed("sleeping_rank", "barrier no. 1", "rank 1 has stood still", "a sleep"),
@@ -58,7 +58,7 @@ def seed(name, *texts, slow=True):
             "barrier no. 4",
             "a parameter that not every rank's loss uses",
         ),
-        seed("sharded_forward", "all_gather no. 5 of Float [10]", "barrier no. 5"),
+        seed("sharded_forward", "all_gather no. 10 of Float [10]", "barrier no. 10"),
         seed("barrier_in_thread", "barrier no. 1 (threading.join)", "all_reduce no. 1 of Float [3]"),
     ],
 )

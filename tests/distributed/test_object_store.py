@@ -2,9 +2,20 @@
 
 import pytest
 
+from accelerate.runtime.durable import CHUNK
+from scale import object_store
 from unit.checkpoint.conftest import s3, s3_server  # noqa: F401
 
 
 @pytest.mark.usefixtures("s3")
 def test_object_store(launch):
     launch("several.py", "check_object_store.py", environment={"STORE_URL": "s3://bucket/runs"})
+
+
+def test_each_node_writes_and_reads_what_its_ranks_need():
+    """Two nodes of two ranks, a sharded checkpoint: written once, and of the store each rank reads its shards and one piece more."""
+    found = object_store.run(layers=4)
+    for written, needed in zip(found["save"]["written"], found["save"]["needed"], strict=True):
+        assert needed <= written <= 1.05 * needed
+    for read, needed in zip(found["load"]["read"], found["load"]["needed"], strict=True):
+        assert read <= 1.05 * needed + object_store.LOCAL * CHUNK

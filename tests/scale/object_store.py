@@ -1,6 +1,8 @@
 """Bytes that each node reads from and writes to an object store: a sharded save and load of two nodes of two ranks.
 
-object_store.py ; prints RESULT {save: {...}, load: {...}} with one value for each node, and the bytes that it needs.
+object_store.py [LAYERS] ; prints RESULT {save: {...}, load: {...}} with one value for each node, and the bytes that it needs.
+
+What is read in parts is read in pieces of 16 MiB: each rank reads one more, which holds what all ranks read of rank 0's file.
 """
 
 import json
@@ -64,7 +66,7 @@ def rank() -> None:
     dist.destroy_process_group()
 
 
-def run(layers: int = 8) -> dict[str, dict[str, list[int]]]:
+def run(layers: int = 48) -> dict[str, dict[str, list[int]]]:
     """Start the ranks, and return what they counted."""
     from accelerate.utils.other import get_free_port
 
@@ -99,4 +101,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["rank"]:
         rank()
     else:
-        print("RESULT", json.dumps(run(), indent=1))
+        print("RESULT", json.dumps(run(*map(int, sys.argv[1:])), indent=1))

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -156,8 +155,6 @@ class Background:
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
-        # Weak: gloo closes its connections with the last reference to a process group.
-        self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.pending = False
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None

@@ -26,6 +26,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -212,19 +213,8 @@ class SaveBarrier:
         keys += [f"{place}/problem/{number}" for place in rounds[-1:] for number in range(1, self._problems + 1)]
         with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
             if self._keys.add("left", 1) == self._leaving:
-                for key in [*keys, *(f"{place}/note/{rank}" for place in rounds for rank in range(self.world_size))]:
+                for key in keys:
                     self._store.delete_key(key)
-
-    def exchange(self, note: Any, problem: BaseException | None = None) -> list[Any]:
-        """Return the notes of all ranks: O(ranks) for each of them, so `share` takes its place."""
-        text = json.dumps(note)
-        place = f"{self._round_number + 1}/note/{{}}"
-        if self._store is not None:
-            self._keys.set(place.format(self.rank), text)
-        texts = self._synchronize(False, problem, text)[1]
-        if texts is None:
-            texts = {rank: self._keys.get(place.format(rank)) for rank in range(self.world_size)}
-        return [json.loads(texts[rank]) for rank in range(self.world_size)]
 
     # Rounds
 
@@ -278,7 +268,7 @@ class SaveBarrier:
                 self._number, self._round_number = int(shared.compare_set("round", "", "0")), -1
                 # Not before: to connect to a store that is gone takes minutes.
                 if self._store is None:
-                    own = connection(self._origin)
+                    own = _connected(self._origin)
                     self._polls, self._store = own is self._origin, dist.PrefixStore(_PREFIX, own)
                 self._keys = dist.PrefixStore(str(self._number), self._store)
                 outcome = self._come(
@@ -417,6 +407,18 @@ class SaveBarrier:
         lines = _lines({rank: str(diagnosis.latest[rank]) for rank in lost})
         come = self._round.add("come", 0) % _FLAG
         return {"lost": f"The others wait in vain: {'; '.join(lines)}.", "come": come}
+
+
+# By the store, with the process: a fork must not use its parent's.
+_connections: "weakref.WeakKeyDictionary[Any, tuple[int, Any]]" = weakref.WeakKeyDictionary()
+
+
+def _connected(store: Any) -> Any:
+    """Return a store by a connection that only barriers use; it is kept, because torch looks up the name of the host for each one."""
+    pid, own = _connections.get(store, (0, None))
+    if pid != os.getpid() and (own := connection(store)) is not store:
+        _connections[store] = os.getpid(), own
+    return own
 
 
 def _read(store: Any, key: str) -> Any | None:

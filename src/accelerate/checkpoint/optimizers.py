@@ -253,9 +253,11 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
         return made
 
     if isinstance(values, Mapping):
+        # In the optimizer's own order: that of shards depends on who wrote them.
+        ordered = {**{key: values[key] for key in present if key in values}, **values}
         return {
             key: mapped_leaves(value, fit) if isinstance(value, (Mapping, list)) else fit(value, key)
-            for key, value in values.items()
+            for key, value in ordered.items()
         }
     return mapped_leaves(values, fit)
 

@@ -7,18 +7,17 @@ into it instead is hashed while it is written, and can be copied and written in 
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.state import POSITIONS, Common, keeps_state, rank_and_size
+from accelerate.checkpoint.state import POSITIONS, Common, keeps_state
 from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
@@ -183,15 +182,6 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
 
 
 # -- the saving of one checkpoint ----------------------------------------------------------------------------------------
-
-
-def shard_group(made: MutableMapping[Any, Any]) -> Any | None:
-    """Return the process group in which ranks write shards, apart from the training's; `made` keeps it. All ranks."""
-    if rank_and_size()[1] < 2:
-        return None
-    if dist.group.WORLD not in made:
-        made[dist.group.WORLD] = dist.new_group(backend="gloo")
-    return made[dist.group.WORLD]
 
 
 @dataclass

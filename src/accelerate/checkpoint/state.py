@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate import comm
 from accelerate.checkpoint import formats, manifest
+from accelerate.config.enums import DistributedType
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.resume import is_stateful
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
@@ -46,7 +48,10 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    problems = on_all(None if error is None else f"{type(error).__name__}: {error}")
+    failed = torch.tensor(error is not None)
+    if rank_and_size()[1] > 1:  # what went wrong travels only if something did
+        failed = comm.for_type(DistributedType.MULTI_CPU).all_reduce(failed, "max")
+    problems = on_all(None if error is None else f"{type(error).__name__}: {error}") if failed else []
     if error is not None:
         raise error
     for number, text in enumerate(problems):

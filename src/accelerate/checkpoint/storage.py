@@ -292,6 +292,7 @@ class LocalStorage(CheckpointStorage):
         super().__init__(os.path.realpath(path))
         self._staged = ""
         self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
+        self._removal = self._save
 
     def _asides(self) -> list[str]:
         """Return the hidden folders of saves and removals of this checkpoint."""
@@ -361,7 +362,8 @@ class LocalStorage(CheckpointStorage):
         with contextlib.ExitStack() as save:
             save.enter_context(self.locked())
             aside = self._make_aside()
-            save.callback(_discard, aside, self.name)
+            self._removal = save.enter_context(contextlib.ExitStack())
+            self._removal.callback(_discard, aside, self.name)
             self._staged = os.path.join(aside, self.name)
             os.mkdir(self._staged)
             self._save = save.pop_all()
@@ -408,30 +410,36 @@ class LocalStorage(CheckpointStorage):
                     os.fsync(file.fileno())  # between the renames nothing else says where the checkpoint is
                 os.rename(self.location, os.path.join(aside, _FORMER))
                 os.rename(self._staged, self.location)
+        self._removal.pop_all()  # what is staged from now on is the former one, with what is the user's own
         sync_folder(os.path.dirname(self.location))
-        self._complete()
+        with warned(f"What was at {self.location} before could not be removed from {aside}"):  # the next save does it
+            self._settle(aside)
         self._save.close()
 
     def _complete(self) -> None:
         """Bring publishes to their end from whichever step they have come to, and remove what is worth nothing. Needs the lock."""
-        marker = Path(self.location, manifest.PUBLISHING_MARKER)
         for aside in self._asides():
-            new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
-            if os.path.isdir(new) and os.path.lexists(marker):
-                os.rename(new, former)
-            if os.path.isdir(former) and not os.path.lexists(self.location):
-                os.rename(new if os.path.isdir(new) else former, self.location)
-                sync_folder(os.path.dirname(self.location))
-            # It says that what lies aside is the former one, so it must be gone before the next checkpoint is staged.
-            marker.unlink(missing_ok=True)
-            with warned(f"What was at {self.location} before lies in {former}, and could not be removed"):
-                if os.path.isdir(former):
-                    _carry_over(former, self.location, _parts_of(former))
-                _discard(aside, _FORMER if os.path.isdir(former) else self.name)
+            self._settle(aside)
         for entry in _scan(os.path.dirname(self.location)):
             if _HIDDEN.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # not empty
                     os.rmdir(entry.path)
+
+    def _settle(self, aside: str) -> None:
+        """Bring the publish of a hidden folder to its end. Needs the lock."""
+        marker = Path(self.location, manifest.PUBLISHING_MARKER)
+        new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
+        if os.path.isdir(new) and os.path.lexists(marker):
+            os.rename(new, former)
+        if os.path.isdir(former) and not os.path.lexists(self.location):
+            os.rename(new if os.path.isdir(new) else former, self.location)
+            sync_folder(os.path.dirname(self.location))
+        # It says that what lies aside is the former one, so it must be gone before the next checkpoint is staged.
+        marker.unlink(missing_ok=True)
+        with warned(f"What was at {self.location} before lies in {former}, and could not be removed"):
+            if os.path.isdir(former):
+                _carry_over(former, self.location, _parts_of(former))
+            _discard(aside, _FORMER if os.path.isdir(former) else self.name)
 
     def remove(self) -> None:
         """Remove the checkpoint; it is out of sight before its first file goes."""

@@ -1,5 +1,8 @@
 """How processes exchange tensors and objects: one `Communicator` per way of cooperating."""
 
+import weakref
+from typing import Any
+
 import torch.distributed as dist
 
 from accelerate.comm import base
@@ -8,6 +11,7 @@ from accelerate.runtime import storage
 
 _SINGLE = base.Communicator()
 _live: dict[str, base.Communicator] = {}
+_side_groups: weakref.WeakKeyDictionary[base.Communicator, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
@@ -25,12 +29,24 @@ def forget() -> None:
     for communicator in _live.values():
         communicator.group = None  # a caller may still hold the communicator, but the group must go now
     _live.clear()
+    _side_groups.clear()
 
 
-def release() -> None:
-    """Drop the buffers that communicators keep for their next exchange. Any rank, alone."""
-    for communicator in _live.values():
-        communicator.release()
+def side_group(apart: bool = False) -> Any | None:
+    """Return the gloo group for small messages beside the training's, made once; None where there is none. All ranks, in one order.
+
+    The default group serves where it has gloo for the CPU, since each group opens a connection between any two ranks. `apart` is for
+    a thread beside the one that trains: groups match collectives by their order, so two threads never share one.
+    """
+    communicator = current()
+    if communicator.group is None or not dist.is_gloo_available():
+        return None
+    if not apart and "cpu:gloo" in str(dist.get_backend_config()).split(","):
+        return communicator.group
+    made = _side_groups.setdefault(communicator, {})
+    if apart not in made:
+        made[apart] = dist.new_group(backend="gloo")
+    return made[apart]
 
 
 def _xla() -> base.Communicator:

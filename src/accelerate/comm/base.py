@@ -19,13 +19,13 @@ class Communicator:
     world_size: int = 1
     group: Any = None
 
-    def gather_many(
-        self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
-    ) -> list[torch.Tensor]:
+    def gather_many(self, tensors: Sequence[torch.Tensor], structure: Any = None) -> list[torch.Tensor]:
         """Return every rank's tensors, each concatenated along dim 0; scalars become a vector."""
         return [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
 
-    def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
+    def reduce_many(
+        self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None, operation: str = "reduce"
+    ) -> list[torch.Tensor]:
         """Return element-wise reductions ("sum", "mean", "max", "min"); integers' mean is float."""
         check_reduction(op)
         return list(tensors)
@@ -53,9 +53,6 @@ class Communicator:
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
         """Replace the elements of a list, in place, by those of rank `src`, and return it."""
         return objects
-
-    def release(self) -> None:
-        """Drop the buffers that are kept for the next exchange. Any rank, alone."""
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

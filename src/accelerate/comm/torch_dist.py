@@ -1,22 +1,19 @@
 """Communication through `torch.distributed`."""
 
-import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator, check_reduction, mean_of
-from accelerate.comm.check import GATHER_INLINE, HEADER, LARGEST, OPERATIONS, SMALLEST, Post, differing, header
-
-# Bytes that travel in about the time of one more round trip.
-_ROUND_TRIP = 256 << 10
-_OBJECT = OPERATIONS.index("gather_object")
+from accelerate.comm.check import PACKED, Call, CallChecker
+from accelerate.comm.nested import padded
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HOST_BACKENDS = ("gloo", "mpi")
+_LENGTH = 8  # bytes before a pickled object, which say how long it is
 # The name changed in torch 2.13; the old one warns there.
 _gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -29,7 +26,7 @@ class TorchCommunicator(Communicator):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         pairs = str(dist.get_backend_config()).split(",")
         self._backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
-        self._post = Post(self.world_size, self._gather_into)
+        self._checker = CallChecker(self.rank, self._highest, self._rows)
 
     # Where data travels
 
@@ -38,135 +35,170 @@ class TorchCommunicator(Communicator):
         backend = self._backends.get(device.type)
         if backend is not None and backend not in _HOST_BACKENDS:
             return device
-        if "cpu" in self._backends or not self._backends:
-            return torch.device("cpu")
-        return self._default_device()
+        return torch.device("cpu") if "cpu" in self._backends else self._default_device()
 
     def _default_device(self) -> torch.device:
-        kind = next((kind for kind, backend in self._backends.items() if backend in _HOST_BACKENDS), None)
-        if kind is not None or not self._backends:
-            return torch.device("cpu")
-        kind = next(iter(self._backends))
-        return torch.device("cpu") if kind == "cpu" else torch.device(kind, getattr(torch, kind).current_device())
+        on_host = not self._backends or any(backend in _HOST_BACKENDS for backend in self._backends.values())
+        return _device_of("cpu" if on_host else next(iter(self._backends)))
 
-    def _gather_into(
-        self, output: torch.Tensor, vector: torch.Tensor, later: bool = False
-    ) -> Callable[[], Any] | None:
-        work = _gather_bytes(output, vector, group=self.group, async_op=later)
-        return work.wait if later else None
+    # Collectives without a check
 
-    def _prepared(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.device]:
-        """Return the tensors without gradients and with a dimension, and the device where they travel together."""
+    def _highest(self, words: torch.Tensor) -> torch.Tensor:
+        words = words.to(self._default_device())
+        dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group)
+        return words.cpu()
+
+    def _rows(self, row: torch.Tensor) -> torch.Tensor:
+        return self._gather(row.to(self._default_device())).view(self.world_size, -1).cpu()
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a contiguous tensor; as bytes, for not every backend knows every dtype, and to a gather they are the same."""
+        output = tensor.new_empty((self.world_size * tensor.shape[0], *tensor.shape[1:]))
+        _gather_bytes(_as_bytes(output), _as_bytes(tensor), group=self.group)
+        return output
+
+    def _carry_out(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Do what all ranks were found to be called for."""
+        if call.size <= PACKED:
+            return self._carry_out_packed(call, tensors)[0]
+        device = _device_of(call.device)
+        if call.argument is None:
+            return [self._gather(tensor.to(device).contiguous()) for tensor in tensors]
+        results = [tensor.to(device, copy=True).contiguous() for tensor in tensors]
+        for result in results:
+            if isinstance(call.argument, str):
+                dist.all_reduce(result, _OPS[call.argument], group=self.group)
+            else:
+                dist.broadcast(_as_bytes(result), call.argument, group=self.group)
+        return results
+
+    def _carry_out_packed(
+        self, call: Call, tensors: Sequence[torch.Tensor], follows: bool = True
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Do a small call in one collective, with flags beside the data: is a rank called for something else, is one for this."""
+        device = _device_of(call.device)
+        # Where the first is waited for, the second need not travel: gloo takes longer for each word.
+        flags = torch.arange(1 if device.type == "cpu" else 2, device=device)
+        flags = flags if follows else 1 - flags
+        if isinstance(call.argument, str):
+            return self._reduce_packed(call.argument, [tensor.to(device) for tensor in tensors], flags)
+        parts = [_as_bytes(tensor.to(device).contiguous()) for tensor in tensors]
+        row = torch.cat([flags.to(torch.uint8), *parts])
+        if call.argument is None:
+            rows = self._gather(row).view(self.world_size, -1)
+        else:  # of bytes that are zero on all ranks but one, the largest are that rank's
+            if self.rank != call.argument:
+                row[len(flags) :] = 0
+            dist.all_reduce(row, dist.ReduceOp.MAX, group=self.group)
+            rows = row[None]
+        seen, *pieces = rows.split([len(flags), *map(len, parts)], dim=1)
+        results = []
+        for piece, (dtype, shape) in zip(pieces, call.tensors, strict=True):
+            whole = piece.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
+            results.append(whole.view(len(rows) * shape[0], *shape[1:]))
+        return results, seen.amax(0)
+
+    def _reduce_packed(
+        self, op: str, tensors: Sequence[torch.Tensor], flags: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Reduce small tensors, in one all-reduce for each dtype that backends add up: small ones travel as 32 bits."""
+        kinds = [_reduced_as(tensor.dtype) for tensor in tensors]
+        results, seen = list(tensors), flags
+        for kind in dict.fromkeys(kinds):
+            places = [place for place, other in enumerate(kinds) if other is kind]
+            parts = [tensors[place].to(kind).reshape(-1) for place in places]
+            flat = torch.cat([(-flags if op == "min" else flags).to(kind), *parts])
+            dist.all_reduce(flat, _OPS[op], group=self.group)
+            seen, *parts = flat.split([len(flags), *map(len, parts)])
+            for place, part in zip(places, parts, strict=True):
+                results[place] = part.to(tensors[place].dtype, copy=True).view(tensors[place].shape)
+        return results, seen
+
+    # Tensors
+
+    def _as_expected(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Carry out the call that all ranks expect; None if there is none, or not all were called for it."""
+        expected = self._checker.expected()
+        if expected is None:
+            return None
+        if call != expected:
+            device = _device_of(expected.device)
+            tensors = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in expected.tensors]
+        results, flags = self._carry_out_packed(expected, tensors, call == expected)
+        return results if self._checker.is_valid(call, expected, flags) else None
+
+    def _exchange(
+        self, operation: str, argument: str | int | None, structure: Any, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Do one operation with all tensors, on their devices: as expected, or after the ranks compared what they call."""
         ready = []
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise TypeError(f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()`.")
-            tensor = tensor.detach()
+            tensor = tensor.detach().resolve_conj().resolve_neg()
             ready.append(tensor if tensor.ndim else tensor.reshape(1))
-        return ready, self._transport(tensors[0].device) if tensors else self._default_device()
+        device = self._transport(tensors[0].device) if tensors else self._default_device()
+        call = Call(operation, argument, structure, device.type, tuple((item.dtype, item.shape) for item in ready))
+        results = self._as_expected(call, ready)
+        if results is None:
+            self._checker.require_same(call)
+            results = self._carry_out(call, ready)
+        self._checker.remember(call)
+        return [result.to(tensor.device) for result, tensor in zip(results, tensors, strict=True)]
 
-    def release(self) -> None:
-        """Drop the buffers that are kept for the next exchange; what it will be is still known. Any rank, alone."""
-        self._post.release()
+    def gather_many(self, tensors: Sequence[torch.Tensor], structure: Any = None) -> list[torch.Tensor]:
+        """Return every rank's tensors; ranks must pass alike."""
+        return self._exchange("gather", None, structure, tensors)
 
-    # Tensors
-
-    def gather_many(
-        self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
+    def reduce_many(
+        self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None, operation: str = "reduce"
     ) -> list[torch.Tensor]:
-        """Return every rank's tensors, in one collective if small; ranks must pass alike."""
-        ready, device = self._prepared(tensors)
-        letter = self._post.letter(operation, structure, ready, GATHER_INLINE)
-        outcome = self._post.exchange(letter, ready, device)
-        if outcome.views is not None:
-            # Copies: the views are of a buffer that the next exchange overwrites.
-            results = [view.clone(memory_format=torch.contiguous_format).flatten(0, 1) for view in outcome.views]
-        elif outcome.gathered is not None:
-            results = outcome.gathered
-        else:
-            results = [self._post.gather_large(tensor.to(device).contiguous()) for tensor in ready]
-        return _returned(results, tensors)
-
-    def _reduce_inline(self) -> float:
-        # Gathering everything and reducing locally saves the round trip of a check, but moves more than a ring: by this
-        # factor per byte. With two ranks both move the same.
-        surplus = (self.world_size - 1) * (1 - 2 / self.world_size)
-        return LARGEST if surplus <= 0 else min(LARGEST, _ROUND_TRIP / surplus)
-
-    def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
-        """Return the reductions, in one collective if small; ranks must pass alike."""
+        """Return the reductions; ranks must pass alike."""
         check_reduction(op)
-        ready, device = self._prepared(tensors)
-        letter = self._post.letter("reduce", (op, structure), ready, self._reduce_inline())
-        outcome = self._post.exchange(letter, ready, device)
-        if outcome.views is not None:
-            results = [_reduced(view, op) for view in outcome.views]
-        else:
-            results = [tensor.to(device, copy=True).contiguous() for tensor in ready]
-            for total in results:
-                dist.all_reduce(total, _OPS[op], group=self.group)
-        if op == "mean":
-            results = [mean_of(total, self.world_size) for total in results]
-        return _returned([total.view(tensor.shape) for total, tensor in zip(results, tensors, strict=True)], tensors)
+        totals = self._exchange(operation, op, structure, tensors)
+        means = [mean_of(total, self.world_size) for total in totals] if op == "mean" else totals
+        return [value.view(tensor.shape) for value, tensor in zip(means, tensors, strict=True)]
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
-        """Return rank `src`'s tensors, in one collective if small; ranks must pass alike."""
+        """Return rank `src`'s tensors; ranks must pass alike."""
         if not 0 <= src < self.world_size:
             raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self.world_size - 1}.")
-        ready, device = self._prepared(tensors)
-        letter = self._post.letter("broadcast", (src, structure), ready, min(LARGEST, _ROUND_TRIP / self.world_size))
-        outcome = self._post.exchange(letter, ready, device)
-        if outcome.views is not None:
-            results = [view[src].clone() for view in outcome.views]
-        else:
-            results = [tensor.to(device, copy=True).contiguous() for tensor in ready]
-            for value in results:  # as bytes, for gloo before torch 2.9 knows no complex numbers
-                dist.broadcast(value.view(torch.uint8), src, group=self.group)
-        return _returned([value.view(tensor.shape) for value, tensor in zip(results, tensors, strict=True)], tensors)
+        values = self._exchange("broadcast", src, structure, tensors)
+        return [value.view(tensor.shape) for value, tensor in zip(values, tensors, strict=True)]
 
     # Objects
 
     def gather_object(self, obj: Any) -> list[Any]:
-        """Return every rank's object, in one collective where the pickled objects are small."""
-        buffer = io.BytesIO()
-        pickle.dump(obj, buffer, pickle.HIGHEST_PROTOCOL)
-        payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        device = self._default_device()
-        self._post.compare_last()
-        room = self._post.room()
-        message = torch.zeros(HEADER + room, dtype=torch.uint8)
-        message[:HEADER] = header([_OBJECT, 0, 0, payload.numel(), 0])
-        if payload.numel() <= room:
-            message[HEADER : HEADER + payload.numel()] = payload
-        received = torch.empty(self.world_size * message.numel(), dtype=torch.uint8, device=device)
-        self._post.transfer(received, message.to(device), None)
-        received = received.view(self.world_size, -1).cpu()
-        headers = received[:, :HEADER].contiguous()
-        rows = headers.view(torch.int64).tolist()
-        if any(row[0] != _OBJECT for row in rows):
-            raise differing(headers, "gather_object")
-        sizes = [row[3] for row in rows]
-        largest = max(sizes)
-        if largest <= room:
-            payloads = received[:, HEADER:]
-        else:
-            message = torch.zeros(largest, dtype=torch.uint8)
-            message[: payload.numel()] = payload
-            payloads = self._post.gather_large(message.to(device)).view(self.world_size, -1).cpu()
-        # Objects of a loop differ a little in size; the next power of two lets them pass as alike.
-        bucket = 1 << max(largest - 1, SMALLEST).bit_length()
-        self._post.remember(("gather_object", bucket), bucket if bucket <= LARGEST else 0)
-        return [pickle.loads(payloads[rank, :size].numpy().data) for rank, size in enumerate(sizes)]
+        """Return every rank's object; in one collective where objects of about this size were gathered before."""
+        message = bytearray(_LENGTH) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+        message[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
+        own = torch.frombuffer(message, dtype=torch.uint8)
+        call, expected = self._object_call(0), self._checker.expected()
+        if expected is not None and expected.operation == call.operation and len(own) <= expected.size:
+            call = expected
+        results = self._as_expected(call, [padded(own, 0, call.size, 0, False)])
+        if results is None:
+            self._checker.require_same(self._object_call(0))
+            largest = self._highest(torch.tensor([len(own)])).item()
+            # Objects of a loop differ a little in size; the next power of two lets them pass as alike.
+            call = self._object_call(1 << (largest - 1).bit_length() if largest <= PACKED else largest)
+            results = self._carry_out(call, [padded(own, 0, call.size, 0, False)])
+        self._checker.remember(call)
+        rows = results[0].view(self.world_size, -1).cpu().numpy()
+        return [pickle.loads(row.data[_LENGTH : int.from_bytes(row[:_LENGTH].data, "little")]) for row in rows]
+
+    def _object_call(self, size: int) -> Call:
+        return Call("gather_object", None, None, self._default_device().type, ((torch.uint8, torch.Size([size])),))
 
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
         """Replace the elements by those of rank `src`."""
-        self._post.compare_last()
+        self._checker.settle()
         dist.broadcast_object_list(objects, src=src, group=self.group, device=self._default_device())
         return objects
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self._post.compare_last()
+        self._checker.settle()
         device = self._default_device()
         if device.type == "cpu":
             dist.barrier(group=self.group)
@@ -174,17 +206,16 @@ class TorchCommunicator(Communicator):
             dist.barrier(group=self.group, device_ids=[device.index])
 
 
-def _returned(results: list[torch.Tensor], originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Move results to where the originals are."""
-    return [
-        result if result.device == original.device else result.to(original.device)
-        for result, original in zip(results, originals, strict=True)
-    ]
+def _device_of(kind: str) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, getattr(torch, kind).current_device())
 
 
-def _reduced(rows: torch.Tensor, op: str) -> torch.Tensor:
-    if op == "max":
-        return rows.amax(0)
-    if op == "min":
-        return rows.amin(0)
-    return rows.sum(0, dtype=rows.dtype)
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _reduced_as(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which small tensors are added up; integers wrap as they would themselves."""
+    if dtype.itemsize >= 4:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int32

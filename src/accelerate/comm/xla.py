@@ -27,15 +27,15 @@ class XlaCommunicator(Communicator):
         """How many of them there are."""
         return self._runtime.world_size()
 
-    def gather_many(
-        self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
-    ) -> list[torch.Tensor]:
+    def gather_many(self, tensors: Sequence[torch.Tensor], structure: Any = None) -> list[torch.Tensor]:
         """Return every rank's tensors, concatenated; the graph is cut afterwards, as the results are about to be read."""
         gathered = [self._model.all_gather(tensor.contiguous()) for tensor in super().gather_many(tensors)]
         self._model.mark_step()
         return gathered
 
-    def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
+    def reduce_many(
+        self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None, operation: str = "reduce"
+    ) -> list[torch.Tensor]:
         """Return the reductions over all ranks."""
         check_reduction(op)
         kind = self._model.REDUCE_SUM if op in ("sum", "mean") else op

@@ -28,13 +28,9 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "checkpoint": Command(
-        "checkpoint", "checkpoint_command_parser", "List, verify, inspect, convert and prune checkpoints."
-    ),
+    "checkpoint": Command("checkpoint", "checkpoint_command_parser", "List, verify, convert and prune checkpoints."),
     "config": Command("config", "get_config_parser", "Write and update configuration files."),
-    "diagnose": Command(
-        "diagnose", "diagnose_command_parser", "Read what ranks that hung or failed have left in a folder."
-    ),
+    "diagnose": Command("diagnose", "diagnose_command_parser", "Read what ranks that hung or failed have left."),
     "env": Command("env", "env_command_parser", "Print versions, devices and configuration, for a bug report."),
     "estimate-memory": Command("estimate", "estimate_command_parser", "Estimate how much memory a model needs."),
     "launch": Command("launch", "launch_command_parser", "Start a training script, in one process or several."),

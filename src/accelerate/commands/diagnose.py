@@ -36,9 +36,7 @@ def diagnose_command(args: argparse.Namespace) -> None:
     """
     found = [path for name in (failure.HANG, failure.STACKS, _ERRORS) for path in Path(args.folder).rglob(name)]
     if not found:
-        raise LaunchError(
-            f"Below {args.folder!r} no rank has left a report, an error or stacks. Name the folder of --log_dir."
-        )
+        raise LaunchError(f"Below {args.folder!r} no rank has left anything. Name the folder that --log_dir named.")
     # An attempt as often as it has files: the one whose file is the newest comes last.
     attempts = [path.parents[1] for path in sorted(found, key=lambda path: path.lstat().st_mtime)]
     # Each machine of a run has a folder.
@@ -81,9 +79,7 @@ def _error(path: Path) -> str:
 
 def stacks_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate stacks`, or add it to what `add_subparsers` returned."""
-    description = (
-        "Print the stacks of all threads of the ranks that your `accelerate launch` runs on this machine (Linux)."
-    )
+    description = "Print the stacks of all threads of your ranks on this machine (Linux, under `accelerate launch`)."
     parser = make_parser("stacks", description, subparsers, stacks_command, allow_abbrev=False)
     parser.add_argument("--pid", type=int, help="Ask this rank alone.")
     parser.add_argument("--job", type=int, help="Ask the ranks of this launcher alone: its process id.")
@@ -99,7 +95,7 @@ def stacks_command(args: argparse.Namespace) -> None:
     ranks = [each for each in _ranks() if args.pid in (None, each[0]) and args.job in (None, each[1])]
     if not ranks:
         raise LaunchError(
-            "No rank of yours runs here under `accelerate launch` that answers, or none with this --pid or --job."
+            "No rank of yours that answers runs here under `accelerate launch` (with this --pid or --job)."
         )
     for pid, job, environment in ranks:
         file = Path(failure.beside(environment[failure.ERROR_FILE], failure.STACKS))

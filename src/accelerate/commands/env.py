@@ -96,16 +96,12 @@ def _torch() -> dict[str, Any]:
     from accelerate.devices import probe
 
     device = probe.detect()
-    devices = "none besides the CPU"
+    kind, devices = "none", "none besides the CPU"
     if device.type != "cpu":
         name_of = getattr(device.namespace(), "get_device_name", lambda index: device.type)
         names = dict.fromkeys(name_of(index) for index in range(device.count()))
-        devices = f"{device.count()} ({', '.join(names)})"
-    return {
-        "PyTorch version": torch.__version__,
-        "PyTorch accelerator": device.type.upper() if device.type != "cpu" else "none",
-        "Devices": devices,
-    }
+        kind, devices = device.type.upper(), f"{device.count()} ({', '.join(names)})"
+    return {"PyTorch version": torch.__version__, "PyTorch accelerator": kind, "Devices": devices}
 
 
 def _list(content: Mapping[str, Any], indent: str = "\t") -> str:

@@ -330,9 +330,7 @@ def _transformers_model(transformers: Any, name: str, trust_remote_code: bool, t
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, token=token)
     # The class that the checkpoint was saved from, where it says so: a bare AutoModel would lack the head.
     named = (getattr(transformers, str(name), None) for name in getattr(config, "architectures", None) or ())
-    base = (
-        transformers.PreTrainedModel
-    )  # a configuration may name anything of transformers, and what it names is called
+    base = transformers.PreTrainedModel  # a configuration may name anything of transformers, and that is called
     classes = [one for one in named if isinstance(one, type) and issubclass(one, base) and one is not base]
     if classes:
         return classes[0](config)
@@ -348,9 +346,7 @@ def _timm_model(timm: Any, name: str, content: dict[str, Any]) -> Any:
     options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
     architecture = content["architecture"]
     if not re.fullmatch(r"[\w.]+", str(architecture)) or not isinstance(architecture, str):
-        raise ValueError(
-            f"its architecture is {architecture!r}; it is the name of a model of timm, such as 'resnet50'"
-        )
+        raise ValueError(f"its architecture is {architecture!r}, and no name of a model of timm, such as 'resnet50'")
     return timm.create_model(architecture, pretrained=False, **options)
 
 
@@ -444,14 +440,13 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     Raises:
         LaunchError: as in `create_empty_model` and `inventory_of_path`.
     """
-    inventory = _inventory(args)
-    rows = []
-    for dtype in args.dtypes:
-        sizes = [
-            size if dtype == "float32" else size / _SHRINKS[dtype] for size in (inventory.largest, inventory.size)
-        ]
-        rows.append([dtype, *sizes, estimate_training_usage(inventory.size, dtype)])
-    return rows
+    model = _inventory(args)
+    return [[dtype, *_loaded(model, dtype), estimate_training_usage(model.size, dtype)] for dtype in args.dtypes]
+
+
+def _loaded(model: Inventory, dtype: str) -> list[float]:
+    """Bytes of the largest layer and of the whole model in an element type."""
+    return [size if dtype == "float32" else size / _SHRINKS[dtype] for size in (model.largest, model.size)]
 
 
 def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
@@ -460,21 +455,18 @@ def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
     trainable = [dtype for dtype in dtypes if dtype in _COMPUTE_BYTES]
     rows = []
     for dtype in dtypes:
-        largest, total = inventory.largest / _SHRINKS[dtype], inventory.size / _SHRINKS[dtype]
-        sizes = [math.ceil(size) for size in (largest, total, _INFERENCE_FACTOR * total)]
+        largest, total = _loaded(inventory, dtype)
         needed = training(inventory, dtype)["total"] if dtype in trainable else None
+        sizes = map(math.ceil, (largest, total, _INFERENCE_FACTOR * total))
         rows.append(dict(zip(_SIZES, [dtype, *sizes, needed], strict=True)))
-    strategies = args.strategy or (["ddp"] if args.num_processes == 1 else _STRATEGIES)
+    strategies = dict.fromkeys(args.strategy or (["ddp"] if args.num_processes == 1 else _STRATEGIES))
+    ranks = args.num_processes
     return {
         "model": args.model_name,
         "source": inventory.source,
         "parameters": sum(item.elements for item in inventory.parameters),
         "sizes": rows,
-        "training": [
-            training(inventory, dtype, strategy, args.num_processes)
-            for strategy in dict.fromkeys(strategies)
-            for dtype in trainable
-        ],
+        "training": [training(inventory, dtype, each, ranks) for each in strategies for dtype in trainable],
     }
 
 

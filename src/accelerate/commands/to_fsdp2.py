@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.commands.utils import make_parser
+from accelerate.config.options.engines import FSDP_OPTIONS
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
@@ -25,15 +26,8 @@ class ConversionStatus(enum.Enum):
 _RESHARDS = {name: name in ("FULL_SHARD", "HYBRID_SHARD") for name in FSDP_SHARDING_STRATEGY}
 # What to do about a strategy without a successor.
 _COPIES = "For copies of a sharded model set dp_replicate_size and dp_shard_size in parallelism_config."
-_LOST = {
-    "NO_SHARD": "To keep the whole model on every process, set distributed_type to MULTI_GPU instead.",
-    "HYBRID_SHARD": _COPIES,
-    "HYBRID_SHARD_ZERO2": _COPIES,
-}
-_KEPT = (
-    "fsdp_version fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading fsdp_offload_params "
-    "fsdp_state_dict_type fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_activation_checkpointing"
-)
+_WHOLE = "To keep the whole model on every process, set distributed_type to MULTI_GPU instead."
+_LOST = {"NO_SHARD": _WHOLE, "HYBRID_SHARD": _COPIES, "HYBRID_SHARD_ZERO2": _COPIES}
 # Why a setting is dropped.
 _DROPPED = {
     "fsdp_backward_prefetch": "does not exist in FSDP 2: it always fetches the next weights during the backward pass",
@@ -43,7 +37,7 @@ _DROPPED = {
 }
 # A key of FSDP 1 to the key of FSDP 2, or to why there is none.
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
-    **{key: key for key in _KEPT.split()},
+    **{option.name: option.name for option in FSDP_OPTIONS},
     **dict.fromkeys(_DROPPED, ConversionStatus.REMOVED),
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
@@ -63,11 +57,9 @@ def load_config(config_file: str) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         LaunchError: it is no YAML or JSON, or holds no keys and values.
     """
-    from accelerate.launch.config_file import load_mapping
+    from accelerate.launch.config_file import find_required, load_mapping
 
-    if not pathlib.Path(config_file).exists():
-        raise FileNotFoundError(f"There is no configuration file {config_file!r}.")
-    return load_mapping(config_file)
+    return load_mapping(find_required(config_file))
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
@@ -93,12 +85,12 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(old, Mapping):
         raise LaunchError(f"fsdp_config is {old!r}; it must hold keys and values.")
     if not old:
-        kind = config.get("distributed_type")
-        if kind not in (None, "FSDP"):
-            text = "The file is for %s and stays as it is: files with an fsdp_config alone are converted."
-            if kind == "DEEPSPEED":
-                text += " Answer `accelerate config` for FSDP 2: ZeRO 3 is fsdp_reshard_after_forward true there, ZeRO 2 false."
-            logger.warning(text, kind)
+        if (kind := config.get("distributed_type")) not in (None, "FSDP"):
+            zero = (
+                "Answer `accelerate config` for FSDP 2: ZeRO 3 is fsdp_reshard_after_forward true there, ZeRO 2 false."
+            )
+            text = "The file is for %s and stays as it is: files with an fsdp_config alone are converted. %s"
+            logger.warning(text, kind, zero if kind == "DEEPSPEED" else "")
         return config
     old = _by_full_name(old)
     version = str(old.pop("fsdp_version", None) or 1)

@@ -25,7 +25,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--use_alpha", action="store_true", help="Use `gcloud alpha`.")
     parser.add_argument("--command_file", help="A file of commands, one on each line.")
     parser.add_argument(
-        "--command", action="append", nargs="+", help="A command, between quotes; give the option once for each."
+        "--command", action="append", nargs="+", help="A command in quotes; may be given several times."
     )
     parser.add_argument("--install_accelerate", action="store_true", help="Install accelerate first.")
     parser.add_argument("--accelerate_version", default="latest", help="Which version: latest, or a number.")

@@ -130,7 +130,9 @@ def add_options(parser: CustomArgumentParser, options: Iterable[Option] = OPTION
             kind = {"action": "store_true"}
         elif option.type == "strs":
             kind = {"action": "append"}
-        heading.add_argument(*option.spellings, help=option.help.replace("%", "%%"), **common, **kind)
+        listed = ", ".join(() if option.choices or option.open else option.words)  # argparse lists choices itself
+        text = f"{option.help[:-1]}: {listed}." if listed else option.help
+        heading.add_argument(*option.spellings, help=text.replace("%", "%%"), **common, **kind)
         if option.negation:
             opposite = f"The opposite of {option.spellings[0]}."
             heading.add_argument(*both_spellings([option.negation]), action="store_false", help=opposite, **common)

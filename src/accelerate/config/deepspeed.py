@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.fsdp import get_module_class_from_name
-from accelerate.config.options.schema import to_names
+from accelerate.config.fsdp import classes_named
+from accelerate.config.options.schema import one_of, to_names
 from accelerate.utils.imports import is_deepspeed_available, is_transformers_available
 
 if TYPE_CHECKING:
@@ -219,8 +219,7 @@ class DeepSpeedPlugin:
             path = getattr(self, f"offload_{what}_nvme_path") if device == "nvme" else None
             return {"device": device, "nvme_path": path}
 
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage is {self.zero_stage}; ZeRO has stages 0, 1, 2 and 3.")
+        one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
         return {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
@@ -262,8 +261,7 @@ class DeepSpeedPlugin:
             return
         if self.zero_stage == 3:
             raise NotImplementedError("MS-AMP does not work with ZeRO stage 3; set zero_stage to 0, 1 or 2.")
-        if self.msamp_opt_level not in ("O1", "O2"):
-            raise ValueError(f"msamp_opt_level is {self.msamp_opt_level!r}; choose 'O1' or 'O2'.")
+        one_of("msamp_opt_level", self.msamp_opt_level, ("O1", "O2"))
         self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     # -- the configuration ---------------------------------------------------------------------------------------
@@ -296,9 +294,7 @@ class DeepSpeedPlugin:
         value = node.get(key)
         if value == "auto":
             if ds_key_long not in kwargs:
-                raise ValueError(
-                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config and nothing determines it; set it."
-                )
+                raise ValueError(f"`{ds_key_long}` is 'auto' in the DeepSpeed config, and unknown here; set it.")
             node[key] = kwargs[ds_key_long]
         elif must_match and value is not None and mismatches is not None:
             if ds_key_long in kwargs and value != kwargs[ds_key_long]:
@@ -466,8 +462,4 @@ class DeepSpeedPlugin:
             raise ImportError("transformer_moe_cls_names needs DeepSpeed 0.14.0 or newer; install `deepspeed`.")
         from deepspeed.utils import set_z3_leaf_modules
 
-        classes = {name: get_module_class_from_name(model, name) for name in to_names(names)}
-        missing = [name for name, cls in classes.items() if cls is None]
-        if missing:
-            raise ValueError(f"transformer_moe_cls_names has {missing}; {type(model).__name__} does not contain them.")
-        set_z3_leaf_modules(model, list(classes.values()))
+        set_z3_leaf_modules(model, classes_named(model, to_names(names), "transformer_moe_cls_names"))

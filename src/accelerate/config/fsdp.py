@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.options.schema import to_bool, to_enum, to_int, to_names
+from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_names
 from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
@@ -46,20 +46,23 @@ def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") 
 
     A named class that does not occur in the model is a ValueError.
     """
-    names = plugin.transformer_cls_names_to_wrap
-    declared = getattr(model, "_no_split_modules", None) or ()
-    found = {name: get_module_class_from_name(model, name) for name in (declared if names is None else names)}
-    missing = [name for name, cls in found.items() if cls is None]
-    if missing and names is not None:
+    if (names := plugin.transformer_cls_names_to_wrap) is not None:
+        classes = set(classes_named(model, names, "transformer_cls_names_to_wrap"))
+    else:
+        declared = getattr(model, "_no_split_modules", None) or ()
+        classes = {get_module_class_from_name(model, name) for name in declared} - {None}
+    if not classes:
+        logger.warning("The model has no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard.")
+    return classes
+
+
+def classes_named(model: "nn.Module", names: Iterable[str], field: str) -> "list[type[nn.Module]]":
+    """Return the classes of these names in a model; a ValueError lists those that it lacks, and those that it has."""
+    found = {name: get_module_class_from_name(model, name) for name in names}
+    if missing := [name for name, cls in found.items() if cls is None]:
         present = sorted({type(part).__name__ for part in model.modules()})
-        raise ValueError(
-            f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model contains {', '.join(present)}."
-        )
-    if not found:
-        logger.warning(
-            "The model declares no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard."
-        )
-    return {cls for cls in found.values() if cls is not None}
+        raise ValueError(f"{field} holds {', '.join(missing)}; the model has {', '.join(present)}.")
+    return list(found.values())
 
 
 def _materialize(module: "nn.Module") -> None:
@@ -183,9 +186,8 @@ class FullyShardedDataParallelPlugin:
         return env.setting(getattr(self, field), f"fsdp_{field}", default, field)
 
     def _resolve_version(self) -> None:
-        self.fsdp_version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
-        if self.fsdp_version not in (1, 2):
-            raise ValueError(f"fsdp_version is {self.fsdp_version}; torch has versions 1 and 2.")
+        version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
+        self.fsdp_version = one_of("fsdp_version", version, (1, 2))
 
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy
@@ -208,10 +210,10 @@ class FullyShardedDataParallelPlugin:
             name = str(getattr(self.sharding_strategy, "name", self.sharding_strategy)).upper()
             means = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
             if name not in means:
-                raise ValueError(
-                    f"sharding_strategy={name} does not exist with fsdp_version=2. Set reshard_after_forward to true or "
-                    "false; replicas of shards come from ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
+                instead = (
+                    "Set reshard_after_forward; ParallelismConfig(dp_replicate_size=...) makes replicas of shards"
                 )
+                raise ValueError(f"sharding_strategy={name} does not exist with fsdp_version=2. {instead}.")
             self.reshard_after_forward = means[name]
             logger.warning("sharding_strategy is now reshard_after_forward=%s (FSDP version 2).", means[name])
         given = self.reshard_after_forward
@@ -221,16 +223,14 @@ class FullyShardedDataParallelPlugin:
         self.reshard_after_forward = self._said("reshard_after_forward", True)
 
     def _resolve_prefetch(self) -> None:
-        chosen = self._said("backward_prefetch", "NO_PREFETCH")
-        self.backward_prefetch = None
-        if str(chosen).upper() == "NO_PREFETCH":
-            return
         from torch.distributed.fsdp import BackwardPrefetch
 
-        prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch")
-        if self.fsdp_version == 1:
-            self.backward_prefetch = prefetch
-        else:
+        chosen = self._said("backward_prefetch", "NO_PREFETCH")
+        prefetch = (
+            None if str(chosen).upper() == "NO_PREFETCH" else to_enum(BackwardPrefetch, chosen, "backward_prefetch")
+        )
+        self.backward_prefetch = prefetch if self.fsdp_version == 1 else None
+        if prefetch is not self.backward_prefetch:
             logger.warning("backward_prefetch=%s is ignored: FSDP version 2 always prefetches in backward.", chosen)
 
     def _resolve_wrapping(self) -> None:
@@ -241,9 +241,8 @@ class FullyShardedDataParallelPlugin:
         policy = self._said("auto_wrap_policy", "NO_WRAP")
         known = isinstance(policy, str) and policy.upper() in policies
         if not known and not callable(policy) and not torch_private.is_wrap_policy(policy):
-            raise ValueError(
-                f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, a callable or one of torch's policies."
-            )
+            others = "a callable or one of torch's policies"
+            raise ValueError(f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, {others}.")
         self.auto_wrap_policy = policy = policies[policy.upper()] if known else policy
 
         if policy is wrap.transformer_auto_wrap_policy:
@@ -257,9 +256,7 @@ class FullyShardedDataParallelPlugin:
             self.min_num_params = to_int(self.min_num_params, "min_num_params")
         if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
             given = (self.transformer_cls_names_to_wrap, self.min_num_params)
-            logger.warning(
-                "transformer_cls_names_to_wrap=%s, min_num_params=%s: ignored without auto_wrap_policy.", *given
-            )
+            logger.warning("transformer_cls_names_to_wrap=%s, min_num_params=%s need an auto_wrap_policy.", *given)
 
     def _resolve_flags(self) -> None:
         if self.cpu_ram_efficient_loading is not None:
@@ -364,10 +361,8 @@ class FullyShardedDataParallelPlugin:
             others = () if first else ("cast_forward_inputs",)
             unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
-                raise ValueError(
-                    f"mixed_precision_policy has {', '.join(map(repr, unknown))}; with fsdp_version={self.fsdp_version} "
-                    f"its keys are {', '.join(keys)}."
-                )
+                known = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
+                raise ValueError(f"mixed_precision_policy has {', '.join(map(repr, unknown))}; {known}.")
             dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")

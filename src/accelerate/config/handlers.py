@@ -289,9 +289,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         if isinstance(self.num_steps, int) and self.num_steps < 1:
             raise ValueError(f"num_steps is {self.num_steps}; accumulate over at least 1 batch.")
         if self.exact and not self.sync_with_dataloader:
-            raise ValueError(
-                "exact=True needs sync_with_dataloader=True: it weighs windows that a loader's end closes."
-            )
+            raise ValueError("exact=True needs sync_with_dataloader=True: it weighs windows that a loader's end cuts.")
 
 
 @at_public_path

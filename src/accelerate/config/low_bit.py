@@ -13,25 +13,16 @@ from accelerate._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import CustomDtype, at_public_path
 from accelerate.config.handlers import KwargsHandler
-from accelerate.config.options.schema import to_bool
+from accelerate.config.options import of_feature
+from accelerate.config.options.schema import one_of, to_bool
 from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
 
 # Fields of `TERecipeKwargs`, the options that stand for them, and their defaults.
 _TE_FIELDS = {
-    "use_autocast_during_eval": ("fp8_use_autocast_during_eval", False),
-    "margin": ("fp8_margin", 0),
-    "interval": ("fp8_interval", 1),
-    "fp8_format": ("fp8_format", "HYBRID"),
-    "amax_history_len": ("fp8_amax_history_len", 1024),
-    "amax_compute_algo": ("fp8_amax_compute_algo", "most_recent"),
-    "override_linear_precision": ("fp8_override_linear_precision", (False, False, False)),
+    option.file_key: (option.name, option.default)
+    for option in of_feature("fp8")
+    if "te" in option.when.get("fp8_backend", ())
 }
-
-
-def _choose(name: str, value: Any, choices: tuple[str, ...]) -> Any:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}. Choose one of: {', '.join(choices)}.")
-    return value
 
 
 @at_public_path
@@ -121,8 +112,8 @@ class TERecipeKwargs(KwargsHandler):
         if self.use_mxfp8_block_scaling is None:  # no option of the launcher
             variable = "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"
             self.use_mxfp8_block_scaling = to_bool(env.environment().get(variable, "").strip() or "false", variable)
-        self.fp8_format = _choose("fp8_format", str(self.fp8_format).upper(), ("HYBRID", "E4M3", "E5M2"))
-        _choose("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        self.fp8_format = one_of("fp8_format", str(self.fp8_format).upper(), ("HYBRID", "E4M3", "E5M2"))
+        one_of("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
 
 
 @at_public_path
@@ -144,7 +135,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         env.fill(self, {"opt_level": ("fp8_opt_level", "O2")})
-        _choose("opt_level", self.opt_level, ("O1", "O2"))
+        one_of("opt_level", self.opt_level, ("O1", "O2"))
 
 
 @at_public_path
@@ -167,7 +158,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         if env.environment():  # empty for the recipe that `to_kwargs` compares with
             warn_user("FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
         env.fill(self, {"backend": ("fp8_backend", "MSAMP" if is_msamp_available() else "TE")})
-        self.backend = _choose("backend", str(self.backend).upper(), ("MSAMP", "TE"))
+        self.backend = one_of("backend", str(self.backend).upper(), ("MSAMP", "TE"))
         if self.backend == "TE":
             TERecipeKwargs.__post_init__(self)
         else:
@@ -230,7 +221,7 @@ class BnbQuantizationConfig:
             raise ValueError(f"load_in_8bit and load_in_4bit are both {self.load_in_8bit}; set exactly one to True.")
         if not isinstance(self.llm_int8_threshold, (int, float)):
             raise ValueError(f"llm_int8_threshold is {self.llm_int8_threshold!r}; it must be a number.")
-        _choose("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("fp4", "nf4"))
+        one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("fp4", "nf4"))
         for name in ("skip_modules", "keep_in_fp32_modules"):
             if not isinstance(getattr(self, name), (list, type(None))):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a list of module names.")

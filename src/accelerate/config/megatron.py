@@ -50,9 +50,8 @@ def find_parser(model_type: str) -> Parser:
     fitting = [name for name in MODEL_CONFIGS_TO_MEGATRON_PARSERS if name in wanted]
     if not fitting:
         known = ", ".join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))
-        raise ValueError(
-            f"model_type is {model_type!r}; known are {known}. `add_model_config_to_megatron_parser` registers another."
-        )
+        hint = "`add_model_config_to_megatron_parser` registers another"
+        raise ValueError(f"model_type is {model_type!r}; known are {known}. {hint}.")
     return MODEL_CONFIGS_TO_MEGATRON_PARSERS[max(fitting, key=len)]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.options.schema import to_int
+from accelerate.config.options.schema import one_of, to_int
 from accelerate.utils.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate.utils.imports import is_transformers_available
 from accelerate.utils.versions import compare_versions
@@ -31,8 +31,7 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         env.fill(self, {"cp_comm_strategy": ("parallelism_config_cp_comm_strategy", "allgather")})
-        if self.cp_comm_strategy not in ("allgather", "alltoall"):
-            raise ValueError(f"Invalid cp_comm_strategy: {self.cp_comm_strategy!r}. Use 'allgather' or 'alltoall'.")
+        one_of("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
 
 @at_public_path
@@ -60,19 +59,13 @@ class TorchTensorParallelConfig:
     plan: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.plan is not None and not (
-            isinstance(self.plan, dict) and self.plan and all(isinstance(key, str) for key in self.plan)
-        ):
-            raise ValueError(
-                f"plan is {self.plan!r}; give a dictionary of module name patterns to styles, such as {{'layers.*.up': "
-                "'colwise'}, or None for the model's own plan."
-            )
+        patterns = list(self.plan) if isinstance(self.plan, dict) else []
+        if self.plan is not None and not (patterns and all(isinstance(pattern, str) for pattern in patterns)):
+            wanted = "a dictionary of module name patterns to styles, such as {'layers.*.up': 'colwise'}"
+            raise ValueError(f"plan is {self.plan!r}; give {wanted}, or None for the model's own plan.")
         needed = BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
         if is_transformers_available() and compare_versions("transformers", "<", needed):
-            raise ValueError(
-                f"Tensor parallelism needs transformers {needed} or later, an older one is installed. "
-                "Update it with `pip install -U transformers`."
-            )
+            raise ValueError(f"Tensor parallelism needs transformers {needed} or later; update it.")
         if self.enable_async_tp:
             warn_user("enable_async_tp has no effect: asynchronous tensor parallelism is not supported yet.")
 
@@ -129,15 +122,11 @@ class DeepSpeedSequenceParallelConfig:
         if not self.sp_seq_length_is_variable:
             env.fill(self, {"sp_seq_length": ("parallelism_config_sp_seq_length", None)})
             if self.sp_seq_length is None:
-                raise ValueError(
-                    f"sp_seq_length_is_variable=False needs the common length, sp_seq_length or {variable}."
-                )
+                raise ValueError(f"sp_seq_length_is_variable=False needs the length, sp_seq_length or {variable}.")
             self.sp_seq_length = to_int(self.sp_seq_length, variable)
         chosen, known = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
         if chosen is None or chosen in known or ("/" in chosen and "flash-attn" in chosen):
             return
         why = " It builds its mask from the whole sequence." if chosen in ("eager", "flex_attention") else ""
-        raise ValueError(
-            f"Invalid sp_attn_implementation: {chosen!r}.{why} Use one of {', '.join(known)} or a flash attention kernel "
-            "of the hub, such as 'kernels-community/flash-attn2'."
-        )
+        usable = f"{', '.join(known)} or a flash attention kernel of the hub, such as 'kernels-community/flash-attn2'"
+        raise ValueError(f"Invalid sp_attn_implementation: {chosen!r}.{why} Use one of {usable}.")

@@ -29,6 +29,8 @@ class DataLoaderConfiguration:
         already_sharded: True says the same of every loader, whatever it reads: each process reads exactly what its own
             loader gives. Samplers that know their rank, such as torch's `DistributedSampler`, are recognised without it,
             with a warning.
+        dispatch_readers: who reads the data that is dispatched: "one", the main process; or "per_node", the first process
+            of each node, for a stream that is stored in at least as many pieces as there are nodes.
         continue_after_load: a loader that was being iterated when a checkpoint was saved goes on within its epoch after
             `load_state`; False begins epochs anew.
 
@@ -47,6 +49,7 @@ class DataLoaderConfiguration:
     shard_iterable_dataset: bool = True
     continue_after_load: bool = True
     already_sharded: bool = False
+    dispatch_readers: str = "one"
 
 
 @at_public_path
@@ -88,9 +91,7 @@ class ProjectConfiguration:
         if self.total_limit is not None:
             self.total_limit = to_int(self.total_limit, "total_limit")
             if self.total_limit < 1:
-                raise ValueError(
-                    f"total_limit is {self.total_limit}; keep at least 1 checkpoint, or None to keep all."
-                )
+                raise ValueError(f"total_limit is {self.total_limit}; keep at least 1 checkpoint, or None for all.")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike | None = None) -> None:

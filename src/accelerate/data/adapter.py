@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.resume import Progress, generators_kept, is_stateful
@@ -103,13 +103,18 @@ def sampler_kind(loader: DataLoader) -> str | None:
 
 def division(loader: DataLoader) -> tuple[Any, int, int] | None:
     """The sampler or batch sampler that knows its rank, the number of parts it divides the data into, and which it gives."""
-    part = None if is_stream(loader) else batching_sampler(loader)
-    while part is not None:
+    part, seen = None if is_stream(loader) else batching_sampler(loader), []
+    while part is not None and not any(part is one for one in seen):
+        seen.append(part)
         for names in _DIVISIONS:
             parts, index = (getattr(part, name, None) for name in names)
             if isinstance(parts, int) and isinstance(index, int) and parts > 1:
                 return part, parts, index
-        part = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
+        inner = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
+        others = (
+            one for one in getattr(part, "__dict__", {}).values() if isinstance(one, Sampler) and one is not part
+        )
+        part = next(others, None) if inner is None else inner
     return None
 
 
@@ -222,6 +227,13 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     else:
         settings["batch_size"], unused = None, {"drop_last"}
     return stateful(**{name: value for name, value in settings.items() if name not in unused})
+
+
+def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
+    """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    changes = {name: SkipBatchSampler(getattr(loader, name), number, extra)}
+    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
 
 
 # Batches on their device -------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Batch broadcast: the process that reads sends each batch to the others, in one broadcast as long as batches look alike.
+"""Batch scatter: the process that reads sends each rank its own part of a round of batches.
 
-A message is a header of integers (sequence number, bytes of the pickle, bytes of the body) and a body: the pickled batch
-without its tensors, then their bytes. Both sides make the buffer as large as the last body; one that does not fit follows
-in a second broadcast. So batches of equal shape cost one broadcast, others two.
+A message is a header of integers, over the host, and what belongs to each rank: a description, which is the pickled part
+without its tensors, over the host, and only where it is not the one before; and a body, the bytes of the tensors, over the
+group of the device. The body is on its way while the ranks compute.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import struct
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -101,46 +101,60 @@ def padded(batch: Any, length: int, head: Any, size: int) -> Any:
 
 # Messages --------------------------------------------------------------------------------------------------------------
 
-HEADER = struct.Struct("3q40x")  # the body behind it begins where any dtype may
+# What a header announces: a round; one whose division depends on what is read next; why reading failed; no more rounds.
+ROUND, WAIT, FAILED, END = range(4)
 ALIGNMENT = 64
-# Beyond this a body is always sent by itself: a second broadcast costs little then, and a buffer too large for the next
-# batch would cost more.
-LARGEST_SHARED_BODY = 1 << 20
+CPU = torch.device("cpu")
+
+_subgroups: weakref.WeakKeyDictionary[Communicator, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-class Message(NamedTuple):
-    """A batch as it is sent: samples of all shards in order, real ones first, and the size of each shard."""
+class Round(NamedTuple):
+    """The samples of all shards in one step, `real` ones first: `width` for each shard, one less from shard `longer` on.
+
+    Of a round on its way, `batch` is a function that waits for this process's part, and for `counts`: the real samples of each
+    shard of all processes, if not all are.
+    """
 
     batch: Any
-    real: int
-    sizes: tuple[int, ...]
-    last: bool
+    counts: tuple[int, ...] | None = None
+    real: int = 0
+    width: int = 0
+    longer: int = 0
+    kind: int = ROUND
+
+    def start(self, shard: int) -> int:
+        """Number of samples before a shard."""
+        return shard * self.width - max(0, shard - self.longer)
 
 
 def aligned(size: int) -> int:
-    """Round up, so that every tensor in the body starts where its dtype may, and small changes of size fit."""
+    """Round up, so that every tensor in the body starts where its dtype may."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class _Pickler(pickle.Pickler):
-    """Takes the tensors out of what it pickles, and leaves their dtype and shape."""
+    """Describes a part: pickles it without its tensors, of which dtype and shape stay."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, part: Any) -> None:
+        file = io.BytesIO()
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.parts: list[np.ndarray] = []
+        self.tensors: list[torch.Tensor] = []
+        self.dump(part)
+        self.description = file.getvalue()
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
-        self.parts.append(obj.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+        self.tensors.append(obj.detach().cpu().contiguous().view(-1).view(torch.uint8))
         return obj.dtype, tuple(obj.shape)
 
 
 class _Unpickler(pickle.Unpickler):
     """Puts tensors back, which share the memory of the body."""
 
-    def __init__(self, file: io.BytesIO, body: torch.Tensor) -> None:
-        super().__init__(file)
+    def __init__(self, description: bytes, body: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(description))
         self.rest = body
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
@@ -150,67 +164,104 @@ class _Unpickler(pickle.Unpickler):
         return part.view(dtype).view(shape)
 
 
-class BatchBroadcast:
-    """One end of the connection between the process that reads and the others; all use it in step."""
+class BatchScatter:
+    """One end of the connection between the rank that reads and those that it serves; all use it in step.
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self.communicator = communicator
-        self.device = device
-        self.shared = 0
-        self.sequence = 0
+    `places` says which part of a round each rank of the group gets; None gives all of them the whole.
+    """
 
-    def send(self, value: Message | str | None) -> None:
-        """Send a batch, or what ends an epoch in its place: why reading failed, or None if there is no batch at all."""
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(value)
-        described, offset = file.tell(), aligned(file.tell())
-        size = offset + sum(aligned(len(part)) for part in pickler.parts)
-        fits = size <= self.shared
-        buffer = self._on_host(HEADER.size + self.shared)
-        body = buffer[HEADER.size :] if fits else self._on_host(size)
-        HEADER.pack_into(buffer.numpy(), 0, self.sequence, described, size)
-        content = memoryview(body.numpy())
-        content[:described] = file.getbuffer()
-        for part in pickler.parts:
-            content[offset : offset + len(part)] = part
-            offset += aligned(len(part))
-        self._broadcast(buffer.to(self.device))
-        if not fits:
-            self._broadcast(body.to(self.device))
-        self._next(size)
+    def __init__(
+        self,
+        communicator: Communicator,
+        group: Any,
+        host_group: Any,
+        device: torch.device,
+        places: Sequence[int] | None,
+        reader: int = 0,
+    ) -> None:
+        self.communicator, self.device, self.places, self.reader = communicator, device, places, reader
+        self.parts = 1 if places is None else max(places) + 1
+        self.group, self.host_group = group, host_group
+        self.sequence, self.descriptions = 0, []
 
-    def receive(self) -> Message | None:
-        """Wait for the next batch; None if there is none. RuntimeError if the sender failed or is ahead."""
-        buffer = self._broadcast(torch.empty(HEADER.size + self.shared, dtype=torch.uint8, device=self.device))
-        sequence, described, size = HEADER.unpack_from(buffer[: HEADER.size].cpu().numpy())
+    def send(self, message: Round) -> Round:
+        """Send a round, or what stands in its place; return what `receive` returns on the others."""
+        # Everything is laid out before anything is sent: what fails here is told to the others.
+        starts = [message.start(part) for part in range(self.parts + 1)]
+        whole = self.places is None or message.kind != ROUND
+        parts = [message.batch if whole else take(message.batch, *bounds) for bounds in pairwise(starts)]
+        described = [_Pickler((part, message.counts)) for part in parts]
+        body = _rows([each.tensors for each in described], pinned=self.device.type == "cuda")
+        before, self.descriptions = self.descriptions, [each.description for each in described]
+        news = _rows([[torch.frombuffer(bytearray(text), dtype=torch.uint8)] for text in self.descriptions])
+        size = 0 if self.descriptions == before else news.shape[1]
+        self._on_host(torch.tensor([self.sequence, *message[2:], size, body.shape[1]]))
+        self.sequence += 1
+        waits = [self._share(size, CPU, news)[1], self._share(body.shape[1], self.device, body)[1]]
+        return message._replace(batch=lambda: ([wait() for wait in waits], (parts[0], message.counts))[1])
+
+    def receive(self) -> Round:
+        """Wait for the next header and begin to receive; RuntimeError if the sender failed or is ahead."""
+        sequence, *numbers, news, size = self._on_host(torch.empty(7, dtype=torch.int64)).tolist()
         if sequence != self.sequence:
             raise RuntimeError(
                 f"This process waits for message {self.sequence} of the dispatching process, but {sequence} arrived: the "
                 "processes are not in step. Leave the loop over a dispatched loader at the same batch on all of them."
             )
-        body = buffer[HEADER.size :]
-        if size > self.shared:
-            body = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
-        self._next(size)
-        description = io.BytesIO(body[:described].cpu().numpy().tobytes())
-        value = _Unpickler(description, body[aligned(described) :]).load()
-        if isinstance(value, str):
-            raise RuntimeError(f"The dispatching process could not read its next batch: {value}")
-        return value
-
-    def _on_host(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-
-    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite the tensor with the main process's, of the same size everywhere; return it."""
-        if self.communicator.group is not None:
-            dist.broadcast(tensor, 0, group=self.communicator.group)
-            return tensor
-        values = [tensor]  # no torch.distributed: torch_xla
-        self.communicator.broadcast_object_list(values, 0)
-        return tensor.copy_(values[0])
-
-    def _next(self, size: int) -> None:
-        self.shared = size if size <= LARGEST_SHARED_BODY else 0
         self.sequence += 1
+        if news:
+            row, wait = self._share(news, CPU)
+            wait()
+            self.descriptions = [row.numpy().tobytes()]
+        [description], (body, wait) = self.descriptions, self._share(size, self.device)
+        message = Round(lambda: (wait(), _Unpickler(description, body).load())[1], None, *numbers)
+        if message.kind == FAILED:
+            raise RuntimeError(f"The dispatching process could not read its next batch: {message.batch()[0]}")
+        return message
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Broadcast a tensor of the host; return the reader's."""
+        if self.host_group is None:  # no torch.distributed: torch_xla
+            return self.communicator.broadcast_object_list([tensor], 0)[0]
+        dist.broadcast(tensor, self.reader, group=self.host_group)
+        return tensor
+
+    def _share(
+        self, size: int, device: torch.device, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Callable[[], Any]]:
+        """Begin to give each rank its row of a matrix of bytes; return the row, and a function that waits for it."""
+        row = torch.empty(size, dtype=torch.uint8, device=device)
+        if not size:
+            return row, lambda: None
+        if self.host_group is None:
+            place = 0 if self.places is None else self.places[self.communicator.rank]
+            row.copy_(self.communicator.broadcast_object_list([rows], 0)[0][place])
+            return row, lambda: None
+        if rows is not None:
+            rows = rows.to(device, non_blocking=True)  # from pinned memory: the host does not wait for the device
+        group = self.host_group if device.type == "cpu" else self.group
+        if self.parts == 1:
+            row = row if rows is None else rows[0]
+            return row, dist.broadcast(row, self.reader, group=group, async_op=True).wait
+        each = None if rows is None else [rows[place] for place in self.places]
+        return row, dist.scatter(row, each, self.reader, group=group, async_op=True).wait
+
+
+def _rows(parts: Sequence[Sequence[torch.Tensor]], pinned: bool = False) -> torch.Tensor:
+    """Put tensors of bytes one after the other, those of each part in a row of their own."""
+    size = max(sum(aligned(len(tensor)) for tensor in tensors) for tensors in parts)
+    rows = torch.empty(len(parts), size, dtype=torch.uint8, pin_memory=pinned)
+    for row, tensors in zip(rows, parts, strict=True):
+        for tensor in tensors:
+            row[: len(tensor)] = tensor
+            row = row[aligned(len(tensor)) :]
+    return rows
+
+
+def subgroup(communicator: Communicator, ranks: Sequence[int], on_host: bool) -> Any:
+    """The process group of some ranks, for device or host memory, made once. Those ranks, in one order."""
+    made = _subgroups.setdefault(communicator, {})
+    key = (*ranks, on_host)
+    if key not in made:
+        made[key] = dist.new_group(list(ranks), backend="gloo" if on_host else None, use_local_synchronization=True)
+    return made[key]

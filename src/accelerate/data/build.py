@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampl
 from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.data import adapter, iterable, plan
-from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, variant
+from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, skipping, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
-from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader, skipping
+from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate.data.plan import DataPlan, ShardLayout
 from accelerate.data.resume import Pending, is_stateful
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
@@ -47,6 +47,7 @@ def prepare_data_loader(
     torch_device_mesh: Any | None = None,
     shard_iterable_dataset: bool = True,
     already_sharded: bool = False,
+    dispatch_readers: str = "one",
 ) -> DataLoader:
     """Make a loader that gives each process its part of the data, on its device.
 
@@ -79,6 +80,8 @@ def prepare_data_loader(
             WebDataset's `split_by_node`, and torch datapipes with a `sharding_filter`.
         already_sharded: True says the same of any loader. Recognised without it, with a warning, are samplers and batch
             samplers that know their rank, such as torch's `DistributedSampler`.
+        dispatch_readers: who reads what is dispatched: "one", the main process, or "per_node", the first process of each
+            node, from pieces of the stream that belong to its node. All processes stop when the first node has no more.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`; on XLA devices one that torch_xla's loader reads for.
@@ -86,7 +89,8 @@ def prepare_data_loader(
     Raises:
         TypeError: `dataloader` is not a torch loader.
         ValueError: the arguments contradict each other, the batch size cannot be split, or the dataset or its sampler
-            was divided among another number of processes, or gives the part of another one.
+            was divided among another number of processes, or gives the part of another one; or `dispatch_readers` is
+            "per_node" for data that cannot be divided among nodes.
         ImportError: `use_stateful_dataloader` without torchdata 0.8 or later.
 
     Example:
@@ -126,6 +130,8 @@ def prepare_data_loader(
             "DataLoaderConfiguration(already_sharded=True)."
         )
     dispatch = reading == plan.DISPATCHED
+    readers = _readers(dispatch_readers, dataloader, layouts, slice_fn_for_dispatch) if dispatch else (0,)
+    reading = plan.PER_NODE if len(readers) > 1 else reading
     if slice_fn_for_dispatch is not None and not dispatch:
         warn_user(
             "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True."
@@ -140,9 +146,17 @@ def prepare_data_loader(
         rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles
 
     made = plan.make(
-        dataloader, layouts, process_index, reading=reading, split_batches=split_batches, even_batches=even_batches
+        dataloader,
+        layouts,
+        process_index,
+        reading=reading,
+        split_batches=split_batches,
+        even_batches=even_batches,
+        readers=readers,
     )
-    changes = _changes(dataloader, layout, reading, split_batches, even_batches)
+    node = ShardLayout(len(readers), sum(first <= process_index for first in readers) - 1)
+    own = node if reading == plan.PER_NODE else layout
+    changes = _changes(dataloader, own, reading, split_batches, even_batches)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
@@ -154,7 +168,7 @@ def prepare_data_loader(
         "_base": base,
     }
     if dispatch:
-        common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch}
+        common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch, "readers": readers}
         loader: PreparedLoader = DataLoaderDispatcher(base.dataset, **common)
     else:
         kind = xla_shard() if put_on_device and traits.of(state.distributed_type).xla else DataLoaderShard
@@ -194,6 +208,33 @@ def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool 
     if not stream:
         return plan.OWN_SHARD
     return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataset, shards) else plan.EVERYTHING
+
+
+def _readers(choice: str, dataloader: DataLoader, layouts: Sequence[ShardLayout], slice_fn: Any) -> tuple[int, ...]:
+    """The ranks that read; ValueError if each node should, but cannot have a part of the data for itself. All ranks."""
+    if choice not in ("one", "per_node"):
+        raise ValueError(f"dispatch_readers is {choice!r}; choose 'one' or 'per_node'.")
+    if choice == "one":
+        return (0,)
+    state = PartialState()
+    firsts = comm.current().gather_object(state.process_index - state.local_process_index)
+    readers, dataset = tuple(sorted(set(firsts))), dataloader.dataset
+    if len(readers) == 1:
+        return readers
+    own, rest = divmod(layouts[0].num_shards, len(readers))
+    by_node = [first for first in readers for _ in range(firsts.count(first))]
+    of_nodes = [0 if rest else readers[layout.shard_index // own] for layout in layouts]
+    if rest or not firsts == by_node == of_nodes:
+        reason = "each node would have to have equally many parts of the data, one node after the other"
+    elif slice_fn is not None:
+        reason = "slice_fn_for_dispatch cuts from the samples of all processes, which no node has"
+    elif not is_stream(dataloader):
+        reason = "the dataset has indices, so each process can read its own samples: use dispatch_batches=False"
+    elif not iterable.can_shard_itself(dataset, len(readers)) or _shared_generator(dataloader) is not None:
+        reason = f"{type(dataset).__name__} is not stored in {len(readers)} or more pieces (`shard`, `num_shards`) of a known order"
+    else:
+        return readers
+    raise ValueError(f"dispatch_readers='per_node' is not possible on {len(readers)} nodes: {reason}. Or use 'one'.")
 
 
 def _is_divided(dataloader: DataLoader, own: ShardLayout) -> bool:
@@ -263,7 +304,7 @@ def _changes(
         if iterable.is_datapipe(dataset):
             # Hidden in a plain stream: torch's loader of a datapipe exchanges a seed between all processes at its start.
             changes["dataset"] = ChainDataset([dataset])
-    elif shards > 1 and is_stream(dataloader):
+    elif reading == plan.PER_NODE or (shards > 1 and is_stream(dataloader)):
         return _sharded_stream(dataloader, layout, reading, split_batches)
     elif shards > 1 and reading == plan.SPLIT_ALREADY:
         changes |= _cut(dataloader, shards) if split_batches else {}
@@ -284,7 +325,7 @@ def _changes(
 def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool) -> dict[str, Any]:
     dataset, shards, index, size = dataloader.dataset, layout.num_shards, layout.shard_index, dataloader.batch_size
     changes: dict[str, Any] = _cut(dataloader, shards) if split_batches else {}
-    if reading == plan.BY_PIECES:
+    if reading in (plan.BY_PIECES, plan.PER_NODE):
         changes["dataset"] = dataset.shard(num_shards=shards, index=index)
     elif reading == plan.EVERYTHING:
         part = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, shards, index, split_batches)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.data import adapter, broadcast, resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, variant
-from accelerate.data.broadcast import BatchBroadcast, Message
+from accelerate.data.broadcast import END, FAILED, WAIT, BatchScatter, Round
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending, generators_kept, is_stateful
-from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
+from accelerate.data.samplers import ReplayableRandomSampler, real_per_shard
 from accelerate.process import PartialState
+
+logger = logging.getLogger(__name__)
+
+# What a reader says to those of other nodes in the place of a number of samples.
+_ENDED, _FAILED = -1, -2
+
+
+class _OtherFailed(RuntimeError):
+    """The reader of another node has failed, and said so."""
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -35,6 +46,7 @@ class DataLoaderDispatcher(PreparedLoader):
         _non_blocking: let copies from pinned memory overlap with computation.
         slice_fn: cuts a part from a round: `slice_fn(batch, slice, process_index=..., num_processes=...)`.
         torch_device_mesh: ranks that differ only along its `tp`, `cp` or `sp` dimension receive the same part.
+        readers: the ranks that read, in order; each serves those up to the next one, from a stream of its own.
         iteration: the epoch that the first iteration is.
         **kwargs: arguments of the wrapped loader.
 
@@ -56,6 +68,7 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: Callable[..., Any] | None = None,
         torch_device_mesh: Any | None = None,
         iteration: int = 0,
+        readers: Sequence[int] = (0,),
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, skip_batches, use_stateful_dataloader, iteration, **kwargs)
@@ -65,6 +78,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
+        self.readers = tuple(readers)
         self._counts: tuple[int, ...] | None = None
 
     def _begin_epoch(self) -> None:
@@ -86,56 +100,71 @@ class DataLoaderDispatcher(PreparedLoader):
             yield batch
 
     def _run_together(self, pending: Pending | None) -> Iterator[Any]:
-        """Yield this process's part of every round."""
-        progress, layout = self._progress, self._layout()
+        """Yield this process's part of every round, while the next one is on its way."""
+        progress, index = self._progress, self._layout().shard_index
         place = placer(self.state.device, self._non_blocking)
         number = self._left_out() if pending is None else pending.batches
         progress.batches, progress.at_end = number, False
-        for message in self._rounds(pending, number):
+        messages = self._messages(pending, number)
+        message = next(messages)
+        while message.kind != END:
+            if message.kind == WAIT:
+                message = next(messages)
+            following = next(messages)
             number += 1
             progress.batches = number
-            start = sum(message.sizes[: layout.shard_index])
-            stop = start + message.sizes[layout.shard_index]
-            if message.real < sum(message.sizes):
-                self._counts = real_per_shard(message.real, message.sizes[0], layout.num_shards)
-            self._hand_out(is_last=message.last)
-            if message.last:
-                self.remainder = message.real
-            if self.slice_fn is None:
-                part = broadcast.take(message.batch, start, stop)
-            else:
+            part, self._counts = message.batch()
+            self._hand_out(is_last=following.kind == END)
+            if following.kind == END and self._counts is None:
+                self.remainder = message.real * len(self.readers)
+            if self.slice_fn is not None:
                 ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
-                part = self.slice_fn(message.batch, slice(start, stop), **ranks)
+                part = self.slice_fn(part, slice(message.start(index), message.start(index + 1)), **ranks)
             yield place(part)
-            if message.last:
-                break
+            message = following
         self._finish_epoch()
 
     @functools.cached_property
-    def _connection(self) -> BatchBroadcast:
+    def _connection(self) -> BatchScatter:
         # gloo can move device tensors only by way of the host; so the bytes had better start there.
-        communicator = comm.current()
+        communicator, ranks = comm.current(), self._served()
         on_host = self.state.backend == "gloo" or communicator.group is None
-        return BatchBroadcast(communicator, torch.device("cpu") if on_host else self.state.device)
+        device = broadcast.CPU if on_host else self.state.device
+        # A function of the user's cuts from the whole round, on every rank.
+        places = None if self.slice_fn else [self._layout(rank).shard_index % self._shards() for rank in ranks]
+        if len(self.readers) == 1:
+            return BatchScatter(communicator, communicator.group, comm.side_group(), device, places)
+        groups = (broadcast.subgroup(communicator, ranks, host) for host in (on_host, True))
+        return BatchScatter(communicator, *groups, device, places, ranks[0])
 
-    def _rounds(self, pending: Pending | None, start: int) -> Iterator[Message]:
-        """The rounds from `start` on: read, and sent before they are yielded, on the main process; received on the others."""
-        if self.state.process_index > 0:
+    def _served(self) -> range:
+        """The ranks that receive from the reader of this one, which is the first of them."""
+        bounds = (*self.readers, self.state.num_processes)
+        return next(range(*each) for each in pairwise(bounds) if self.state.process_index < each[1])
+
+    def _shards(self) -> int:
+        """Number of shards that a reader serves."""
+        return self._layout().num_shards // len(self.readers)
+
+    def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
+        """The rounds from `start` on: read and sent by a reader, received by the others."""
+        if self.state.process_index not in self.readers:
             self._progress.replaying = False
-            yield from iter(self._connection.receive, None)
-            return
-        send = self._connection.send if self.state.num_processes > 1 else lambda message: None
+            while True:
+                yield self._connection.receive()
+        alone = self.state.num_processes == 1
+        send = _kept if alone else self._connection.send
         try:
-            shards = self._layout().num_shards
-            head = self._head() if start and shards > 1 and not self._drop_last else []
+            head = self._head() if start and self._layout().num_shards > 1 and not self._drop_last else []
             batches, _, _ = self._open(pending)
-            for message in self._form_rounds(batches, shards, head):
-                send(message)
-                yield message
+            for message in self._form_rounds(batches, self._shards(), head):
+                yield send(message)
         except Exception as error:
-            send(f"{type(error).__name__}: {error}")
+            if not isinstance(error, _OtherFailed):
+                self._exchange(_FAILED)
+            send(Round(f"{type(error).__name__}: {error}", kind=FAILED))
             raise
-        send(None)
+        yield send(Round(None, kind=END))
 
     def _head(self) -> list[Any]:
         """Read the first round of the epoch, of which the beginning is left out, without a trace in any generator."""
@@ -151,26 +180,49 @@ class DataLoaderDispatcher(PreparedLoader):
         put_back()
         return head
 
-    def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Message]:
-        """Join, complete and divide batches into rounds, one read ahead; `first` are those of the epoch's first round."""
+    def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Round]:
+        """Join, complete and divide batches into rounds; `first` are those of the epoch's first round.
+
+        The division of a round that the shards cannot share equally depends on whether it is the last: it comes after WAIT.
+        """
         per_round = self._reads_per_step()
         groups: Iterator[list[Any]] = iter(lambda: list(islice(batches, per_round)), [])
         if self._drop_last:
             groups = (group for group in groups if len(group) == per_round)
-        head = None
-        for group, is_last in look_ahead(groups):
-            batch, real = broadcast.join(group), sum(_length(batch) for batch in group)
+        head = uneven = None
+        for group in chain(groups, [()]):
+            real = sum(map(_length, group)) if group else _ENDED
+            of_readers = self._exchange(real)
+            if uneven is not None:
+                yield _divided(*uneven, shards, head, is_last=not group)
+            if _ENDED in of_readers:
+                if group:
+                    logger.warning(
+                        f"Rank {self.state.process_index} reads for its node and had at least one step more, which this epoch "
+                        "leaves out: all processes stop when the first node has no more."
+                    )
+                return
+            batch = broadcast.join(group)
             if head is None:
                 head = broadcast.take(broadcast.join(first) if first else batch, 0, shards)
-            share, rest = divmod(real, shards)
-            if rest and share and not is_last:
-                # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
-                yield Message(batch, real, tuple(share + (shard < rest) for shard in range(shards)), is_last)
+            if any(each != real for each in of_readers) or (real % shards and len(of_readers) > 1):
+                yield _completed(batch, real, shards, head, of_readers)
                 continue
-            if rest:
-                share += 1
-                batch = broadcast.padded(batch, real, head, share * shards)
-            yield Message(batch, real, (share,) * shards, is_last)
+            uneven = (batch, real) if real % shards else None
+            yield Round(None, kind=WAIT) if uneven else Round(batch, None, real, real // shards, shards)
+
+    def _exchange(self, real: int) -> list[int]:
+        """The samples that each reader has for a round, or how it ended; where another one failed, this one does, too."""
+        if len(self.readers) == 1:
+            return [real]
+        group = broadcast.subgroup(comm.current(), self.readers, on_host=True)
+        found = torch.zeros(len(self.readers), dtype=torch.int64)
+        found[self.readers.index(self.state.process_index)] = real
+        dist.all_reduce(found, group=group)
+        failed = [rank for rank, each in zip(self.readers, found.tolist(), strict=True) if each == _FAILED]
+        if failed and real != _FAILED:
+            raise _OtherFailed(f"The reader of another node failed: rank {failed[0]}. All processes stop here.")
+        return found.tolist()
 
     # What is known about the data ------------------------------------------------------------------------------------
 
@@ -181,18 +233,40 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _samples_per_step(self) -> int | None:
         size = super()._samples_per_step()
-        return size if size is None or self.split_batches else size * self._layout().num_shards
+        if size is None or self.split_batches:
+            return size if size is None else size * len(self.readers)
+        return size * self._layout().num_shards
 
     def _reads_per_step(self) -> int:
-        return 1 if self.split_batches else self._layout().num_shards
+        return 1 if self.split_batches else self._shards()
 
-    def _layout(self) -> ShardLayout:
-        return ShardLayout.of(self.state.num_processes, self.state.process_index, self.torch_device_mesh)
+    def _layout(self, rank: int | None = None) -> ShardLayout:
+        own = self.state.process_index if rank is None else rank
+        return ShardLayout.of(self.state.num_processes, own, self.torch_device_mesh)
 
     @property
     def batch_counts(self) -> tuple[int, ...] | None:
         """Number of real samples in each shard's batch of the round yielded last; None if all samples are real."""
         return self._counts
+
+
+def _kept(message: Round) -> Round:
+    return message._replace(batch=lambda: (message.batch, message.counts))
+
+
+def _divided(batch: Any, real: int, shards: int, head: Any, is_last: bool) -> Round:
+    share, rest = divmod(real, shards)
+    if share and not is_last:
+        # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
+        return Round(batch, None, real, share + 1, rest)
+    return _completed(batch, real, shards, head, [real])
+
+
+def _completed(batch: Any, real: int, shards: int, head: Any, of_readers: Sequence[int]) -> Round:
+    """A round that is filled with the samples of `head` to the width that the reader with the most samples needs."""
+    width = -(-max(of_readers) // shards)
+    counts = sum((real_per_shard(each, width, shards) for each in of_readers), ())
+    return Round(broadcast.padded(batch, real, head, width * shards), counts, real, width, shards)
 
 
 def _length(batch: Any) -> int:

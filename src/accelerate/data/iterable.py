@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count, cycle, islice
@@ -202,12 +201,10 @@ def restores(loader: DataLoader) -> bool:
 # Parts that end together -----------------------------------------------------------------------------------------------
 
 # Without that a process that has run out of batches leaves the loop, and the others wait for it in the next collective for
-# ever. The vote on a batch travels while the batch before it is computed, so no rank waits for it as a rule. It uses a
-# process group of its own: it neither delays the exchanges of the training nor mixes with them.
+# ever. The vote on a batch travels through host memory while the batch before it is computed, so no rank waits for it as a rule.
 
 _READY, _ENDED, _FAILED = range(3)
 
-_groups: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
 _uneven = 0
 _loops = 0
 
@@ -275,11 +272,10 @@ def _vote(communicator: Communicator, vote: list[int]) -> Callable[[], list[list
     # A sum in which each rank fills its own row: cheaper to start than a gathering, and the same for all backends.
     board = torch.zeros(communicator.world_size, len(vote), dtype=torch.int64)
     board[communicator.rank] = torch.tensor(vote)
-    if communicator.group is None or not dist.is_gloo_available():
+    group = comm.side_group()
+    if group is None:
         return communicator.all_reduce(board).tolist
-    if communicator not in _groups:
-        _groups[communicator] = dist.new_group(backend="gloo")
-    work = dist.all_reduce(board, group=_groups[communicator], async_op=True)
+    work = dist.all_reduce(board, group=group, async_op=True)
 
     def wait() -> list[list[int]]:
         work.wait()

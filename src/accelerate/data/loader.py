@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from accelerate.data import adapter, iterable, resume, workers
-from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
-from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
-from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, SkipBatchSampler, look_ahead
+from accelerate.data import adapter, iterable, resume
+from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stream, placer, skipping
+from accelerate.data.epoch import EpochIterator
+from accelerate.data.iterable import IterableDatasetShard, has_buffer
+from accelerate.data.resume import Pending, Progress, is_stateful
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, look_ahead
 from accelerate.data.workers import SeededDataset
-from accelerate.process import PartialState
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
 
 if TYPE_CHECKING:
     from accelerate.data.plan import DataPlan
-
-# A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
-_AHEAD = 4
-_NOTHING = object()
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -62,14 +55,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return max(0, super().__len__() - self.skip_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        instead = resume.instead_of(self)
-        if instead is not None:
-            yield from instead
+        replacement = resume.replacement_iterator(self)
+        if replacement is not None:
+            yield from replacement
             return
         watch = self.gradient_state._step_watch
         if watch is not None:
             watch.leave_if_due(self)
-        pending = resume.settle(self)
+        pending = resume.take_pending_position(self)
         self._progress.extra_samples = 0 if pending is None else pending.extra_samples
         self.begin()
         try:
@@ -180,75 +173,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
         return view
 
-    # Opening the wrapped loader --------------------------------------------------------------------------------------
-
     def _open(self, pending: Pending | None) -> tuple[Iterator[Any], int, EndAhead | None]:
         """Return the batches of the wrapped loader, the steps before them, and what knows the last one, if anything."""
-        base, progress, reads = self.base_dataloader, self._progress, self._reads_per_step()
-        start, to_drop = self._left_out(), self.skip_batches * reads
-        dataset_state, known, order = None, [], None
-        if pending is not None:
-            behind, start = (pending.batches - start) * reads, pending.batches
-            known = pending.position.get("before_read") or []
-            if self._goes_on_by_itself():
-                to_drop = 0
-            elif is_stream(base):
-                to_drop += behind
-                dataset_state = pending.position.get("dataset_state")
-            elif behind or pending.extra_samples:
-                base = skipping(base, behind, pending.extra_samples)
-        if adapter.knows_end(base):
-            order = EndAhead(adapter.batching_sampler(base))
-            base = variant(base, **{"sampler" if base.batch_sampler is None else "batch_sampler": order})
-        if dataset_state is not None and restores(base):
-            base.dataset.load_state_dict(dataset_state)
-            to_drop = 0
-        replaying, progress.replaying = progress.replaying, False
-        drawn: dict[str, Any] | None = None
-        watch = self.gradient_state._step_watch
-        with nullcontext() if watch is None else workers.masked_start(base, watch.numbers):
-            if replaying:
-                # What opening the loader and drawing the order draw was drawn before the interruption. It is drawn again
-                # from the states at the start of the epoch, and the present states stay as they are.
-                with generators_kept():
-                    if progress.at_start is not None:
-                        resume.set_states(progress.at_start)
-                    batches = iter(base)
-                    if order is not None:
-                        order.draw()
-                    drawn = resume.states()
-            else:
-                batches = self._iterator(base)
-        if to_drop or known:
-            batches = _continued(batches, drawn, to_drop, known, reads)
-        progress.workers_kept = progress.workers_kept or bool(base.num_workers and base.persistent_workers)
-        ahead = None if self._reads_ahead else order
-        # A run that goes on may read a batch again.
-        again = ahead is None or self._ends_unevenly() or progress.parts > 1
-        noting = is_stateful(base) or (again and not base.num_workers)
-        if noting and not self._notes_nothing:
-            batches = _noting(batches, progress, base, reads, start, known)
-        if isinstance(base.collate_fn, CountingCollate):
-            batches = uncounted(batches, start, base.dataset.round_log)
-        return batches, start, ahead
+        epoch = EpochIterator(self, pending)
+        return iter(epoch), epoch.start, None if self._reads_ahead else epoch.order
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
-
-    def _iterator(self, base: DataLoader) -> Iterator[Any]:
-        if base.num_workers and base.persistent_workers and base._iterator is None and self._progress.workers_kept:
-            # Starting workers draws a seed. The run that goes on here had started them before, once for all epochs.
-            starting = variant(base, generator=torch.Generator())
-            batches = iter(starting)
-            vars(base)["_iterator"] = starting._iterator
-            return batches
-        if getattr(base, "next_iter_state", None) is not None and is_stream(base):
-            # torchdata opens the stream twice, first to find that the saved epoch is over; each time draws a seed.
-            with generators_kept():
-                batches = iter(base)
-            torch.empty((), dtype=torch.int64).random_(generator=base.generator)
-            return batches
-        return iter(base)
 
     # Handing out -----------------------------------------------------------------------------------------------------
 
@@ -296,79 +227,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         progress.noted = None
         progress.batches = progress.extra_samples = 0
         progress.epoch += 1
-
-
-def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
-    """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    changes = {name: SkipBatchSampler(getattr(loader, name), number, extra)}
-    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
-
-
-# Reading on from where an interrupted run stood --------------------------------------------------------------------------
-
-
-def _noting(
-    batches: Iterator[Any], progress: Progress, loader: DataLoader, reads: int, start: int, known: list[dict[str, Any]]
-) -> Iterator[Any]:
-    """Note, before the reads of each step, the states of the generators, of the stream and of a stateful loader.
-
-    The step yielded last is one or two behind the step read last. A checkpoint belongs to the former, so it needs what
-    the reads that went ahead have used up.
-    """
-    restored, stateful = restores(loader), is_stateful(loader)
-    progress.noted = noted = {}
-
-    def note(step: int) -> None:
-        random, ahead = None, step - start - 1
-        if not loader.num_workers:
-            random = known[ahead] if ahead < len(known) else resume.states()
-        dataset = loader.dataset.state_dict() if restored else None
-        noted[step] = Noted(random, dataset, loader.state_dict() if stateful else None)
-        noted.pop(step - _AHEAD, None)
-
-    for step in count(start + 1):
-        note(step)
-        taken = 0
-        for batch in islice(batches, reads):
-            taken += 1
-            yield batch
-        if taken < reads:
-            note(step + (taken > 0))  # a stateful loader knows now that it is at its end
-            return
-
-
-def _continued(
-    batches: Iterator[Any], drawn: dict[str, Any] | None, drop: int, before_read: list[dict[str, Any]], reads: int
-) -> Iterator[Any]:
-    """Leave out the beginning of an epoch, and read again what the interrupted run had read ahead."""
-    first: list[Any] = []
-    with nullcontext() if drawn is None else generators_kept():
-        if drawn is not None:
-            resume.set_states(drawn)
-        _drop(batches, drop, reads)
-        for states in before_read:
-            resume.set_states(states)
-            first += islice(batches, reads)
-    yield from first
-    yield from batches
-
-
-def _drop(batches: Iterator[Any], number: int, reads: int) -> None:
-    """Leave out the first batches, by reading and dropping them."""
-    from accelerate.utils.tqdm import tqdm
-
-    hidden = not PartialState().is_local_main_process
-    # Shown when it takes long: a stream that cannot be restored has to be read again from its beginning.
-    bar = tqdm(range(number), desc="reading up to where the run stood", unit=" batches", delay=2.0, disable=hidden)
-    for done in bar:
-        if next(batches, _NOTHING) is _NOTHING:
-            if number - done < reads:
-                return  # the last step of the epoch had fewer
-            raise ValueError(
-                f"{number} batches were to be left out, but the data ended after {done} of them. Skip fewer batches, or read the "
-                "data that the checkpoint was saved with."
-            )
 
 
 # The loaders -----------------------------------------------------------------------------------------------------------

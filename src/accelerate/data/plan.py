@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.data import adapter
 from accelerate.data.adapter import batching_sampler, is_stream, known_length
-from accelerate.data.samplers import real_per_shard
+from accelerate.data.samplers import has_tensor_order, real_per_shard
 from accelerate.diagnostics.table import table
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
@@ -22,6 +22,7 @@ BY_PIECES = "by pieces"
 SPLIT_ALREADY = "divided already, read as it is"
 EVERYTHING = "reads everything, keeps its part"
 DISPATCHED = "main process reads and sends"
+PER_NODE = "one process per node reads and sends"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ class DataPlan:
         dropped: samples that the sampler draws in an epoch but no process receives, because of `drop_last`.
         total_batch_size: samples that all processes together receive in a step.
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
+        walked: each process walks the batches of all to find its own, because the sampler is not one of torch's.
         uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
+        readers: the processes that read for others, each for itself and those up to the next one.
     """
 
     kind: str
@@ -97,6 +100,8 @@ class DataPlan:
     sampler: str | None = None
     drop_last: bool = False
     uneven: bool = False
+    walked: bool = False
+    readers: tuple[int, ...] = ()
 
     @property
     def own(self) -> ShardPlan:
@@ -140,7 +145,13 @@ class DataPlan:
             ("batch", f"{_known(self.batch_size)} per process, {_known(self.total_batch_size)} in total"),
             ("workers", f"{self.workers} per process"),
         ]
-        return [*facts, ("end", "all processes stop when the first shard ends")] if self.uneven else facts
+        if self.readers:
+            facts.append(("readers", f"ranks {', '.join(map(str, self.readers))}"))
+        if self.walked:
+            facts.append(("find", "each process walks the batches of all, because the sampler is a custom one"))
+        if self.uneven:
+            facts.append(("end", "all processes stop when the first shard ends"))
+        return facts
 
 
 def _known(value: Any | None) -> str:
@@ -155,6 +166,7 @@ def make(
     reading: str,
     split_batches: bool,
     even_batches: bool,
+    readers: Sequence[int] = (0,),
 ) -> DataPlan:
     """Work out who reads what of a loader that is not sharded yet; `layouts` has the shard of each process."""
     count, own, stream = layouts[0].num_shards, layouts[process_index].shard_index, is_stream(dataloader)
@@ -171,17 +183,20 @@ def make(
             known, total = _dealt_out(adapter.get_sampler(dataloader), size, count, drop_last)
         elif unseen and count > 1:
             [known[own]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
-        elif reading != BY_PIECES:  # how many samples a piece holds is known to the stream alone
+        elif reading not in (BY_PIECES, PER_NODE):  # how many samples a piece holds is known to the stream alone
             # Streams that are divided round by round are always completed.
             fill = "batches" if even_batches or stream else "nothing"
             fill = "nothing" if count == 1 else "round" if reading == DISPATCHED else fill
             known = shards_of(total, size, count, drop_last=drop_last, fill=fill)
     parts = {EVERYTHING: [1.0] * count, OWN_SHARD: [1 / count] * count, DISPATCHED: [1.0] + [0.0] * (count - 1)}
+    if reading == PER_NODE:  # how much a node's pieces hold is known to the stream alone
+        of_readers = {layouts[rank].shard_index for rank in readers}
+        parts[PER_NODE] = [None if shard in of_readers else 0.0 for shard in range(count)]
     read = [1.0] if count == 1 else parts.get(OWN_SHARD if dealt_out else reading, [None] * count)
-    shards = []
-    for shard, numbers in enumerate(known):
-        ranks = tuple(rank for rank, layout in enumerate(layouts) if layout.shard_index == shard)
-        shards.append(ShardPlan(shard, ranks, *numbers, read[shard]))
+    ranks: list[list[int]] = [[] for _ in known]
+    for rank, layout in enumerate(layouts):
+        ranks[layout.shard_index].append(rank)
+    shards = [ShardPlan(shard, tuple(ranks[shard]), *known[shard], read[shard]) for shard in range(count)]
     samples, duplicates, _ = (None if None in column else sum(column) for column in zip(*known, strict=True))
     return DataPlan(
         kind="stream" if stream else "map-style",
@@ -198,7 +213,9 @@ def make(
         workers=dataloader.num_workers,
         sampler=adapter.sampler_kind(dataloader),
         drop_last=drop_last,
-        uneven=count > 1 and (unseen or reading == BY_PIECES),
+        uneven=count > 1 and (unseen or reading in (BY_PIECES, PER_NODE)),
+        walked=count > 1 and reading == OWN_SHARD and not _has_tensor_order(batching),
+        readers=tuple(readers) if reading == PER_NODE else (),
     )
 
 
@@ -221,11 +238,15 @@ def _is_plain(dataloader: DataLoader, batching: Any) -> bool:
     return adapter.iterates_plainly(dataloader) and (unbatched or type(batching) is BatchSampler)
 
 
+def _has_tensor_order(batching: Any) -> bool:
+    return has_tensor_order(batching.sampler if type(batching) is BatchSampler else batching)
+
+
 def _batch_size(dataloader: DataLoader, batching: Any, reading: str) -> int | None:
     size = getattr(batching, "batch_size", None)
     if dataloader.batch_sampler is not None:
         return dataloader.batch_size if size is None else size
-    if reading == DISPATCHED:
+    if reading in (DISPATCHED, PER_NODE):
         return None  # what the dataset gives is a batch of any size
     # Not batched: the sampler gives single indices, unless it is a batch sampler itself.
     return size if isinstance(batching, BatchSampler) else 1

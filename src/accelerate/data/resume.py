@@ -39,7 +39,7 @@ class Pending:
     position: dict[str, Any]
     batches: int
     extra_samples: int = 0
-    alone: bool = True
+    resume_without_skip: bool = True
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
     in_epoch = position["batches"] > 0 or position.get("part", 0) > 0
     _restore_order(loader, position["order"], in_epoch=in_epoch)
     batches, extra = _behind(loader, position)
-    alone = continuing and position.get("running", True)
-    progress.pending = Pending(position, batches, extra, alone) if in_epoch else None
+    resume_without_skip = continuing and position.get("running", True)
+    progress.pending = Pending(position, batches, extra, resume_without_skip) if in_epoch else None
     return batches
 
 
@@ -307,7 +307,7 @@ def _report(message: str) -> None:
     logger.log(logging.WARNING if first else logging.INFO, message)
 
 
-def instead_of(view: PreparedLoader) -> Iterable[Any] | None:
+def replacement_iterator(view: PreparedLoader) -> Iterable[Any] | None:
     """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load.
 
     That is nothing, if it leaves out all batches of an epoch that is over: the loader stands at the next one already;
@@ -321,19 +321,19 @@ def instead_of(view: PreparedLoader) -> Iterable[Any] | None:
     if finished and pending is None and left_out == finished:
         return ()
     if pending is not None and pending.batches == left_out and is_stateful(view.base_dataloader):
-        progress.pending = replace(pending, alone=True)
+        progress.pending = replace(pending, resume_without_skip=True)
         return view._origin
     return None
 
 
-def settle(loader: PreparedLoader) -> Pending | None:
+def take_pending_position(loader: PreparedLoader) -> Pending | None:
     """Return the loaded position that an iteration continues at, or None for its own beginning. Any rank, alone."""
     progress = loader._progress
     pending, progress.pending = progress.pending, None
     if pending is None:
         return None
     left_out = loader._left_out()
-    goes_on = left_out == pending.batches or (pending.alone and loader._origin is None)
+    goes_on = left_out == pending.batches or (pending.resume_without_skip and loader._origin is None)
     progress.replaying = bool(goes_on or left_out)
     if goes_on:
         if loader._origin is None:
@@ -343,9 +343,10 @@ def settle(loader: PreparedLoader) -> Pending | None:
             )
         return pending
     if not left_out:
-        generator, sampler, anew = shuffling_generator(loader), loader.get_sampler(), pending.position.get("anew")
-        if generator is not None and anew is not None:
-            generator.set_state(generator_state(anew))
+        generator, sampler = shuffling_generator(loader), loader.get_sampler()
+        epoch_start_state = pending.position.get("anew")
+        if generator is not None and epoch_start_state is not None:
+            generator.set_state(generator_state(epoch_start_state))
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
@@ -41,11 +42,12 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
+        yield from _one_by_one(self)
+
+    def _epoch_generator(self) -> torch.Generator:
         if self.generator is None:
             self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
-        self.epoch += 1
+        return self.generator.manual_seed(self.initial_seed + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws."""
@@ -66,17 +68,83 @@ class ReplayableRandomSampler(RandomSampler):
             sampler.__class__ = cls
 
     def __iter__(self) -> Iterator[int]:
+        yield from _one_by_one(self)
+
+    def _epoch_generator(self) -> torch.Generator:
         if self.generator is not None:
-            yield from super().__iter__()
-            return
+            return self.generator
         self.seed, self.replay = (draw_seed() if self.replay is None else self.replay), None
-        generator = torch.Generator().manual_seed(self.seed)
-        yield from RandomSampler(self.data_source, self.replacement, self._num_samples, generator)
+        return torch.Generator().manual_seed(self.seed)
 
 
 def draw_seed() -> int:
     """Take a seed from torch's default generator, as torch's samplers do, which advances it by one draw."""
     return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+# An epoch's order as a tensor ------------------------------------------------------------------------------------------
+
+_CHUNK = 1 << 14
+
+
+def has_tensor_order(sampler: Any) -> bool:
+    """Whether an epoch of a sampler can be drawn as a tensor: torch's own samplers and those of this module, no others."""
+    return type(sampler) in (SequentialSampler, RandomSampler, ReplayableRandomSampler, SeedableRandomSampler)
+
+
+class TensorOrder:
+    """An epoch's indices by position: a range, or the tensor that torch's `RandomSampler` draws, bit for bit, as far as asked for.
+
+    int32 halves the memory of what fits into it, and the numbers drawn are the same.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.drawn = sampler, len(sampler)
+        self.indices: Any = range(self.drawn)
+        if type(sampler) is SequentialSampler:
+            return
+        if type(sampler) is RandomSampler:
+            self.sampler = sampler = copy.copy(sampler)
+            ReplayableRandomSampler.adopt(sampler)
+        self.length, self.generator, self.drawn = len(sampler.data_source), sampler._epoch_generator(), 0
+        # torch draws 32 at a time with replacement, and else whole permutations.
+        self.block = 32 if sampler.replacement else self.length
+        size = len(sampler) if sampler.replacement else -(-len(sampler) // self.length) * self.length
+        self.indices = torch.empty(size, dtype=torch.int32 if self.length < 1 << 31 else torch.int64)
+
+    def draw(self, stop: int) -> None:
+        """Draw the blocks that begin before position `stop`."""
+        if stop <= self.drawn or self.drawn == len(self.indices):
+            return
+        stop = -(-stop // self.block) * self.block
+        missing, self.drawn = self.indices[self.drawn : stop], min(stop, len(self.indices))
+        if self.sampler.replacement:
+            torch.randint(self.length, (len(missing),), generator=self.generator, out=missing)
+            return
+        for part in missing.split(self.length):
+            torch.randperm(self.length, generator=self.generator, out=part)
+
+    def finish(self) -> None:
+        """Do what torch does at the end: it draws a permutation more, and the generator of a program may go on from there."""
+        sampler = self.sampler
+        self.draw(len(sampler))
+        del self.indices
+        if type(sampler) is SequentialSampler:
+            return
+        if self.generator is sampler.generator and not (sampler.replacement or len(sampler) % self.length):
+            torch.randperm(self.length, generator=self.generator, dtype=torch.int32)
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.epoch += 1
+
+
+def _one_by_one(sampler: RandomSampler) -> Iterator[int]:
+    """Iterate over a random sampler as torch does, without the list that torch makes of a permutation."""
+    order, samples = TensorOrder(sampler), len(sampler)
+    for start in range(0, samples, order.block):
+        order.draw(start + 1)
+        for chunk in order.indices[start : min(start + order.block, samples)].split(_CHUNK):
+            yield from chunk.tolist()
+    order.finish()
 
 
 # Beginning in the middle ---------------------------------------------------------------------------------------------
@@ -89,6 +157,8 @@ def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> It
         return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start, extra)
     if isinstance(batch_sampler, BatchSamplerShard):
         return batch_sampler.iter_from(start, extra)
+    if (start or extra) and type(batch_sampler) is BatchSampler and has_tensor_order(batch_sampler.sampler):
+        return BatchSamplerShard(batch_sampler, even_batches=False).iter_from(start, extra)
     return split_head(batch_sampler, 0, start, extra)[1]
 
 
@@ -104,16 +174,10 @@ def skips_samples(batch_sampler: Any) -> bool:
 def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int = 0) -> tuple[list[Any], Iterator[Any]]:
     """Return the first `keep` batches, and the rest from batch `start` on (0, or at least `keep`), in one pass."""
     if (start or extra) and type(batch_sampler) is BatchSampler:
-        size, sampler = batch_sampler.batch_size, batch_sampler.sampler
-        first_sample = start * size + extra
-        if type(sampler) is SequentialSampler:
-            indices = range(len(sampler.data_source))
-            first, rest = list(indices[: keep * size]), iter(indices[first_sample:])
-        else:
-            kept = iter(sampler)
-            first = list(islice(kept, keep * size))
-            # Less than `keep` batches may be left out; then the rest begins within what was kept.
-            rest = chain(first[first_sample:], islice(kept, max(0, first_sample - keep * size), None))
+        size, kept = batch_sampler.batch_size, iter(batch_sampler.sampler)
+        first_sample, first = start * size + extra, list(islice(kept, keep * size))
+        # Less than `keep` batches may be left out; then the rest begins within what was kept.
+        rest = chain(first[first_sample:], islice(kept, max(0, first_sample - keep * size), None))
         first, rest = (BatchSampler(part, size, batch_sampler.drop_last) for part in (first, rest))
         return list(first), iter(rest)
     batches = iter(batch_sampler)
@@ -219,6 +283,42 @@ class BatchSamplerShard(BatchSampler):
     def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
         """Iterate from batch number `start`, and `extra` samples of all processes beyond it, on."""
         self.round_log.clear()
+        yield from (self._sliced if self._slices else self._walked)(start, extra)
+
+    @property
+    def _slices(self) -> bool:
+        """Whether this process's batches are cut from the epoch's order, at no cost for those of others; else all are walked."""
+        inner, size = self.batch_sampler, self.batch_size
+        plain = type(inner) is BatchSampler and (inner.batch_size, inner.drop_last) == (size, self.drop_last)
+        return plain and has_tensor_order(inner.sampler) and not (self.split_batches and size % self.num_processes)
+
+    def _sliced(self, start: int, extra: int) -> Iterator[list[int]]:
+        shards, index = self.num_processes, self.process_index
+        size = self.batch_size // shards if self.split_batches else self.batch_size
+        order, samples, total = TensorOrder(self.batch_sampler.sampler), len(self.batch_sampler.sampler), size * shards
+        begin = start * total + extra
+        rounds, rest = divmod(max(0, samples - begin), total)
+        for place in range(begin, begin + rounds * total, total):
+            order.draw(place + total)
+            batch = order.indices[place + size * index : place + size * (index + 1)]
+            yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+        if rest and not self.drop_last:
+            order.draw(samples)
+            places: Iterable[int] = range(size * index, size * (index + 1))
+            if self.even_batches:
+                self.round_log[start + rounds] = real_per_shard(rest, size, shards)
+            else:
+                places = (place for place in places if place < rest)
+            last, head = samples - rest, min(total, samples)
+            places = (last + place if place < rest else (place - rest) % head for place in places)
+            batch = [int(order.indices[place]) for place in places]
+            order.finish()  # nothing else tells that a round is the last
+            if batch:
+                yield batch
+        else:
+            order.finish()
+
+    def _walked(self, start: int, extra: int) -> Iterator[list[int]]:
         split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
         per_round = 1 if split else shards
         own = slice(size // shards * index, size // shards * (index + 1)) if split else slice(0)

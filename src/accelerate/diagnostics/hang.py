@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from multiprocessing import util as multiprocessing_util
 from types import FrameType
@@ -34,7 +34,7 @@ from accelerate.diagnostics.status import PREFIX, STILL_S, Question, RankStatus,
 from accelerate.diagnostics.threads import call_site
 from accelerate.runtime import failure
 
-__all__ = ["Diagnosis", "Question", "RankStatus", "Watcher", "call_site", "interval", "watch"]
+__all__ = ["Diagnosis", "Question", "RankStatus", "Watcher", "call_site", "interval", "watch", "watcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +61,36 @@ class Watcher:
         monitor: Monitor | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        # Called with the store at each look, and once more, with True, at the last one; one says whether it wants the next look soon.
+        self.errands: list[Callable[[Any, bool], bool]] = []
         self._origin = weakref.ref(store)
         self._watched = thread or threading.current_thread()
         self._pid = os.getpid()
         self._clone: Any = None
         self._over = threading.Event()
-        self._closed = False
+        self.closed = False
+        self._said: dict[str, Any] = {"process": threads.process()}
         self._monitor = monitor or Monitor(rank, world_size, limits())
         self._thread = threading.Thread(target=self._run, name="accelerate-hang-diagnosis", daemon=True)
 
     def start(self) -> None:
         """Start answering; others can look for the process from now on, even if its thread never runs."""
         with contextlib.suppress(RuntimeError):  # torch's FakeStore keeps nothing
-            dist.PrefixStore(PREFIX, self._origin()).set(f"process/{self.rank}", json.dumps(threads.process()))
+            self._say(self.store())
         self._thread.start()
+
+    @property
+    def looks(self) -> bool:
+        """Whether the thread looks at the store, in this process."""
+        return self._pid == os.getpid() and self._thread.is_alive() and not self.closed
 
     def serves(self, store: Any) -> bool:
         """Whether this watcher was made in this process for a store."""
         return self._pid == os.getpid() and self._origin() is store
+
+    def store(self) -> Any:
+        """Return the process group's store under the prefix of watchers, for short requests of any thread."""
+        return dist.PrefixStore(PREFIX, self._origin())
 
     def stop(self) -> None:
         """Stop answering, without a word to the others."""
@@ -94,95 +106,94 @@ class Watcher:
         The process that holds the store waits a moment for the others, since torch warns when a store goes away.
         """
         self.stop()
-        if self._pid != os.getpid() or self._closed or self._thread.is_alive() or self._origin() is None:
+        if self._pid != os.getpid() or self.closed or self._thread.is_alive() or self._origin() is None:
             return
-        self._closed = True
+        self.closed = True
         try:
             store = self._reach()
             error = getattr(sys, "last_value", None)  # what has ended the program
-            store.set(f"ended/{self.rank}", "" if error is None else f"{type(error).__name__}: {str(error)[:200]}")
-            left = store.add("left", 1)
-            if _holds(self._origin(), self.rank):
+            self._say(store, ended="" if error is None else f"{type(error).__name__}: {str(error)[:200]}")
+            holds = _holds(self._origin(), self.rank)
+            if holds:
                 store.add("asked", _CLOSING)
-                deadline = time.monotonic() + 2 * interval(self.world_size)
-                while left < self.world_size and time.monotonic() < deadline:
-                    time.sleep(0.005)
-                    left = store.add("left", 0)
+            self._count_in(store, "left", 2 * interval(self.world_size) * holds)
         except Exception as error:  # the process that holds the store has ended first
             logger.debug("Rank %d could not leave word that it ends: %s", self.rank, error)
 
+    def _say(self, store: Any, **news: Any) -> None:
+        self._said |= news
+        store.set(f"rank/{self.rank}", json.dumps(self._said))
+
+    def _count_in(self, store: Any, counter: str, limit_s: float) -> None:
+        """Add this rank to a counter, and wait until all have."""
+        count, deadline = store.add(counter, 1), time.monotonic() + limit_s
+        while count < self.world_size and time.monotonic() < deadline:
+            time.sleep(interval(self.world_size) / 50)
+            count = store.add(counter, 0)
+
     def _reach(self) -> Any | None:
-        """Return the store under this thread's prefix, or None once the group is gone."""
-        origin = self._origin()
-        if origin is None:
-            return None
-        if self._clone is None:
-            clone = connection(origin)
-            if clone is origin:
+        """Return the store under this thread's prefix, on a connection of its own where it can have one; None if it is gone."""
+        if self._clone is None and (origin := self._origin()) is not None:
+            if (clone := connection(origin)) is origin:
                 return dist.PrefixStore(PREFIX, origin)
             self._clone = clone
-        return dist.PrefixStore(PREFIX, self._clone)
+        return self._clone and dist.PrefixStore(PREFIX, self._clone)
 
     def _run(self) -> None:
         try:
-            answered = 0
-            while not self._closed and not self._over.wait(interval(self.world_size)):
+            answered, soon = 0, False
+            while not self.closed and not self._over.wait(interval(self.world_size) / (10 if soon else 1)):
                 self._monitor.look(self._frame(), self._watched.native_id)
-                answered = self._answer(answered)
-                if not self._closed and self._monitor.go_on(self._reach().underlying_store):
-                    self._reach().add("asked", _ABORTING)
+                if self._origin() is None:
+                    break
+                store = self._reach()
+                answered = self._answer(store, answered)
+                soon = sum(errand(store, False) for errand in list(self.errands) if not self.closed) > 0
+                if not self.closed and self._monitor.go_on(store.underlying_store):
+                    store.add("asked", _ABORTING)
+                store = None
+            for errand in self.errands:
+                errand(self._reach(), True)
         except Exception as error:  # the store is gone, and with it every rank that could ask
             logger.debug("Rank %d does not answer any longer: %s", self.rank, error)
 
-    def _answer(self, answered: int) -> int:
+    def _answer(self, store: Any, answered: int) -> int:
         """Answer the latest question if there is a new one; return its number."""
-        store = self._reach()
-        if store is None:
-            self._closed = True
-            return answered
         asked = store.add("asked", 0)
         # Who reaches the store can write there: a rank ends for what its own user has asked for alone.
         if asked >= _ABORTING and self._monitor.abort_after < float("inf"):
             self._end_all(store)
         if asked % _ABORTING >= _CLOSING:
-            self._closed = True
+            self.closed = True
             store.add("left", 1)
         elif asked > answered:
-            store.set(f"answer/{self.rank}", json.dumps({"question": asked, **self._look()}))
+            self._say(store, question=asked, answer=asdict(self._look()))
+            store.add(f"answers/{asked}", 1)
         return asked
 
     def _end_all(self, store: Any) -> None:
         """End this process when all have left their stacks: the first to go would end the others by an error of its connections."""
         failure.leave_hung(printable(store.get("report").decode(errors="replace"), LONGEST_REPORT))
-        deadline = time.monotonic() + interval(self.world_size) + _ENDING_S
-        left = store.add("hung", 1)
-        while left < self.world_size and time.monotonic() < deadline:
-            time.sleep(0.05)
-            left = store.add("hung", 0)
+        self._count_in(store, "hung", interval(self.world_size) + _ENDING_S)
         os._exit(failure.HUNG)
 
     def _frame(self) -> FrameType | None:
         frames = sys._current_frames()
         return frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> RankStatus:
         """Say what the watched thread does."""
         frame = self._frame()
         if frame is None:
-            return asdict(RankStatus(self.rank, answered=True, site="a place without Python code"))
+            return RankStatus(self.rank, answered=True, site="a place without Python code")
         site, inside = threads.describe(frame)
-        more = {"site": site, "inside": inside, "counters": threads.counters(), **self._more(frame)}
-        return asdict(RankStatus(self.rank, answered=True, **more))
-
-    def _more(self, frame: FrameType) -> dict[str, Any]:
-        """Say what a report tells of a rank beside its place."""
         # An exception, or on Python 3.10 and 3.11 what `sys.exc_info` returns.
         caught = sys._current_exceptions().get(self._watched.ident)
         caught = caught[1] if isinstance(caught, tuple) else caught
         handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
-        known = {"still_s": self._monitor.still_s, "stack": threads.stack(frame)}
-        known["note"] = threads.loader_workers(frame) or handles
-        return {**known, **threads.waits_in(frame, self._monitor.recorded)}
+        known = {"site": site, "inside": inside, "counters": threads.counters(), "stack": threads.stack(frame)}
+        known |= {"still_s": self._monitor.still_s, "note": threads.loader_workers(frame) or handles}
+        return RankStatus(self.rank, answered=True, **known, **threads.waits_in(frame, self._monitor.recorded))
 
 
 def _holds(store: Any, rank: int) -> bool:
@@ -212,6 +223,11 @@ def watch(store: Any | None, rank: int, world_size: int) -> None:
         atexit.register(_end)
         if multiprocessing.parent_process() is not None:  # such a process leaves without a look at `atexit`
             multiprocessing_util.Finalize(None, _end, exitpriority=100)
+
+
+def watcher() -> Watcher | None:
+    """Return the watcher of this process that looks at its store; None without one."""
+    return _watcher if _watcher is not None and _watcher.looks else None
 
 
 def _end() -> None:

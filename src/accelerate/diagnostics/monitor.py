@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from accelerate._warn import printable
 from accelerate.diagnostics import threads
-from accelerate.diagnostics.status import PREFIX, Question, RankStatus, connection
+from accelerate.diagnostics.status import PREFIX, Question, RankStatus, connection, said_by
 from accelerate.runtime import failure
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,11 @@ def meeting(rank: int, world_size: int, store: Any) -> Iterator[None]:
             return
         try:
             keys = dist.PrefixStore(PREFIX, connection(store))
+            if keys.compare_set("waits", "", str(rank)).decode() != str(rank):
+                return  # another rank reports
             come = {other for other in range(world_size) if keys.check([f"come/{other}"])}
             missing = [other for other in range(world_size) if other not in come]
-            if missing and not over.is_set() and keys.compare_set("waits", "", str(rank)).decode() == str(rank):
+            if missing and not over.is_set():
                 logger.warning(
                     "Slow: %s waited for %.0f s at %s for %s to join the process group. `accelerate stacks` shows where a rank of this "
                     "machine is.",
@@ -136,7 +138,7 @@ class Monitor:
         """Whether this rank asks for all: the first one to wait, or another one when that has gone."""
         me = str(self.rank)
         chosen = keys.compare_set("reporter", "", me).decode()
-        if chosen != me and keys.check([f"ended/{chosen}"]):
+        if chosen != me and said_by(keys, int(chosen)).gone:
             chosen = keys.compare_set("reporter", chosen, me).decode()
         self._asks = chosen == me
         return self._asks

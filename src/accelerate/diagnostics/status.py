@@ -12,9 +12,9 @@ from accelerate._warn import printable
 from accelerate.diagnostics import threads
 
 PREFIX = "accelerate/hang"
-# Seconds between two looks at the store; a large run asks less often, so that its one store sees 200 requests a second.
+# Seconds between two looks at the store; a large run looks less often, so that its one store sees 2,000 requests a second.
 INTERVAL_S = 0.5
-_PER_SECOND = 200
+_PER_SECOND = 2000
 # A thread that has been found in one place for so long stands still there.
 STILL_S = 1.0
 _ANSWER_S = 0.15  # what an answer takes
@@ -100,42 +100,39 @@ def connection(store: Any) -> Any:
         return store
 
 
+def said_by(store: Any, rank: int, question: int = 0) -> RankStatus:
+    """Return what a rank has left in the store; `question` is the number of the oldest one that an answer counts for."""
+    said = json.loads(store.compare_set(f"rank/{rank}", "{}", "{}"))
+    if "ended" in said:
+        return RankStatus(rank, ended=True, note=said["ended"])
+    if said.get("question", -1) >= question:
+        return RankStatus(**said["answer"])
+    if "process" not in said:
+        return RankStatus(rank)
+    alive = threads.exists(said["process"])
+    return RankStatus(rank, alive=alive, note=threads.state(said["process"]["pid"]) if alive else "")
+
+
 class Question:
-    """One question to all ranks: where are you? The answers of `ranks` matter."""
+    """One question to all ranks: where are you? One rank asks it and reads the answers of `ranks`."""
 
     def __init__(self, store: Any, ranks: Collection[int], world_size: int) -> None:
         self._store = dist.PrefixStore(PREFIX, store)
         self._number = self._store.add("asked", 1)
-        self._answers: dict[int, RankStatus] = {}
-        self._open = sorted(ranks)
+        self._ranks = ranks
         self._pause = interval(world_size) / 5
         self._next = time.monotonic() + self._pause
         # A look, the answer, and as much again for a busy machine.
         self._deadline = time.monotonic() + 2 * (interval(world_size) + _ANSWER_S)
 
     def answers(self) -> dict[int, RankStatus] | None:
-        """Return what all ranks said, or None as long as some may still answer. Does not wait."""
+        """Return what the ranks said, or None as long as some may still answer. Does not wait."""
         now = time.monotonic()
         if now < self._next:
             return None
-        self._next = now + self._pause
-        for rank in list(self._open):
-            known = self._read(rank)
-            if known.answered or known.gone or now >= self._deadline:
-                self._answers[rank] = known
-                self._open.remove(rank)
-        return None if self._open else self._answers
-
-    def _read(self, rank: int) -> RankStatus:
-        if self._store.check([f"ended/{rank}"]):
-            return RankStatus(rank, ended=True, note=self._store.get(f"ended/{rank}").decode(errors="replace"))
-        if self._store.check([f"answer/{rank}"]):
-            answer = json.loads(self._store.get(f"answer/{rank}"))
-            if answer.pop("question") >= self._number:
-                return RankStatus(**answer)
-        alive, note = None, ""
-        if self._store.check([f"process/{rank}"]):
-            process = json.loads(self._store.get(f"process/{rank}"))
-            alive = threads.exists(process)
-            note = threads.state(process["pid"]) if alive else ""
-        return RankStatus(rank, alive=alive, note=note)
+        self._next, late = now + self._pause, now >= self._deadline
+        come = 0 if late else self._store.add(f"answers/{self._number}", 0) + self._store.add("left", 0)
+        if come < len(self._ranks) and not late:
+            return None
+        answers = {rank: said_by(self._store, rank, self._number) for rank in self._ranks}
+        return answers if late or all(each.answered or each.gone for each in answers.values()) else None

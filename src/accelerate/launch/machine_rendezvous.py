@@ -6,11 +6,11 @@ port; every other launcher is a client of it, and so are the processes. All of i
 
 - A *round* is one start of all processes: "RUN/0", "RUN/1", ... A machine that wants a restart opens the next round; the others see
   that, stop their processes and join it.
-- Each machine writes its record under its number, again and again. When the records of all machines are there and agree, machine 0
-  begins the round: it writes down who takes part and at which port the processes meet. A record that stands still belongs to a
-  launcher that is gone, and its number is free.
-- While the processes run, every launcher publishes a heartbeat. A machine whose heartbeat stands still is lost: a cut link sends no
-  message.
+- Each machine writes its record under its number, again and again. Machine 0 alone reads them. When all are there and agree, it begins
+  the round: it writes down who takes part and at which port the processes meet; the others look at that key. A record that stands still
+  belongs to a launcher that is gone, and its number is free.
+- While the processes run, every launcher publishes a heartbeat. Machine 0 sums them up, and the others read the sum. A machine whose
+  heartbeat stands still is lost: a cut link sends no message.
 
 Importing this module imports torch.
 
@@ -18,6 +18,7 @@ Source: https://docs.pytorch.org/docs/stable/elastic/customization.html
 """
 
 import json
+import random
 import signal
 import socket
 import threading
@@ -40,8 +41,9 @@ from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime.failure import MACHINES, PREEMPTED
 from accelerate.runtime.store import serve
 
-# How often a launcher looks for the others, and how often it reports that it waits.
+# How often a launcher looks for the others, many of them more seldom; and how often it reports that it waits.
 _LOOK_S = 0.1
+_LOOKS_PER_SECOND = 2000
 _REPORT_S = 10.0
 # How long one request to the store may take while the machines join, and one attempt to reach it.
 _ANSWER_S = timedelta(seconds=30)
@@ -53,8 +55,8 @@ _STALE_S = 5.0
 _FOLLOWING_S = 5.0
 # How often a launcher publishes its heartbeat.
 _BEAT_S = 1.0
-# Characters of what another machine says.
-_LONGEST = 500
+# Characters of what another machine says, and how many missing ones are named.
+_LONGEST, _NAMED = 500, 16
 # What all machines must say alike, and the option that says it.
 _CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
 
@@ -101,11 +103,15 @@ class MachineRendezvous(StaticTCPRendezvous):
         address = hardware.local_address(host, port)
         self.variables = hardware.gloo_variables(address)
         self.is_host = machine == 0 or (machine is None and hardware.is_this_machine(host))
-        self._numbers = [0] if self.is_host else [machine] if machine is not None else list(range(1, machines.count))
+        # Machines without a number try them in different orders, so that each finds a free one soon.
+        free = random.SystemRandom().sample(range(1, machines.count), max(machines.count - 1, 0))
+        self._numbers = [0] if self.is_host else free if machine is None else [machine]
         self._record: Record = {"machines": machines.count, "processes": processes, "restarts": restarts, "beat": 0}
-        self._record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex}
+        self._record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex[:12]}
         self._place = f"{host}, port {port}"
+        self._pause = max(_LOOK_S, machines.count / _LOOKS_PER_SECOND)
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
+        self.names: dict[int, str] = {}  # of all machines on machine 0; of that one and this one elsewhere
         # The store of the run and that of a round, which machine 0 holds; and the connections to the first.
         self._server = self._round_server = self._client = self.beat_store = None
         self._seen: dict[str, tuple[str, float]] = {}  # the records, and since when they stand still
@@ -118,7 +124,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self._client, self._seen = None, {}
         self._deadline, self._next_report = time.monotonic() + self.join_timeout, time.monotonic() + _REPORT_S
         while (port := self._join()) is None:
-            time.sleep(_LOOK_S)
+            time.sleep(self._pause)
         self.heartbeat = Heartbeat(self)
         self.heartbeat.start()
         store = PrefixStore(f"round/{self.round}", self._client)
@@ -170,16 +176,19 @@ class MachineRendezvous(StaticTCPRendezvous):
         begun = _value(store, f"begun/{name}")
         if begun is None:
             self._write_record(store, name)
-            here = self._waiting(store, name)
-            self._check_agreement(here)
-            missing = ", ".join(str(machine) for machine in range(self.machines) if machine not in here)
-            if not missing and self.is_host:
-                self._begin(store, name, here)
-            elif missing:
-                self._wait(f"machine {missing} of {self.machines} (numbered from 0) to come to {self._place}")
+            missing = (
+                self._arrange(store, name) if self.is_host else store.compare_set(f"missing/{name}", "", "").decode()
+            )
+            if not self.is_host and (host := _value(store, f"member/{name}/0")) is not None:
+                self._check_agreement(json.loads(host))
+            if missing or not self.is_host:
+                machine = f"machine {missing} of {self.machines} (numbered from 0)" if missing else "machine 0"
+                self._wait(f"{machine} to come to {self._place}")
             return None
         begun = json.loads(begun)
-        if self._record["identity"] not in [member["identity"] for member in begun["members"]]:
+        if "problem" in begun:
+            raise LaunchError(begun["problem"])
+        if self._record["identity"] not in begun["members"]:
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
             self._wait(f"the run at {self._place}, to restart: it has begun without this machine")
             return None
@@ -187,6 +196,8 @@ class MachineRendezvous(StaticTCPRendezvous):
             f"{MACHINES}{name[:12]}"  # torch names the folder of logs so: several machines may share --log_dir
         )
         self.name, self.round, self.members = name, int(name.rpartition("/")[2]), begun["members"]
+        if not self.is_host:
+            self.names = {0: begun["host"], self.machine: _named(self._record | {"machine": self.machine})}
         return begun["port"]
 
     def _write_record(self, store: Store, name: str) -> None:
@@ -216,35 +227,42 @@ class MachineRendezvous(StaticTCPRendezvous):
             self._seen[key] = text, now
         return now - self._seen[key][1]
 
-    def _waiting(self, store: Store, name: str) -> dict[int, Record]:
-        """Return the machines that wait for the round to begin."""
-        found = {}
-        for machine in range(self.machines):
-            key = f"member/{name}/{machine}"
-            text = _value(store, key)
-            if text is not None and (machine == self.machine or self._stands_still(key, text) < _FRESH_S):
-                found[machine] = json.loads(text)
-        return found
+    def _arrange(self, store: Store, name: str) -> str:
+        """Begin the round on machine 0 if all machines wait for it and agree; return the numbers of those that do not wait."""
+        keys = [f"member/{name}/{machine}" for machine in range(self.machines)]
+        texts = {machine: store.compare_set(key, "", "").decode() for machine, key in enumerate(keys)}
+        fresh = {
+            machine: self._stands_still(keys[machine], text) < _FRESH_S for machine, text in texts.items() if text
+        }
+        here = {machine: json.loads(texts[machine]) for machine, new in fresh.items() if new or machine == 0}
+        for other in here.values():
+            try:
+                self._check_agreement(other)
+            except LaunchError as error:
+                store.set(f"begun/{name}", json.dumps({"problem": str(error)}))
+                time.sleep(3 * self._pause)  # the store ends with this launcher; the others must read that first
+                raise
+        absent = [str(machine) for machine in range(self.machines) if machine not in here]
+        missing = ", ".join([*absent[:_NAMED], "..."] if len(absent) > _NAMED else absent)
+        store.set(f"missing/{name}", missing)
+        if not missing:
+            self.names = {machine: _named(record) for machine, record in here.items()}
+            # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
+            self._round_server = self._server if name.endswith("/0") else serve(self.host, 0, _ANSWER_S)
+            for machine in here:
+                store.set(f"state/{name}/{machine}", "{}")
+            store.set(f"all/{name}", "{}")
+            members = [here[machine]["identity"] for machine in sorted(here)]
+            begun = {"members": members, "port": self._round_server.port, "host": self.names[0]}
+            store.set(f"begun/{name}", json.dumps(begun))
+        return missing
 
-    def _check_agreement(self, here: dict[int, Record]) -> None:
-        mine = here.get(self.machine)
-        for other in here.values() if mine is not None else ():
-            for name, option in _CHECKS.items():
-                if mine[name] != other[name]:
-                    if self.is_host:  # the store ends with this launcher; the others must read the records first
-                        time.sleep(3 * _LOOK_S)
-                    said = f"{mine[name]} on {_named(mine)}, {other[name]} on {_named(other)}"
-                    raise LaunchError(f"The machines do not agree on {option}: {said}. Give all of them the same.")
-
-    def _begin(self, store: Store, name: str, here: dict[int, Record]) -> None:
-        """Begin a round: let the machines know who takes part, and at which port the processes meet."""
-        # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
-        first = name.endswith("/0")
-        self._round_server = self._server if first else serve(self.host, 0, _ANSWER_S)
-        for machine in here:
-            store.set(f"state/{name}/{machine}", "{}")
-        members = [here[machine] for machine in sorted(here)]
-        store.set(f"begun/{name}", json.dumps({"members": members, "port": self._round_server.port}))
+    def _check_agreement(self, other: Record) -> None:
+        mine = self._record | {"machine": self.machine}
+        for name, option in _CHECKS.items():
+            if self.machine is not None and mine[name] != other[name]:
+                said = f"{mine[name]} on {_named(mine)}, {other[name]} on {_named(other)}"
+                raise LaunchError(f"The machines do not agree on {option}: {said}. Give all of them the same.")
 
     def _wait(self, what: str) -> None:
         """Report what this machine waits for; an error after the deadline."""
@@ -269,8 +287,8 @@ class MachineRendezvous(StaticTCPRendezvous):
         beat.publish_end("has left the run")
         beat.publish(left=True)
         started = time.monotonic()
-        while self.is_host and len(beat.said("left").keys() | {self.machine}) < self.machines:
-            saves = saving and not beat.said("lost") and is_preempted(beat.failure())
+        while self.is_host and beat.left < self.machines - 1:
+            saves = saving and not beat.says("lost") and is_preempted(beat.failure())
             if time.monotonic() - started > (saving if saves else 3 * _BEAT_S):
                 break
             time.sleep(_LOOK_S)
@@ -300,7 +318,7 @@ def _line_of(error: BaseException) -> str:
 
 
 class Heartbeat(threading.Thread):
-    """Publishes the state of this machine in a round once a second, and reads those of the others.
+    """Publishes the state of this machine in a round once a second, and reads what machine 0 says of all.
 
     It has a connection of its own: a request to a store behind a cut link does not return, so no other thread waits
     for this one. A state is a count that goes up, and words: a machine is `done` or has `left`, its processes have
@@ -310,16 +328,18 @@ class Heartbeat(threading.Thread):
 
     def __init__(self, rendezvous: MachineRendezvous) -> None:
         super().__init__(name="accelerate-heartbeat", daemon=True)
-        self._names, self._machine = [_named(member) for member in rendezvous.members], rendezvous.machine
+        self._names, self._machine, self._machines = rendezvous.names, rendezvous.machine, rendezvous.machines
         self.own = self._names[self._machine]
         self._store, self._timeout = rendezvous.beat_store, rendezvous.heartbeat_timeout
         self._round = self.current = rendezvous.name
         self._wake, self._stopped, self.busy = threading.Event(), False, threading.Lock()
         self._answered, self._broken = time.monotonic(), ""
-        self._state: dict[str, Any] = {}
-        # Those of all machines, and since when each stands still.
-        self._states: list[dict[str, Any]] = [{} for _ in self._names]
-        self._changed = [self._answered] * len(self._names)
+        self._state: dict[str, Any] = {"beat": 0}
+        self._all: dict[str, Any] = {}  # what machine 0 says of all
+        self._seen = [
+            (0, self._answered)
+        ] * self._machines  # on machine 0: the beat of each, and since when it stands still
+        self.left = 0  # on machine 0: how many others have left
 
     def publish(self, **words: Any) -> None:
         """Let the other machines know what is new; what is said already stays."""
@@ -331,20 +351,18 @@ class Heartbeat(threading.Thread):
         if not self._state.keys() & {"done", "failed"}:
             self.publish(lost=f"{self.own} {how}.")
 
-    def said(self, word: str) -> dict[int, Any]:
-        """Return what machines have published under a word, by machine."""
-        said = {machine: state[word] for machine, state in enumerate(self._states) if word in state}
-        return {
-            machine: printable(line, _LONGEST) if isinstance(line, str) else line for machine, line in said.items()
-        }
+    def says(self, word: str) -> str | None:
+        """Return the first line that a machine has published under a word; None if none has."""
+        line = self._all.get(word)
+        return line if line is None else printable(line, _LONGEST)
 
     def failure(self) -> str | None:
         """Return which processes of which machine failed first, as a line; None if none did."""
-        return next(iter(self.said("failed").values()), None)
+        return self.says("failed")
 
     def all_done(self) -> bool:
         """Whether the processes of all machines are done."""
-        return len(self.said("done")) == len(self._names)
+        return "done" in self._all
 
     def lost(self) -> RunError | None:
         """Return the error that names a machine which does not answer; None if all do."""
@@ -353,7 +371,7 @@ class Heartbeat(threading.Thread):
         silent = time.monotonic() - self._answered
         why = f"has not answered for {silent:.0f} s" if silent > self._timeout else ""
         why = f"has closed the connection ({self._broken})" if self._broken else why
-        line = next(iter(self.said("lost").values()), None)
+        line = self.says("lost")
         if line is None and why:
             line = f"{self._names[0]} {why}: it is down, or one of the two machines is cut off."
         return line and RunError(f"{line} The processes of the other machines are ended.")
@@ -366,6 +384,7 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """Exchange states with the store until the thread is stopped or the connection breaks."""
+        pause = min(_BEAT_S, self._timeout / 4) / (1 if self._machine else 4)  # what machine 0 sums up is new
         try:
             last = False
             while not last:
@@ -373,27 +392,36 @@ class Heartbeat(threading.Thread):
                 last = self._stopped
                 with self.busy:
                     self._exchange(self._store)
-                self._answered = time.monotonic()
                 if not last:
-                    self._wake.wait(min(_BEAT_S, self._timeout / 4))
+                    self._wake.wait(pause)
         except Exception as error:
             self._broken = _line_of(error)
 
     def _exchange(self, store: TCPStore) -> None:
-        beat = self._states[self._machine].get("beat", 0) + 1
-        keys = [f"state/{self._round}/{machine}" for machine in range(len(self._names))]
-        store.set(keys[self._machine], json.dumps({**self._state, "beat": beat}))
-        now = time.monotonic()
-        states = [json.loads(text) for text in store.multi_get(keys)]
+        self._state["beat"] += 1
+        store.set(f"state/{self._round}/{self._machine}", json.dumps(self._state))
+        if self._machine == 0:
+            store.set(f"all/{self._round}", json.dumps(self._summed_up(store)))
+        former, self._all = self._all, json.loads(store.get(f"all/{self._round}"))
+        if self._all.get("beat") != former.get("beat"):
+            self._answered = time.monotonic()
+        self.current = store.get("round").decode()
+
+    def _summed_up(self, store: TCPStore) -> dict[str, Any]:
+        """Read the states of all machines, and return what they come to; machine 0 alone."""
+        texts = store.multi_get([f"state/{self._round}/{machine}" for machine in range(self._machines)])
+        states, now = [json.loads(text) for text in texts], time.monotonic()
         for machine, state in enumerate(states):
-            if state.get("beat") != self._states[machine].get("beat"):
-                self._changed[machine] = now
-            silent = now - self._changed[machine]
+            if state.get("beat", 0) != self._seen[machine][0]:
+                self._seen[machine] = state["beat"], now
+            silent = now - self._seen[machine][1]
             if silent > self._timeout and "done" not in state and "left" not in state:
                 line = f"{self._names[machine]} has not answered for {silent:.0f} s: it or its network is down."
                 self.publish(lost=line)
-        self._states = states
-        self.current = store.get("round").decode()
+        self.left = sum("left" in state for state in states[1:])
+        found = {word: next((state[word] for state in states if word in state), None) for word in ("failed", "lost")}
+        found |= {"beat": states[0]["beat"], "done": all("done" in state for state in states) or None}
+        return {word: value for word, value in found.items() if value is not None}
 
 
 # -- the agent ---------------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Collection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate import comm
+from accelerate.comm import check
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import mesh
 from accelerate.precision import four_bit
@@ -21,6 +22,7 @@ _SAMPLES = 64
 # Elements that are summed at a time on a CPU, as its cache holds them, and the whole numbers as wide as an element.
 _PIECE = 1 << 18
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x1E3779B97F4A7C15  # spreads places over 64 bits
 
 
 def require_same_model(
@@ -28,29 +30,28 @@ def require_same_model(
 ) -> None:
     """Require the same model of all ranks (else ValueError), and rank 0's weights if values differ.
 
-    All ranks. It costs one exchange of a few bytes for each tensor; weights travel only if they differ, and with
-    `from_main` only names and shapes count.
+    All ranks. They compare one checksum of names and shapes and one of values; details travel only if those differ. With `from_main`
+    values do not count.
     """
     kept = {id(parameter) for parameter in ignored}
     if dist.get_world_size() == 1:
         return
     tensors = {name: tensor for name, tensor in tensors_of(model).items() if id(tensor) not in kept}
+    described = {name: _in_words(tensor, from_main) for name, tensor in tensors.items()}
+    if differing(torch.tensor([check.checksum(sorted(described.items()))])):
+        raise _first_difference(type(model).__name__, described)
+    if from_main or not tensors:
+        return
     # Ranks with different parts of split layers compare values among those with the same part.
-    part = mesh.rank(accelerator.torch_device_mesh, "tp")
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, (part, {name: _described(tensor) for name, tensor in tensors.items()}))
-    first = seen[0][1]
-    for rank, (_, other) in enumerate(seen):
-        _compare(type(model).__name__, rank, first, other, from_main)
-    if from_main:
+    shards = mesh.submesh(accelerator.torch_device_mesh, "tp")
+    part = (0, 1) if shards is None else (shards.get_local_rank(), shards.size())
+    sums = torch.stack([_sampled(tensor).to(accelerator.device, non_blocking=True) for tensor in tensors.values()])
+    if not differing(fold(sums)[None], *part):
         return
-    heads = dict(reversed(seen))
-    differing = {name for part, described in seen for name in described if described[name] != heads[part][name]}
-    if not differing:
-        return
+    names = [[*tensors][place] for place in differing(sums, *part)]
     if dist.get_rank() == 0:
         logger.warning(
-            f"{len(differing)} tensors of {type(model).__name__} have other values on other ranks, {min(differing)!r} for one; "
+            f"{len(names)} tensors of {type(model).__name__} have other values on other ranks, {min(names)!r} for one; "
             "those of rank 0 are used. Build the model after `set_seed`, or set cpu_ram_efficient_loading=True."
         )
     replicas = mesh.submesh(accelerator.torch_device_mesh, "dp_cp")
@@ -64,11 +65,27 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {canonical_name(name): tensor for name, tensor in named}
 
 
-def _described(tensor: torch.Tensor) -> tuple[str, int | None]:
-    """Return shape, dtype and whether it trains, in words, and a checksum of the values; None on the meta device."""
+def differing(numbers: torch.Tensor, part: int = 0, parts: int = 1) -> list[int]:
+    """Return where whole numbers differ between ranks with the same one of `parts` parts, by one all-reduce. All ranks."""
+    words = numbers.new_full((2, parts, len(numbers)), torch.iinfo(torch.int64).min)
+    words[0, part], words[1, part] = numbers, ~numbers
+    highest, lowest = comm.current().all_reduce(words, "max")
+    return (highest != ~lowest).any(0).nonzero().flatten().tolist()
+
+
+def fold(sums: torch.Tensor) -> torch.Tensor:
+    """Return one checksum of several in their order, on their device."""
+    return (sums * (2 * sums + 1) * (2 * torch.arange(len(sums), device=sums.device) + 1) * _ODD).sum()
+
+
+def _in_words(tensor: torch.Tensor, from_main: bool) -> tuple[str, bool]:
+    """Return shape, dtype and whether it trains, in words; and whether it has no values, where that counts."""
     kind = "trainable" if tensor.requires_grad else "frozen" if isinstance(tensor, nn.Parameter) else "buffer"
-    words = f"{tuple(tensor.shape)}, {tensor.dtype}, {kind}"
-    return words, None if tensor.is_meta else int(checksum(tensor, _SAMPLES))
+    return f"{tuple(tensor.shape)}, {tensor.dtype}, {kind}", tensor.is_meta and not from_main
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64) if tensor.is_meta else checksum(tensor, _SAMPLES)
 
 
 def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
@@ -85,17 +102,24 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     return sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
 
 
-def _compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any], from_main: bool) -> None:
-    absent = ("missing", 0)
-    for name in [*mine, *theirs]:
-        (here, value), (there, other) = mine.get(name, absent), theirs.get(name, absent)
-        if here != there:
-            raise ValueError(
-                f"The ranks prepare different models ({model}): {name!r} is {here} on rank 0 and {there} on rank {rank}. Build the "
-                "same model on all ranks, with the same parameters frozen."
+def _first_difference(model: str, mine: dict[str, tuple[str, bool]]) -> ValueError:
+    """Return the error of the first rank whose model is described otherwise than that of rank 0. All ranks."""
+    communicator = comm.current()
+    theirs = communicator.broadcast_object_list([mine], 0)[0]
+    absent = ("missing", False)
+    names = (name for name in [*theirs, *mine] if theirs.get(name, absent) != mine.get(name, absent))
+    name, rank = next(names, None), communicator.rank
+    differs = torch.tensor(communicator.world_size if name is None else rank)
+    text = ""
+    if name is not None:
+        (first, hollow), (here, _) = theirs.get(name, absent), mine.get(name, absent)
+        text = (
+            f"The ranks prepare different models ({model}): {name!r} is {first} on rank 0 and {here} on rank {rank}. Build the "
+            "same model on all ranks, with the same parameters frozen."
+        )
+        if first == here:
+            text = (
+                f"{name!r} is on the meta device on rank {0 if hollow else rank} and has values on rank {rank if hollow else 0}. "
+                "Set cpu_ram_efficient_loading=True, or load weights on every rank."
             )
-        if not from_main and (value is None) != (other is None):
-            raise ValueError(
-                f"{name!r} is on the meta device on rank {0 if value is None else rank} and has values on rank "
-                f"{rank if value is None else 0}. Set cpu_ram_efficient_loading=True, or load weights on every rank."
-            )
+    return ValueError(communicator.broadcast_object_list([text], int(communicator.all_reduce(differs, "min")))[0])

@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from accelerate.comm.check import same_on_all
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
@@ -174,10 +175,12 @@ class Region:
         """Refuse on all ranks what one cannot cut, or what differs; off the CPU at the first entry alone."""
         problem = self._problem(buffers, dims, lasting)
         on_cpu = all(not isinstance(buffer, Tensor) or buffer.device.type == "cpu" for buffer in buffers)
-        seen: list[Any] = [(problem, None)] * self.size
+        seen: list[Any] = [(problem, None)]
         if on_cpu or not self._compared:
             mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
-            distributed.all_gather_object(seen, mine, group=self.group)
+            if not same_on_all(mine, self.mesh.device_type, self.group):
+                seen = [None] * self.size
+                distributed.all_gather_object(seen, mine, group=self.group)
             self._compared = True
         if found := next((other for other, _ in seen if other), None):
             raise ValueError(found)

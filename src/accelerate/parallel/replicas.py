@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate import comm
+from accelerate.comm import check
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import consistency
 from accelerate.precision.master import local_part
@@ -34,9 +36,16 @@ def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.
     """
     if dist.get_world_size() == 1 or any(known is model for known, _ in accelerator.prepared.replicated):
         return
-    seen: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(seen, {name: int(consistency.checksum(tensor)) for name, tensor in parameters.items()})
-    own = sorted({name for other in seen for name, _ in other.items() ^ seen[0].items()})
+    sums = [consistency.checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
+    sums = dict(zip(parameters, torch.stack(sums).tolist() if sums else [], strict=True))
+    own: list[str] = []
+    if consistency.differing(torch.tensor([check.checksum(sorted(sums.items()))])):
+        first = comm.current().broadcast_object_list([sums], 0)[0]
+        others = comm.current().all_reduce(
+            torch.tensor([sums.get(name) != first[name] for name in first]).int(), "max"
+        )
+        same = {name for name, other in zip(first, others.tolist(), strict=True) if not other}
+        own = sorted({*first, *sums} - same)
     alike = {name: parameter for name, parameter in parameters.items() if name not in own}
     if alike:
         accelerator.prepared.replicated.append((model, list(alike.values())))

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from accelerate._warn import warn_user
+from accelerate.comm.check import same_on_all
 from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh, take_from_first
@@ -69,9 +70,11 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
 
 def _compare_seeds(mesh: "DeviceMesh") -> None:
     """Warn if ranks that share layers would drop different elements of activations that all of them have whole."""
+    if same_on_all(torch.initial_seed(), mesh.device_type, mesh.get_group()):
+        return
     seeds: list[int] = [0] * mesh.size()
     dist.all_gather_object(seeds, torch.initial_seed(), group=mesh.get_group())
-    if len(set(seeds)) > 1 and mesh.get_local_rank() == 0:
+    if mesh.get_local_rank() == 0:
         warn_user(
             f"torch was seeded with {seeds} on the {mesh.size()} ranks that share layers (tensor parallelism), so dropout would zero "
             "other elements on each. Call set_seed(seed) with one seed, device_specific=True only after the Accelerator."

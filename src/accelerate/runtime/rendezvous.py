@@ -187,19 +187,22 @@ def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str)
     """
     properties = getattr(torch, device.type).get_device_properties(device)
     identity = str(getattr(properties, "uuid", None) or device)
-    store = torch_private.default_store()
-    keys = [f"accelerate/device/{socket.gethostname()}/{rank}" for rank in range(ranks.local_world_size or 1)]
-    store.set(keys[ranks.local_rank], identity)
-    identities = [store.get(key).decode() for key in keys]
-    for rank, other in enumerate(identities):
-        first = identities.index(other)
-        if first != rank:
-            dist.destroy_process_group()
-            raise ValueError(
-                f"The local processes {first} and {rank} would share one device ({other}), which backend={backend!r} does not "
-                "allow. Start as many processes as there are devices, or pass "
-                "InitProcessGroupKwargs(backend='gloo') (slower) to share them."
-            )
+    store = dist.PrefixStore(f"accelerate/device/{socket.gethostname()}", torch_private.default_store())
+    rank = str(ranks.local_rank)
+    holder = store.compare_set(f"of {identity}", "", rank).decode()
+    if holder != rank:
+        store.compare_set(
+            "shared", "", " and ".join(sorted((holder, rank), key=int)) + f" would share one device ({identity})"
+        )
+    if store.add("come", 1) == (ranks.local_world_size or 1):
+        store.set("outcome", store.compare_set("shared", "", " "))
+    shared = store.get("outcome").decode().strip()
+    if shared:
+        dist.destroy_process_group()
+        raise ValueError(
+            f"The local processes {shared}, which backend={backend!r} does not allow. Start as many processes as there are "
+            "devices, or pass InitProcessGroupKwargs(backend='gloo') (slower) to share them."
+        )
 
 
 # -- forking beside the threads of a process group -----------------------------------------------------------------

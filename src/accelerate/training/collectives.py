@@ -29,8 +29,9 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     whole = counts is None and (not state.end_of_dataloader or state.remainder == 0)
     keep = state.remainder if counts is None else sum(counts)
     spread = layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None
-    # A sampler of the user's own fills up each part at its own end.
-    apart = counts is not None and bool(getattr(getattr(state.active_dataloader, "plan", None), "filled_ends", None))
+    # A sampler of the user's own fills up each part at its own end, and a reader of a node the parts of its node.
+    plan = getattr(state.active_dataloader, "plan", None)
+    apart = counts is not None and bool(getattr(plan, "filled_ends", None) or getattr(plan, "readers", None))
     if spread or apart:
         inner, copies = (layout.non_data_parallel_size, layout.tp_size) if spread else (1, 1)
         limit = counts if apart else None if whole or keep < 0 else keep

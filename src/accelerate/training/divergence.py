@@ -1,7 +1,7 @@
 """Replicas that have parted, and losses that are no numbers: what ``ACCELERATE_CHECK_EVERY=N`` looks at before each N-th step.
 
-Each rank sends one vector of 64-bit numbers: where its loss was not finite first, learning rates, step counters, and checksums of
-parameters and gradients. All ranks see all vectors, so all of them raise the same error.
+One all-reduce says whether a loss was not finite, and whether checksums differ: one of learning rates and step counters, one of the
+checksums of parameters and gradients. Only where they differ do the ranks exchange more, and all of them raise the same error.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.consistency import checksum
+from accelerate.parallel.consistency import checksum, fold
 from accelerate.precision.master import local_part
 from accelerate.runtime import traits
 from accelerate.training.prepared import Facade
+
+_NEVER = torch.iinfo(torch.int64).max
+_LISTED = 16  # ranks, and values, that an error lists
 
 
 class ReplicasDiffer(RuntimeError):
@@ -90,71 +94,101 @@ class ReplicaCheck:
         if optimizer.steps % self.every or ends_are_uneven():
             return
         numbers, sums = self._described(optimizer)
-        bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64)
-        vector = torch.stack(
-            [self._first, *torch.tensor([self._part(), *bits.tolist()]).to(self._first), *sums.values()]
-        )
-        rows = self.accelerator._communicator.all_gather(vector).view(-1, len(vector)).tolist()
-        self._require_finite([row[0] for row in rows])
-        lines: dict[str, str] = {}
-        for place, what in enumerate([*numbers, *sums], 2):
-            kind, checked = what.split()[0], what in sums
-            for part in {row[1] for row in rows} if kind not in lines else ():
-                ranks: dict[int, list[str]] = {}
-                for rank, row in enumerate(rows):
-                    if row[1] == part or not checked:
-                        ranks.setdefault(row[place], []).append(str(rank))
-                told = [
-                    f"{value if checked else torch.tensor(value).view(torch.float64)} on rank {', '.join(which)}"
-                    for value, which in sorted(ranks.items(), key=lambda item: len(item[1]))
-                ]
-                if len(told) > 1:
-                    lines[kind] = f"\n  - {what}: {'; '.join(told)}"
-        if lines:
+        names = [*numbers, *sums]
+        bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64).to(self._first.device)
+        values = torch.cat([bits, torch.stack([*sums.values()])]) if sums else bits
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        first = torch.where(self._first < 0, _NEVER, self._first * ranks + rank)
+        # Without a mesh all is compared with all ranks.
+        count = len(values) if self.accelerator.torch_device_mesh is None else len(bits)
+        least, differs = self._compare(torch.stack([first, fold(values[:count])]), fold(values[count:])[None])
+        earliest, parted = torch.stack([least[0], differs[1:].any()]).tolist()
+        if earliest != _NEVER:
+            raise self._not_finite(*divmod(earliest, ranks))
+        if parted:
+            _, differs = self._compare(values[:count], values[count:])
+            lines = self._differences(names, len(bits), values, differs.nonzero().flatten().tolist())
             raise ReplicasDiffer(
                 f"The ranks have parted before step {optimizer.steps} of {type(optimizer.optimizer).__name__}; the first of each kind:"
-                f"{''.join(lines.values())}\nThey were alike {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
+                f"{lines}\nThey were alike {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
                 f"than {self.every} finds the step; look there for code that only some ranks run."
             )
         self._first = -torch.ones_like(self._first)
         self._places.clear()
         self._outputs.clear()
 
+    def _compare(self, numbers: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the least of each number on all ranks, and which numbers differ; of checksums, on ranks with the same part."""
+        shared = torch.stack([sums, ~sums])
+        for name in self._dimensions(replicas=True) if len(sums) else ():
+            group = self.accelerator.torch_device_mesh.get_group(name)
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+        words = torch.cat([numbers, ~numbers, (shared[0] != ~shared[1]).long()])
+        words = self.accelerator._communicator.all_reduce(words, "max")
+        highest, lowest, differ = words.split([len(numbers), len(numbers), len(sums)])
+        return ~lowest, torch.cat([highest != ~lowest, differ > 0])
+
+    def _differences(self, names: list[str], numbers: int, values: torch.Tensor, differing: list[int]) -> str:
+        """Return the first of each kind that differs, with its values and ranks. All ranks."""
+        places = [*{names[place].split()[0]: place for place in reversed(differing)}.values()][::-1]
+        own = torch.cat([values.new_tensor([self._part()]), values[places]])
+        rows = self.accelerator._communicator.all_gather(own).view(-1, len(own)).tolist()
+        text = ""
+        for column, place in enumerate(places, 1):
+            groups: dict[int, dict[int, list[int]]] = {}
+            for rank, row in enumerate(rows):
+                part = row[0] if place >= numbers else 0
+                groups.setdefault(part, {}).setdefault(row[column], []).append(rank)
+            found = next(ranks for ranks in groups.values() if len(ranks) > 1)
+            told = [
+                f"{value if place >= numbers else torch.tensor(value).view(torch.float64)} on rank {_listed(ranks)}"
+                for value, ranks in sorted(found.items(), key=lambda item: len(item[1]))[:_LISTED]
+            ]
+            text += f"\n  - {names[place]}: {'; '.join(told)}"
+        return text
+
     def _described(self, optimizer: CheckedOptimizer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Return what is compared: numbers that are the same on all ranks, and checksums."""
         numbers, sums, gradients = {}, {}, {}
+        # Without a mesh each shard is alone.
+        alone = self.accelerator.torch_device_mesh is None and traits.of(self.accelerator.distributed_type).sharded
+        compared, zero = self.accelerator.num_processes > 1 and not alone, torch.zeros_like(self._first)
         names = {id(parameter): name for name, parameter in self._named("parameters")}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])
             for place, parameter in enumerate(group["params"]):
                 if not place:
                     numbers[f"step counter of group {index}"] = float(optimizer.state[parameter].get("step", 0))
-                if self.accelerator.num_processes > 1:
+                if compared:
                     name = names.get(id(parameter), f"number {place} of group {index}")
                     sums[f"parameter {name!r}"] = checksum(parameter)
-                    if parameter.grad is not None:
-                        gradients[f"gradient of {name!r}"] = checksum(parameter.grad)
+                    gradient = parameter.grad
+                    gradients[f"gradient of {name!r}"] = zero if gradient is None else checksum(gradient)
         return numbers, sums | gradients
+
+    def _dimensions(self, replicas: bool) -> list[str]:
+        """Return along which dimensions of the mesh ranks have the same part of the weights, or the others."""
+        own = traits.of(self.accelerator.distributed_type).sharded
+        names = getattr(self.accelerator.torch_device_mesh, "mesh_dim_names", ())
+        return [name for name in names if (name == "tp" or (own and name != "dp_replicate")) != replicas]
 
     def _part(self) -> int:
         """Return a number that ranks with the same part of the weights share."""
-        mesh, own = self.accelerator.torch_device_mesh, traits.of(self.accelerator.distributed_type).sharded
-        if mesh is None:
-            return self.accelerator.process_index if own else 0
-        place = 0
-        for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True):
-            if name == "tp" or (own and name != "dp_replicate"):
-                place = place * size + mesh.get_local_rank(name)
+        mesh, place = self.accelerator.torch_device_mesh, 0
+        for name in self._dimensions(replicas=False):
+            place = place * mesh[name].size() + mesh.get_local_rank(name)
         return place
 
-    def _require_finite(self, firsts: list[int]) -> None:
-        """Raise FloatingPointError on all ranks, for the first rank with a loss that is not finite."""
-        if max(firsts) < 0:
-            return
-        first, rank = min((first, rank) for rank, first in enumerate(firsts) if first >= 0)
+    def _not_finite(self, first: int, rank: int) -> FloatingPointError:
+        """Return the error for the first rank with a loss that is not finite. All ranks."""
         place = self._places[first - self._passes] if rank == self.accelerator.process_index else ""
         seen = [name for name, noted in self._outputs.items() if noted.item() == first]
         where = place + (f"; the first module with such an output: {seen[0]}" if seen else "")
-        where = self.accelerator._communicator.gather_object(where)[rank]
+        (where,) = self.accelerator._communicator.broadcast_object_list([where], rank)
         hint = "" if self.modules else " Set ACCELERATE_CHECK_MODULES=true to learn in which module it began."
-        raise FloatingPointError(f"A loss is NaN or infinite: first on rank {rank}, in its {where}.{hint}")
+        return FloatingPointError(f"A loss is NaN or infinite: first on rank {rank}, in its {where}.{hint}")
+
+
+def _listed(ranks: list[int]) -> str:
+    more = len(ranks) - _LISTED
+    return ", ".join(map(str, ranks[:_LISTED])) + (f" and {more} more" if more > 0 else "")

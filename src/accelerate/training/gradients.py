@@ -11,6 +11,7 @@ rescaled once, right before its backward pass, and are exact after it.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,13 +202,14 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     window.items += count
     # Gradients that are averaged after every micro-batch need weights that mean the same on every rank. So do those of ranks
     # that share a sequence: through attention, the loss of one reaches the gradients that another keeps. What all know is the
-    # window before.
+    # window before; of its items the next power of two, so that a resumed run, which has none, rounds as one that went on.
     layout = accelerator.parallelism_config
     alike = _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled))
     last = accelerator.gradient_state.sync_gradients
     if alike and not (window.reference or window.usual or last):
         window.usual = _over_ranks(accelerator, count, "mean") * accelerator.gradient_state.num_steps
-    window.reference = window.reference or (window.usual if alike else count) or 1.0
+    known = 2.0 ** math.frexp(window.usual)[1] if alike else count
+    window.reference = window.reference or known or 1.0
     if not last:
         window.factor = count / window.reference
         return

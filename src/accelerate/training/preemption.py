@@ -1,12 +1,13 @@
 """A run that a signal asks to stop: all ranks save after the same step, and leave.
 
-Three things happen at three places. A signal handler raises a flag in the process that got the signal. Each step of a prepared
-optimizer starts a vote on these flags and reads the result of the vote before it, so that no rank waits and all ranks see the
-same at the same step. A prepared loader that is asked for the next batch after such a step saves and leaves: the step is over
-by then, with the scheduler, and with whatever else the loop does in it.
+Three things happen at three places. A signal handler raises a flag in the process that got the signal. The next step of a prepared
+optimizer there starts an agreement of all ranks on the step to stop at (`StopStep`); steps before that exchange nothing. A prepared
+loader that is asked for the next batch after that step saves and leaves: the step is over by then, with the scheduler, and with
+whatever else the loop does in it.
 """
 
 import atexit
+import itertools
 import logging
 import os
 import signal
@@ -14,8 +15,9 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -24,8 +26,9 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
-from accelerate.comm.base import Communicator
 from accelerate.data.iterable import ends_are_uneven
+from accelerate.diagnostics import hang
+from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import tracking
 from accelerate.training.prepared import Facade
@@ -119,8 +122,7 @@ class Watch:
         self.leaving = False
         self.closed = False
         self._alone = comm.current().world_size == 1
-        self._start = _ballot(comm.current())
-        self._outcome: Callable[[], int] | None = None
+        self._agreement = self._agree(None)
         # A step was taken, and the loaders of its loop have not been asked for another batch since.
         self._stepped = False
         self._loops: list[weakref.ref[Any]] = []
@@ -155,12 +157,13 @@ class Watch:
     def close(self) -> None:
         """Stop watching. In another thread than the main one the next signal does the rest."""
         self.closed = True
-        self._outcome = None
+        if self._agreement is not None:
+            self._agreement.closed = True
         with suppress(ValueError):
             for number in self.numbers:
                 self._give_back(number)
 
-    # -- votes -------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
         """Take note that a prepared optimizer ends an accumulation window. All ranks."""
@@ -170,18 +173,23 @@ class Watch:
         # The progress of each prepared loader that is being iterated; a loader's views share it.
         each = [getattr(reference(), "_progress", None) for reference in self.accelerator().gradient_state._active]
         self._loops = [weakref.ref(progress) for progress in each if progress is not None]
-        if self._alone or self.number:
-            return
-        if self._outcome is not None:
-            self.number = self._outcome()
-        self._outcome = None if self.number else self._start(self.received)
+        self._agreement = self._agree(self._agreement)
+        if self._agreement is None:
+            self.ask()
+        else:
+            self.number = self.number or self._agreement.count(self.received)
+
+    def _agree(self, former: "StopStep | None") -> "StopStep | None":
+        """Return the agreement of this process group, which may have been built anew; None where no watcher looks at a store."""
+        watcher = None if self._alone else hang.watcher()
+        if watcher is None or (former is not None and former.watcher is watcher):
+            return former
+        return StopStep(watcher, next(_agreements))
 
     def ask(self) -> bool:
-        """Vote, and wait for the result. All ranks."""
+        """Exchange which ranks got a signal. All ranks."""
         if not (self.closed or self._alone or self.number):
-            if self._outcome is not None:
-                self.number, self._outcome = self._outcome(), None
-            self.number = self.number or self._start(self.received)()
+            self.number = int(comm.current().all_reduce(torch.tensor([self.received]), "max"))
         return self.stops
 
     # -- loaders -----------------------------------------------------------------------------------------------------
@@ -238,33 +246,66 @@ def _save(accelerator: Facade) -> Any:
     return location
 
 
-def _ballot(communicator: Communicator) -> Callable[[int], Callable[[], int]]:
-    """Return a function that sends this rank's number, and returns one that waits for the largest of all. All ranks."""
-    group = None
-    if communicator.group is not None and dist.is_gloo_available():
-        # Its own group: votes must not mix with the exchanges of the training, which other threads may start.
-        group = dist.new_group(backend="gloo")
+class StopStep:
+    """The step after which all ranks stop, agreed through the store; until a signal comes a step only counts. All ranks make one.
 
-    def start(number: int) -> Callable[[], int]:
-        vote = torch.tensor([number])
-        if group is None:
-            vote = communicator.all_reduce(vote, "max")
-            return lambda: int(vote)
-        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    The rank that got the signal leaves it in the store and waits. The watcher of each rank reads it there, holds its rank at the
+    next step, and reports how many it has taken. The last one to report sets the stop: one step after the largest count, which no
+    rank has passed. It takes a few requests a rank, and no longer than two looks, because it needs no training thread.
+    """
 
-        def wait() -> int:
-            try:
-                work.wait()
-            except RuntimeError as error:
+    def __init__(self, watcher: hang.Watcher, number: int) -> None:
+        self.closed = False
+        self.watcher, self._place = watcher, f"stop/{number}"
+        self._steps, self._signal, self._stop_at = 0, 0, 0
+        self._held = False
+        self._known = threading.Event()
+        watcher.errands.append(self._look)
+
+    def count(self, received: int) -> int:
+        """Count a step of this rank, which `received` a signal or 0; return the signal after which all ranks stop here, or 0."""
+        self._steps += 1
+        if received and not self._signal:
+            keys = dist.PrefixStore(self._place, self.watcher.store())
+            self._signal = int(keys.compare_set("signal", "", str(received)))
+        if self._signal and not self._stop_at:
+            self._wait()
+        return self._signal if self._stop_at and self._steps >= self._stop_at else 0
+
+    def _wait(self) -> None:
+        limit = torch_private.live_timeout() or timedelta(minutes=30)
+        end = time.monotonic() + limit.total_seconds()
+        while not self._known.wait(0.1):
+            if self.watcher.closed:
+                return  # the program of some rank is over
+            if not self.watcher.looks or time.monotonic() > end:
                 raise RuntimeError(
                     "A process was lost while the ranks exchanged whether a signal came. The output of the process that ended "
                     "first names the cause."
-                ) from error
-            return int(vote)
+                )
 
-        return wait
+    def _look(self, store: Any, last: bool) -> bool:
+        """Go on with the agreement, in the watcher's thread; say whether it is under way."""
+        keys = dist.PrefixStore(self._place, store)
+        # The signal is known here before the count is read: from then on the training thread waits at its next step.
+        self._signal = self._signal or int(keys.compare_set("signal", "", "") or 0)
+        if (self._signal or self.closed or last) and not self._held:
+            self._held = True
+            self._report(keys)
+        if self.closed:
+            self.watcher.errands.remove(self._look)
+        elif self._held and not self._stop_at:
+            self._stop_at = int(keys.compare_set("step", "", "") or 0)
+            if self._stop_at:
+                self._known.set()
+        return self._held and not self._stop_at
 
-    return start
+    def _report(self, keys: Any) -> None:
+        count, most = str(self._steps), ""
+        while int(most or -1) < int(count):
+            most = keys.compare_set("most", most, count).decode()
+        if keys.add("come", 1) == self.watcher.world_size:
+            keys.set("step", str(int(most) + 1))
 
 
 # A forked process gets the former handlers, because a pool that the program ends with SIGTERM must end. In between signals wait,
@@ -288,5 +329,6 @@ def _in_child() -> None:
 
 
 _installed: Watch | None = None
+_agreements = itertools.count()
 _follows_forks = False
 _forking = threading.local()

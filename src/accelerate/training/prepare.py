@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint.background import HostBuffers
@@ -466,7 +465,7 @@ def prepare_data_loader(
     config = accelerator.dataloader_config
     device_mesh(accelerator)  # in a direct call, it may not be there yet
     # Passed only when it says something, because users put functions of upstream's signature in the place of `build`.
-    usual = {"shard_iterable_dataset": True, "already_sharded": False}
+    usual = {"shard_iterable_dataset": True, "already_sharded": False, "dispatch_readers": "one"}
     divided = {name: getattr(config, name, value) for name, value in usual.items()}
     divided = {name: value for name, value in divided.items() if value is not usual[name]}
     with own_states(accelerator):
@@ -563,5 +562,4 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.deepspeed_engine_wrapped = None
     accelerator.flag_tensor = accelerator._activations_peak = None
     accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
-    comm.release()
     return release_memory(*objects)

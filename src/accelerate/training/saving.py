@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.background import snapshot
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
-from accelerate.checkpoint.save import Save, SavePlan, plain_names, shard_group, write_common, writes
+from accelerate.checkpoint.save import Save, SavePlan, plain_names, write_common, writes
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
@@ -67,8 +68,8 @@ def save_state(
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
-    if backend.saves_shards and not blocking:  # the thread needs a group of its own, with a connection to each rank
-        save.shards = shard_group(background.groups)
+    if backend.saves_shards and not blocking:
+        save.shards = comm.side_group(apart=True)
     try:
         _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options)
         if not blocking:

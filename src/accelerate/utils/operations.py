@@ -243,8 +243,7 @@ def pad_with(
     # One exchange for all tensors. The ranks must agree on what is padded, not on dtypes or sizes.
     sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, wanted, strict=True)])
     dims = tuple(0 if item.is_nested else item.ndim for item in tensors)
-    told = communicator.gather_many([sizes], (structure, dims, dim), "pad_across_processes")[0]
-    longest = told.view(communicator.world_size, -1).amax(0).tolist()
+    longest = communicator.reduce_many([sizes], "max", (structure, dims, dim), "pad_across_processes")[0].tolist()
     results = [
         padded(item, dim, length, pad_index, pad_first) if lengthen else item
         for item, lengthen, length in zip(tensors, wanted, longest, strict=True)

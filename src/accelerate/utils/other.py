@@ -62,7 +62,13 @@ class _DtypeRecord:
 
 
 class _ArrayRecord(np.ndarray):
-    """Takes the place of an array while a file is read."""
+    """Takes the place of an array while a file is read, and of numpy's function that builds them, empty until their state comes."""
+
+    def __new__(cls, kind: Any = None, *_: Any) -> "_ArrayRecord":
+        if kind is not cls:  # `numpy.ndarray` itself would take any memory for an array
+            raise pickle.UnpicklingError("it calls numpy.ndarray, where numpy's own pickles call _reconstruct")
+        _built.append(super().__new__(cls, (0,), "b"))
+        return _built[-1]
 
     def __setstate__(self, state: Any) -> None:
         version, shape, record, *data = state
@@ -75,18 +81,13 @@ def _dtype_of(record: Any) -> np.dtype:
     return record.dtype
 
 
-def _array_record(*arguments: Any) -> np.ndarray:
-    _built.append(np.ndarray.__new__(_ArrayRecord, (0,), "b"))
-    return _built[-1]
-
-
 def _scalar(record: Any, data: bytes) -> Any:
     return _multiarray.scalar(_dtype_of(record), data)
 
 
 _RECORDS = {"numpy.dtype": _DtypeRecord, "numpy.ndarray": _ArrayRecord, "_codecs.encode": codecs.encode}
 for _name in ("numpy.core.multiarray", "numpy._core.multiarray"):
-    _RECORDS |= {f"{_name}._reconstruct": _array_record, f"{_name}.scalar": _scalar}
+    _RECORDS |= {f"{_name}._reconstruct": _ArrayRecord, f"{_name}.scalar": _scalar}
 _loading = threading.Lock()  # what torch allows is the same for all threads
 _built: list[_ArrayRecord] = []  # by the load that holds the lock
 

@@ -1,8 +1,10 @@
 """Collectives with two processes or more; by hand: accelerate launch --cpu --num_processes 2 check_operations.py."""
 
+import random
 from collections import UserDict, namedtuple
 
 import torch
+import torch.distributed as dist
 from expect import raised
 
 from accelerate import comm
@@ -99,3 +101,50 @@ def check_disagreement() -> None:
             assert ops.gather(torch.tensor([RANK], device=DEVICE)).tolist() == EVERYONE
         assert len(ops.pad_across_processes(torch.ones(2 + RANK, device=DEVICE))) == SIZE + 1
     PartialState().debug = False
+
+
+def check_loops_take_one_collective_a_call() -> None:
+    """Calls that repeat are expected, also where several take turns; none costs more than the first times."""
+
+    def loop(times: int) -> None:
+        for _ in range(times):
+            assert ops.gather(torch.tensor(RANK, device=DEVICE)).tolist() == EVERYONE
+            ops.gather({"a": torch.ones(32, 10, device=DEVICE), "b": torch.ones(32, dtype=torch.int64, device=DEVICE)})
+            assert ops.reduce(torch.tensor(1.0, device=DEVICE), "sum").item() == SIZE
+            assert ops.gather_object([RANK]) == EVERYONE
+            assert ops.broadcast(torch.tensor([RANK], device=DEVICE)).item() == 0
+            ops.pad_across_processes(torch.ones(RANK + 1, device=DEVICE))
+
+    loop(2)
+    with torch.profiler.profile() as profile:
+        loop(5)
+    seen = [event.name for event in profile.events() if event.name.startswith("gloo:all")]
+    assert DEVICE.type != "cpu" or len(seen) == 30, seen
+
+
+def check_random_calls() -> None:
+    """Ranks stay in step whatever comes: each call may be one of several, and one rank may get it wrong."""
+    draw = random.Random(0)  # the same on all ranks
+    kinds = {
+        "gather": lambda tensor: ops.gather(tensor)[0].item() == 0,
+        "sum": lambda tensor: ops.reduce(tensor, "sum")[0].item() == sum(EVERYONE),
+        "max": lambda tensor: ops.reduce(tensor, "max")[0].item() == SIZE - 1,
+        "broadcast": lambda tensor: ops.broadcast(tensor.clone(), SIZE - 1)[0].item() == SIZE - 1,
+        "minimum": lambda tensor: comm.current().all_reduce(tensor, "min")[0].item() == 0,
+        "object": lambda tensor: [len(item) for item in ops.gather_object([tensor.tolist()])] == [len(tensor)] * SIZE,
+    }
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+    kept = [(draw.choice([*kinds]), draw.choice([1, 40, 300]), draw.choice(dtypes)) for _ in range(4)]
+    for number in range(300):
+        first = kept[number % 4] if draw.random() < 0.8 else (draw.choice([*kinds]), 100_000, torch.float32)
+        other, wrong = draw.choice(kept), draw.choice([-1, -1, -1, *EVERYONE])
+        kind, length, dtype = other if wrong == RANK else first
+        tensor = torch.full((length,), float(RANK), device=DEVICE).to(dtype)
+        objects = {first[0], other[0]} == {"object"}
+        if wrong < 0 or other == first or objects:
+            same = wrong < 0 or other == first
+            assert kinds[kind](tensor) or not same, (number, first)
+        else:
+            with raised(ops.DistributedOperationException):
+                kinds[kind](tensor)
+    dist.barrier()

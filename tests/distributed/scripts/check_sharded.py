@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import shards
-from accelerate.checkpoint.manifest import NAME
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.parallel import shard
 from accelerate.precision import master
 from accelerate.training import out_of_memory, saving
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    ProjectConfiguration,
     TorchDynamoPlugin,
     find_executable_batch_size,
     fsdp2_load_full_state_dict,
@@ -174,6 +175,27 @@ def check_items_leave_the_scale_of_the_loss():
                     learn(accelerator, model(batch(step)[1]).square().mean(), optimizer)
         scales.append(accelerator.scaler.get_scale())
     assert scales[0] <= 2 * scales[1], scales
+
+
+def check_items_resume_bit_for_bit():
+    """Weights by the window before, which a resumed run has not seen, rounded otherwise than in the run that went on."""
+    for precision in ("no", "bf16"):
+        finals = []
+        with shared_folder() as folder:
+            for resumed in (False, True):
+                accelerator = fresh_accelerator(
+                    mixed_precision=precision, fsdp_plugin=sharding(2), gradient_accumulation_steps=3
+                )
+                model, optimizer = accelerator.prepare(*build())
+                if resumed:
+                    accelerator.load_state(folder + "/c")
+                for step in range(6 if resumed else 0, 15):
+                    if step == 6 and not resumed:
+                        accelerator.save_state(folder + "/c")
+                    with accelerator.accumulate(model, num_items=37 + 1000 * (step % 3) + 11 * step * (rank() + 1)):
+                        learn(accelerator, model(batch(step)[1]).square().mean(), optimizer)
+                finals.append(weights(accelerator, model))
+        assert all(torch.equal(one, finals[1][name]) for name, one in finals[0].items()), precision
 
 
 def check_an_optimizer_made_before_follows_into_another_accelerator():
@@ -420,6 +442,37 @@ def check_a_load_beside_saves_takes_one_of_them():
             assert {state["step"].item() for state in optimizer.optimizer.state.values()} == {4.0}, kind
             train(accelerator, model, optimizer)
             assert_close(weights(accelerator, model), saved[2])
+            accelerator.wait_for_everyone()
+
+
+def check_a_shard_that_one_rank_reads_may_be_damaged():
+    """That rank alone hashes it: all refuse the checkpoint, or take the one before."""
+    for version in (1, 2):
+        with shared_folder() as folder:
+            plugin = sharding(version, state_dict_type="SHARDED_STATE_DICT")
+            project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+            accelerator = fresh_accelerator(fsdp_plugin=plugin, project_config=project)
+            model = build()[0]
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+            saved, places = [], []
+            for _ in range(2):
+                train(accelerator, model, optimizer)
+                saved.append(weights(accelerator, model))
+                places.append(accelerator.save_state())
+            train(accelerator, model, optimizer)
+            before = weights(accelerator, model)
+            shard_of_one = Path(places[1], "optimizer_0", "__1_0.distcp")
+            if rank() == 0:
+                data = bytearray(shard_of_one.read_bytes())
+                data[len(data) // 2] ^= 1
+                shard_of_one.write_bytes(data)
+            accelerator.wait_for_everyone()
+            with raised(DamagedCheckpoint, "optimizer_0/__1_0.distcp has changed"):
+                accelerator.load_state(places[1])
+            assert_close(weights(accelerator, model), before)
+            assert accelerator.load_state(latest=True) == places[0]
+            assert_close(weights(accelerator, model), saved[0])
+            assert accelerator.save_iteration == 2
             accelerator.wait_for_everyone()
 
 

@@ -20,10 +20,10 @@ def train(rank, port, folder):
     barrier.ASK_WRITERS_AFTER_S = barrier.ASK_WRITERS_AGAIN_S = 0.5
     real = formats.write_torch
 
-    def slow(path, obj, rank=0):
+    def slow(path, obj, *arguments, **options):
         if path.endswith("optimizer.bin"):
             time.sleep(2)  # what is tested is that a save may outlast the function
-        return real(path, obj, rank)
+        return real(path, obj, *arguments, **options)
 
     formats.write_torch = slow
     accelerator = Accelerator(cpu=True)

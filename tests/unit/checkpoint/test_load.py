@@ -111,6 +111,9 @@ OBJECTS = {"names": ("f",), "fields": {"f": (Reduced(numpy.dtype, ("O",)), 0)}}
     array(Reduced(numpy.dtype, ("O",)), ADDRESS),
     array(Reduced(numpy.dtype, ([("f", "f8")],)), ADDRESS),
     Reduced(numpy.float64(1).__reduce__()[0], (lie("f8", **OBJECTS), ADDRESS)),
+    Reduced(numpy.ndarray, ((1,), "O", ADDRESS)),
+    Reduced(numpy.ndarray, ((1,), [("f", "O")], ADDRESS)),
+    Reduced(numpy.ndarray, ((4,), "f8", ADDRESS * 4, -64)),
 )
 def test_arrays_whose_dtype_leads_elsewhere_are_refused(tmp_path, hostile):
     """The address would be read when the array is."""

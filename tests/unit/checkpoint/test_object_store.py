@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, files_below, problems
+from accelerate.checkpoint.manifest import (
+    NAME,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    files_below,
+    part_file,
+    problems,
+    write_part,
+)
 from accelerate.checkpoint.object_store import ObjectStore
 from accelerate.checkpoint.storage import storage_of
 from accelerate.runtime import durable
@@ -380,16 +389,17 @@ def test_ranks_create_their_files_in_the_store(base):
     nodes, folders = created(f"{base}/checkpoint_0", CONTENT, step=1)
     assert files_below(folders[1]) == {} and list(files_below(folders[0])) == [NAME], "nothing is on a disk"
     Path(folders[1], "hook.json").write_text("of a hook, which writes by path")
+    part = write_part(folders[1], 1, {})
     nodes[1].upload(folders[1])
-    names = ["optimizer.bin", "empty.bin", "hook.json"]
-    assert list(nodes[0].read_staged(folders[0], names).values())[:2] == [CONTENT[name] for name in names[:2]]
+    parts = nodes[0].parts(range(3))
+    assert parts.keys() == {1} and len(parts[1]) == part.size
     listing = Manifest.read(folders[0])
     hook = FileEntry(31, listing.files["empty.bin"].checksum)
-    Manifest({**listing.files, "hook.json": hook}, step=1).write(folders[0])
+    Manifest({**listing.files, "hook.json": hook, part_file(1): part}, step=1).write(folders[0])
     nodes[0].publish()
     storage = storage_of(nodes[0].location)
     assert (storage.state().kind, storage.state().manifest.step) == ("complete", 1)
-    assert read(storage.fetch()).keys() == {*CONTENT, "hook.json"}
+    assert read(storage.fetch()).keys() == {*CONTENT, "hook.json", part_file(1)}
     nodes[1].abandon()
     assert storage.state().kind == "complete" and not any(map(os.path.exists, folders))
 

@@ -377,6 +377,31 @@ def test_what_the_former_one_leaves_behind_holds_up_nothing(tmp_path, monkeypatc
     )
 
 
+@pytest.mark.parametrize("able", [True, False])
+@pytest.mark.parametrize("fails", ["scandir", "unlink", "rename"])
+def test_a_publish_is_done_when_the_new_one_is_in_its_place(tmp_path, monkeypatch, caplog, fails, able):
+    """It raised, and what was the user's own in the former one was removed with it."""
+    folder, real = tmp_path / "c", getattr(os, fails)
+    make(folder)
+    put(folder, "notes.txt")
+    made = write(folder, "new")
+
+    def guarded(path, *args, **options):
+        there = (folder / FILES[0]).exists() and (folder / FILES[0]).read_text() == "new"
+        return refuse() if there else real(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        if not able:
+            patch.setattr(storage, "exchange", lambda left, right: False)
+        patch.setattr(os, fails, guarded)
+        made.publish()
+    assert content(folder) == "new"
+    made.abandon()
+    make(folder, "newer")
+    assert content(folder) == "newer" and (folder / "notes.txt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_what_cannot_be_removed_is_reported_and_the_rest_goes(tmp_path, monkeypatch, caplog):
     paths, real = [numbered(tmp_path, number) for number in (1, 2, 3)], os.rename
 

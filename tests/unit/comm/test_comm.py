@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
@@ -71,3 +72,24 @@ def test_awkward_tensors(process_group):
     assert communicator.broadcast_object_list(["x"]) == ["x"]
     with pytest.raises(ValueError, match="no process 3"):
         communicator.broadcast(transposed, 3)
+
+
+def test_the_default_group_is_the_side_group_where_it_has_gloo(process_group):
+    storage.process.filled()["distributed_type"] = "MULTI_CPU"
+    assert comm.side_group() is dist.group.WORLD
+    apart = comm.side_group(apart=True)
+    assert apart is not dist.group.WORLD and comm.side_group(apart=True) is apart
+    comm.forget()
+    assert comm.side_group(apart=True) is not apart
+
+
+def test_one_side_group_is_made_where_the_default_group_has_no_gloo():
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
+    state = PartialState()
+    storage.process.current["distributed_type"] = "MULTI_GPU"
+    group = comm.side_group()
+    assert group is not dist.group.WORLD and comm.side_group() is group and dist.get_backend(group) == "gloo"
+    state.destroy_process_group()
+    assert comm.side_group() is None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data import plan
@@ -26,6 +26,19 @@ def prepared(loader, rank, shards, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*gives part")
         return prepare_data_loader(loader, num_processes=shards, process_index=rank, **options)
+
+
+class Around(Sampler):
+    """A batch sampler around another sampler, under a name of its own."""
+
+    def __init__(self, inner):
+        self.inner, self.itself = inner, self
+
+    def __iter__(self):
+        return iter([[index] for index in self.inner])
+
+    def __len__(self):
+        return len(self.inner)
 
 
 class Ranked:
@@ -63,8 +76,9 @@ def test_a_distributed_sampler_is_not_divided_a_second_time(options):
         Ranked("data_parallel_size", "data_parallel_rank"),
         BatchSampler(DistributedSampler(range(7), 2, 1, shuffle=False), 2, drop_last=False),
         BatchSamplerShard(BatchSampler(range(7), 2, drop_last=False), 2, 1),
+        Around(DistributedSampler(range(7), 2, 1, shuffle=False)),
     ],
-    ids=["world_size", "num_replicas", "data_parallel_size", "inside", "shard"],
+    ids=["world_size", "num_replicas", "data_parallel_size", "inside", "shard", "around"],
 )
 def test_samplers_of_other_libraries_are_recognised(part):
     want = list(part)

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data import plan
+from accelerate.data import broadcast, plan
 from accelerate.data.build import plan_of, prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.plan import ShardLayout
+from accelerate.data.samplers import SeedableRandomSampler
 from loader_samples import Numbers, SizedStream, Stream
 
 
@@ -96,11 +97,13 @@ def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batche
             found = plan_of(loader)
             # What the main process would send: the rounds, with the number of real samples in each and the part sizes.
             loader.state = SimpleNamespace(num_processes=shards, process_index=0)
-            rounds = list(loader._form_rounds(iter(loader.base_dataloader), shards))
+            sent = loader._form_rounds(iter(loader.base_dataloader), shards)
+            rounds = [one for one in sent if one.kind == broadcast.ROUND]
             want = []
             for shard in range(shards):
-                real = sum(min(max(one.real - sum(one.sizes[:shard]), 0), one.sizes[shard]) for one in rounds)
-                total = sum(one.sizes[shard] for one in rounds)
+                bounds = [(one.start(shard), one.start(shard + 1)) for one in rounds]
+                real = sum(min(max(one.real - a, 0), b - a) for one, (a, b) in zip(rounds, bounds, strict=True))
+                total = sum(b - a for a, b in bounds)
                 want.append((real, total - real, len(rounds)))
             if shards == 1:
                 want = counted([iterate(DataLoader(Rows(length), size, drop_last=drop_last))])
@@ -158,6 +161,22 @@ def test_an_accelerator_passes_on_that_streams_are_divided_already(monkeypatch):
 def test_the_table_is_that_of_the_guide():
     loader = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), num_processes=2, process_index=0)
     assert str(loader.plan) == TABLE
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_custom_sampler_is_walked_and_the_plan_says_so(batched):
+    class Custom(SequentialSampler):
+        pass
+
+    def planned(sampler, processes=2):
+        loader = DataLoader(Rows(10), 2 if batched else None, sampler=sampler)
+        return prepare_data_loader(loader, num_processes=processes, process_index=0).plan
+
+    line = "find     each process walks the batches of all, because the sampler is a custom one"
+    assert planned(Custom(range(10))).walked and line in str(planned(Custom(range(10)))).splitlines()
+    for sampler in (SequentialSampler(range(10)), RandomSampler(range(10)), SeedableRandomSampler(range(10))):
+        assert not planned(sampler).walked and "find" not in str(planned(sampler))
+    assert not planned(Custom(range(10)), processes=1).walked
 
 
 TABLE = """\

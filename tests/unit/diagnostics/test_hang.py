@@ -113,7 +113,7 @@ def test_a_killed_process_is_seen_at_once(store):
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        dist.PrefixStore("accelerate/hang", store).set("process/1", process.stdout.readline())
+        dist.PrefixStore("accelerate/hang", store).set("rank/1", f'{{"process": {process.stdout.readline()}}}')
         silent = ask(store, [1], 2)[1]
         assert silent.alive and not silent.gone and "its process exists" in str(silent)
         process.kill()
@@ -208,7 +208,7 @@ def test_the_holder_of_the_store_ends_after_the_others_know(monkeypatch):
     first.start()
     second.start()
     first.end()
-    assert second._closed
+    assert second.closed
     second._thread.join(10)
     second.end()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

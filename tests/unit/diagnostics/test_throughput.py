@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.diagnostics.throughput import NAMED, PARTS, ThroughputRow, scored
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.consistency import checksum
-from accelerate.training.divergence import ReplicaCheck
 
 
 def rows(*owns, spread=0.0):
@@ -181,20 +180,3 @@ def test_a_loss_that_is_no_number_is_named_with_its_batch(monkeypatch, modules, 
     assert seen == 4
     assert "first on rank 0, in its backward pass 2 (batch 2 of epoch 0)" in str(caught.value)
     assert words in str(caught.value)
-
-
-def test_a_difference_is_told_by_kind_rank_and_value(monkeypatch):
-    accelerator, _, optimizer, _ = prepared(monkeypatch, "1")
-    monkeypatch.setattr(type(accelerator), "num_processes", 3)
-
-    def changed(vector):  # what the third rank says: another rate, and another second parameter
-        other = vector.clone()
-        other[2], other[5] = torch.tensor(0.5, dtype=torch.float64).view(torch.int64), 17
-        return torch.cat([vector, vector, other])
-
-    monkeypatch.setattr(type(accelerator._communicator), "all_gather", lambda self, vector: changed(vector))
-    with pytest.raises(RuntimeError) as caught:
-        optimizer.step()
-    assert "- learning rate of group 0: 0.5 on rank 2; 0.1 on rank 0, 1\n" in str(caught.value)
-    assert "- parameter '0.bias': 17 on rank 2; " in str(caught.value)
-    assert "'0.weight'" not in str(caught.value) and isinstance(accelerator._replica_check, ReplicaCheck)

@@ -80,13 +80,13 @@ def test_a_late_launcher_does_not_disturb(at, pair, join):
 
 def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
     first, second = pair(heartbeat_timeout=1.0)
-    former = second.members[1]["identity"]
+    former = second.members[1]
     second._stop_heartbeat()  # without a word, as if it was killed
     lost = str(until(first.heartbeat.lost))
     assert "machine 1 (" in lost and "has not answered" in lost
     new = at(1)
     all_well(join(first, new))
-    assert (first.round, new.round) == (1, 1) and first.members[1]["identity"] != former
+    assert (first.round, new.round) == (1, 1) and first.members[1] != former
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Meeting the other processes, and a fork, which waits for torch's threads and for no others."""
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -18,22 +19,17 @@ def test_timeout_of_the_live_group_can_be_read_and_changed(process_group):
 
 @pytest.mark.parametrize(("other", "shared"), [("GPU-1", True), ("GPU-2", False)])
 def test_processes_that_share_a_device_are_told_the_way_out(monkeypatch, process_group, other, shared):
-    # Two processes that see one device each: the same one, or each its own.
-    values = {}
-
-    class Store:
-        def set(self, key, value):
-            values[key] = value.encode()
-            values[key[:-1] + "1"] = other.encode()
-
-        def get(self, key):
-            return values[key]
+    # Two processes that see one device each: the same one, or each its own. The other one came first.
+    store = dist.HashStore()
+    keys = dist.PrefixStore(f"accelerate/device/{socket.gethostname()}", store)
+    keys.compare_set(f"of {other}", "", "1")
+    keys.add("come", 1)
 
     class Properties:
         uuid = "GPU-1"
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Store)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     ranks = Ranks(0, 2, 0, 2, "torchrun")
     if shared:
         with pytest.raises(ValueError, match=r"0 and 1.*GPU-1.*backend='nccl'.*backend='gloo'"):

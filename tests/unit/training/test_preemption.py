@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -21,6 +22,8 @@ from accelerate import Accelerator
 from accelerate.checkpoint.storage import storage_of
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data.iterable import uneven_ends
+from accelerate.diagnostics import status
+from accelerate.diagnostics.hang import Watcher
 from accelerate.training import preemption
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
@@ -321,3 +324,36 @@ if __name__ == "__main__":
     script.write_text(program)
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.fixture
+def agreements(monkeypatch) -> Iterator[list[preemption.StopStep]]:
+    """Two ranks of this process, that agree through one store."""
+    monkeypatch.setattr(status, "INTERVAL_S", 0.02)
+    store = dist.HashStore()
+    watchers = [Watcher(store, rank, 2) for rank in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    yield [preemption.StopStep(watcher, 0) for watcher in watchers]
+    for watcher in watchers:
+        watcher.stop()
+
+
+def test_all_ranks_stop_one_step_after_the_one_that_is_farthest(agreements):
+    behind, ahead = agreements
+    assert not any(ahead.count(0) for _ in range(3))
+    assert [behind.count(signal.SIGTERM) for _ in range(4)] == [0, 0, 0, signal.SIGTERM]
+    assert ahead.count(signal.SIGUSR1) == signal.SIGTERM, "the first signal counts"
+
+
+def test_a_rank_that_has_left_is_not_waited_for(agreements):
+    stays, leaves = agreements
+    leaves.count(0)
+    leaves.watcher.end()
+    assert [stays.count(signal.SIGTERM) for _ in range(2)] == [0, signal.SIGTERM]
+
+
+def test_a_lost_process_is_an_error(agreements):
+    agreements[0].watcher.stop()
+    with pytest.raises(RuntimeError, match="A process was lost"):
+        agreements[0].count(signal.SIGTERM)

@@ -171,7 +171,7 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader, progress, size, skip = self.dl, self.dl._progress, self.sp_world_size, self.skip
         pending, progress.parts, progress.part = progress.pending, size, 0
-        alone = pending is not None and pending.alone and loader._origin is None
+        alone = pending is not None and pending.resume_without_skip and loader._origin is None
         batches = iter(loader)
         try:
             while (parts := self._exchanged(next(batches, None))) is not None:

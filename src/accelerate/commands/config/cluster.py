@@ -108,10 +108,8 @@ def _ask_kind(talk: Interview, was: str | None) -> Kind:
     default = next((kind for kind in KINDS if kind.word == was), here[0] if here else _ALONE)
     kind = KINDS[talk.asker.choose("On what should the training run?", [k.title for k in KINDS], KINDS.index(default))]
     if kind.device is not None and kind.device != talk.machine.device:
-        talk.asker.say(
-            f"  Note: this machine shows no {kind.unit} of that kind, so `accelerate launch` will refuse such a run here. "
-            "The file can be right for another machine."
-        )
+        note = f"  Note: this machine shows no {kind.unit} of that kind, so `accelerate launch` will refuse such a run here."
+        talk.asker.say(f"{note} The file can be right for another machine.")
     return kind
 
 
@@ -139,10 +137,8 @@ def _ask_processes(talk: Interview, kind: Kind) -> None:
         count = talk.ask("num_processes", offered)
         if not (here and machines == 1 and count > here and not talk.machine.shareable):
             break
-        talk.asker.say(
-            f"  This machine has {here} {kind.unit}{'' if here == 1 else 's'}, and each process needs one of its own: "
-            f"`accelerate launch` will refuse {count} processes here."
-        )
+        has = f"This machine has {here} {kind.unit}{'' if here == 1 else 's'}, and each process needs one of its own"
+        talk.asker.say(f"  {has}: `accelerate launch` will refuse {count} processes here.")
         # Sizes of the parallelism that ask for more were answered before: only another machine can have them.
         if here % share or talk.asker.yes("Is the file for another machine?"):
             break

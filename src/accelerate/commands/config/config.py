@@ -127,12 +127,8 @@ def show_command(args: argparse.Namespace) -> None:
     if not rows:
         print("Nothing is set: every setting has its default. `--all` lists them.")
     else:
-        cells = []
-        for row in rows:
-            value = "-" if row["value"] is None else as_text(row["value"])
-            effect = f"({row['effect']})" if row["effect"] else ""
-            cells.append((row["name"], value, row["where"] or row["source"], effect))
-        print(table(["setting", "value", "from", ""], cells))
+        cells = [(row["name"], as_text(row["value"]), row["where"] or row["source"], row["effect"]) for row in rows]
+        print(table(["setting", "value", "from", "effect"], cells))
     for note in notes:
         print(f"note: {note}")
 

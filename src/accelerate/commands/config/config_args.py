@@ -94,13 +94,8 @@ class BaseConfig:
         Raises:
             LaunchError: `distributed_type` is missing.
         """
-        defaults = {
-            "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
-            "mixed_precision": None,
-            "use_cpu": False,
-            "debug": False,
-            "enable_cpu_affinity": False,
-        }
+        defaults = {"compute_environment": ComputeEnvironment.LOCAL_MACHINE, "mixed_precision": None}
+        defaults |= dict.fromkeys(("use_cpu", "debug", "enable_cpu_affinity"), False)
         content = defaults | files.modernise(config_dict)
         if "distributed_type" not in content:
             raise LaunchError("The configuration file lacks `distributed_type`; NO is the plain choice.")

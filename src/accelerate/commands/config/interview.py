@@ -107,7 +107,9 @@ def _questionary() -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as a person would type it."""
+    """Return a value as a person would type it; a dash for none."""
+    if value is None:
+        return "-"
     if isinstance(value, (list, tuple)):
         return ",".join(map(as_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -48,11 +48,9 @@ DEEPSPEED_OPTIONS = (
         chapter="deepspeed file",
         check=json_file,
     ),
-    _without_file("zero_stage", "ZeRO stage: 0, 1, 2 or 3.", words="0 1 2 3", offer=2),
-    _deepspeed(
-        "offload_optimizer_device", "Where optimizer state is kept: none, cpu or nvme.", words=_OFFLOAD, when=_ZERO
-    ),
-    _deepspeed("offload_param_device", "Where parameters are kept: none, cpu or nvme.", words=_OFFLOAD, when=_ZERO_3),
+    _without_file("zero_stage", "ZeRO stage.", words="0 1 2 3", offer=2),
+    _deepspeed("offload_optimizer_device", "Where optimizer state is kept.", words=_OFFLOAD, when=_ZERO),
+    _deepspeed("offload_param_device", "Where parameters are kept.", words=_OFFLOAD, when=_ZERO_3),
     _deepspeed(
         "offload_optimizer_nvme_path",
         "Directory on the NVMe disk for optimizer state.",
@@ -85,13 +83,11 @@ DEEPSPEED_OPTIONS = (
     ),
     _deepspeed_truth(
         "zero3_init_flag",
-        "With ZeRO 3, build the model in shards (true or false).",
+        "With ZeRO 3, build the model in shards.",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         when={"zero_stage": (3, None)},
     ),
-    _deepspeed_truth(
-        "zero3_save_16bit_model", "With ZeRO 3, save the gathered 16-bit weights (true or false).", when=_ZERO_3
-    ),
+    _deepspeed_truth("zero3_save_16bit_model", "With ZeRO 3, save the gathered 16-bit weights.", when=_ZERO_3),
     _without_file(
         "deepspeed_moe_layer_cls_names",
         "Classes of mixture-of-experts layers, separated by commas.",
@@ -100,7 +96,7 @@ DEEPSPEED_OPTIONS = (
     ),
     _deepspeed(
         "deepspeed_multinode_launcher",
-        "How DeepSpeed starts other machines: pdsh, standard, openmpi, mvapich, mpich, nossh or slurm.",
+        "How DeepSpeed starts other machines.",
         env=None,
         words=DEEPSPEED_MULTINODE_LAUNCHERS,
         when={"num_machines": SEVERAL},
@@ -116,18 +112,13 @@ DEEPSPEED_OPTIONS = (
 
 
 _fsdp = rows("FSDP Arguments", "fsdp_", section="fsdp_config", feature="fsdp", env="FSDP_*", style=LOWER)
+_fsdp_1 = partial(_fsdp, when=_FSDP_1)
 _fsdp_off = partial(_fsdp, words=TRUE_OR_FALSE, default="false")
 _fsdp_on = partial(_fsdp_off, default="true")
 
 FSDP_OPTIONS = (
     _fsdp("version", "FSDP generation.", choices="1 2", default="1"),
-    _fsdp(
-        "sharding_strategy",
-        "What is sharded (FSDP 1): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
-        default="FULL_SHARD",
-        words=FSDP_SHARDING_STRATEGY,
-        when=_FSDP_1,
-    ),
+    _fsdp_1("sharding_strategy", "What is sharded (FSDP 1).", default="FULL_SHARD", words=FSDP_SHARDING_STRATEGY),
     _fsdp(
         "reshard_after_forward",
         "Free gathered parameters after the forward pass: true or false (FSDP 2), or a sharding strategy (FSDP 1).",
@@ -136,12 +127,8 @@ FSDP_OPTIONS = (
         open=True,
         when=_FSDP_2,
     ),
-    _fsdp_off("offload_params", "Keep parameters and gradients on the CPU (true or false)."),
-    _fsdp(
-        "auto_wrap_policy",
-        "What is wrapped: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
-        words=FSDP_AUTO_WRAP_POLICY,
-    ),
+    _fsdp_off("offload_params", "Keep parameters and gradients on the CPU."),
+    _fsdp("auto_wrap_policy", "What is wrapped.", words=FSDP_AUTO_WRAP_POLICY),
     _fsdp(
         "transformer_layer_cls_to_wrap",
         "Class names of the layers to wrap, separated by commas (TRANSFORMER_BASED_WRAP).",
@@ -156,15 +143,10 @@ FSDP_OPTIONS = (
         when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
         check=at_least(1),
     ),
-    _fsdp(
-        "backward_prefetch",
-        "When the next parameters are gathered in the backward pass: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
-        words=FSDP_BACKWARD_PREFETCH,
-        when=_FSDP_1,
-    ),
+    _fsdp_1("backward_prefetch", "When backward gathers the next parameters (FSDP 1).", words=FSDP_BACKWARD_PREFETCH),
     _fsdp(
         "state_dict_type",
-        "Shape of checkpoints: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
+        "Shape of checkpoints.",
         words=FSDP_STATE_DICT_TYPE,
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
@@ -206,35 +188,28 @@ MEGATRON_OPTIONS = (
     _degree("tp_degree", "Degree of tensor parallelism."),
     _recommended(
         "sequence_parallelism",
-        "Split sequences over the tensor-parallel processes (true or false).",
+        "Split sequences over the tensor-parallel processes.",
         when={"megatron_lm_tp_degree": SEVERAL},
     ),
     _degree("pp_degree", "Degree of pipeline parallelism."),
     _megatron("num_micro_batches", "Micro-batches of one pipeline pass.", when=_STAGES, offer=1, check=at_least(1)),
-    _recommended("recompute_activations", "Recompute selected activations (true or false)."),
+    _recommended("recompute_activations", "Recompute selected activations."),
     _recommended("use_distributed_optimizer", "Shard the optimizer over the data-parallel processes."),
     _megatron("gradient_clipping", "Largest norm of the gradients; 0 is no limit.", default=1.0, check=at_least(0)),
     _detail_word(
         "recompute_granularity",
-        "What is recomputed: full or selective.",
+        "What is recomputed.",
         words="full selective",
         when={"megatron_lm_recompute_activations": ("true",)},
     ),
-    _detail_word(
-        "recompute_method", "How full recomputation is spread: uniform or block.", words="uniform block", when=_FULL
-    ),
+    _detail_word("recompute_method", "How full recomputation is spread.", words="uniform block", when=_FULL),
     _detail_one("recompute_num_layers", "Layers of one unit of recomputation.", when=_FULL),
-    _detail_word(
-        "attention_backend",
-        "Attention kernel: flash, fused, unfused, local or auto.",
-        words="flash fused unfused local auto",
-        offer="auto",
-    ),
+    _detail_word("attention_backend", "Attention kernel.", words="flash fused unfused local auto", offer="auto"),
     _dropout("attention_dropout", "Dropout of the attention."),
     _dropout("hidden_dropout", "Dropout of the hidden layers."),
-    _detail_truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32 (true or false)."),
-    _detail_truth("use_rotary_position_embeddings", "Use rotary position embeddings (true or false)."),
-    _detail_truth("calculate_per_token_loss", "Scale the loss by the number of tokens (true or false)."),
+    _detail_truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32."),
+    _detail_truth("use_rotary_position_embeddings", "Use rotary position embeddings."),
+    _detail_truth("calculate_per_token_loss", "Scale the loss by the number of tokens."),
     _detail_bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
     _detail_one("context_parallel_size", "Degree of context parallelism."),
     _detail_one("expert_model_parallel_size", "Degree of expert parallelism."),
@@ -335,12 +310,8 @@ ENVIRONMENT_OPTIONS = (
         offer="1",
         check=matching(r"[0-9]+", "it must be a whole number"),
     ),
-    Option(
-        "compute_environment",
-        "options",
-        "LOCAL_MACHINE or AMAZON_SAGEMAKER.",
-        flags=(),
-        choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+    rows("options")(
+        "compute_environment", "Where the processes run.", flags=(), choices="LOCAL_MACHINE AMAZON_SAGEMAKER"
     ),
 )
 
@@ -369,7 +340,7 @@ PARALLELISM_OPTIONS = (
     ),
     _parallelism(
         "cp_comm_strategy",
-        "How the processes of one sequence exchange keys and values: allgather or alltoall.",
+        "How the processes of one sequence exchange keys and values.",
         default="allgather",
         above_one="parallelism_config_cp_size",
         words="allgather alltoall",

@@ -4,8 +4,6 @@ from functools import partial
 
 from accelerate.config.options.schema import ON, ONE, SEVERAL, UPPER, Option, at_least, matching, port, rows
 
-GENERAL = "options"
-HARDWARE = "Hardware Selection Arguments"
 RESOURCES = "Resource Selection Arguments"
 PARADIGM = "Training Paradigm Arguments"
 DISTRIBUTED = "Distributed GPUs"
@@ -17,9 +15,9 @@ DYNAMO_WORDS = (
 # The recorded interface misspells one word, and lacks three that `torch.compile` takes.
 MORE_DYNAMO_WORDS = "torchxla_trace_once hpu_backend neuron"
 
-_general = rows(GENERAL, key="")
+_general = rows("options", key="")
 _switch = partial(_general, default=False, switch=True)
-_hardware = rows(HARDWARE, default=False, switch=True)
+_hardware = rows("Hardware Selection Arguments", default=False, switch=True)
 _resource = rows(RESOURCES)
 _dynamo = rows(RESOURCES, "dynamo_", section="dynamo_config", chapter="compilation details", env="ACCELERATE_DYNAMO_*")
 _dynamo_switch = partial(_dynamo, default=False, switch=True)

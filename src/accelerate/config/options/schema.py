@@ -4,7 +4,7 @@ import enum
 import itertools
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -143,9 +143,8 @@ class Option:
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a whole number beyond its type; a port is checked where several machines use it."""
-        return (
-            self.check(value) if self.type == "int" and value is not None and self.check not in (None, port) else None
-        )
+        checked = self.type == "int" and value is not None and self.check not in (None, port)
+        return self.check(value) if checked else None
 
     def read(self, environ: Mapping[str, str]) -> Any:
         """Return what the environment says, None where it says nothing; raises as `parse`, naming the variable."""
@@ -313,6 +312,13 @@ def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | Non
     if word not in found:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
     return found[word]
+
+
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
+    """Return a value that is among the choices; a ValueError lists them."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}.")
+    return value
 
 
 def to_names(value: Any) -> list[str]:

@@ -26,6 +26,7 @@ ADDED = {
     *("shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan", "ep_size"),
     "memory_snapshot",
     "already_sharded",
+    "dispatch_readers",
 }
 
 
