@@ -28,10 +28,14 @@ Bar = tuple[str, float, float]
 def measured(program: str, *arguments: Any) -> Figures:
     """Run a program and return the JSON at its end."""
     command = [sys.executable, str(HERE / f"{program}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines()]
     if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
     return json.loads(lines[-1])
 
 
@@ -98,7 +102,9 @@ def _fleet_tables(fleet: Figures) -> Iterator[str]:
         phases = [phase for phase in columns[0] if phase not in ("ranks", "idle")]
         cells = [[f"{c[p]['KiB']:g} / {c[p]['requests']:g}" for c in columns] for p in phases]
         rows = [[phase, *row] for phase, row in zip(phases, cells, strict=True)]
-        yield f"Store traffic of a rank, {mode}: KiB / requests.\n\n" + _table(["phase", *[f"{r} ranks" for r in sizes]], rows)
+        yield f"Store traffic of a rank, {mode}: KiB / requests.\n\n" + _table(
+            ["phase", *[f"{r} ranks" for r in sizes]], rows
+        )
 
 
 def _one_rank_table(rows: Figures) -> str:
@@ -124,7 +130,9 @@ def _others(found: Figures) -> Iterator[str]:
         flat[f"object store, {phase}: MiB {unit} by node / needed"] = " / ".join(
             ", ".join(f"{value / _MIB:.1f}" for value in row[key]) for key in (unit, "needed")
         )
-    yield _table(["measured", "value"], [[name, f"{v:g}" if isinstance(v, (int, float)) else v] for name, v in flat.items()])
+    yield _table(
+        ["measured", "value"], [[name, f"{v:g}" if isinstance(v, (int, float)) else v] for name, v in flat.items()]
+    )
 
 
 def plot(found: Figures) -> None:
