@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-trackers test-upstream test-crash bench bench-peer docs reference size interface clean
+	test-deepspeed test-trackers test-upstream test-scale test-crash bench bench-peer docs reference size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -169,6 +169,9 @@ test-versions-%: .venv-torch-%/.ready
 
 test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
 	$(PYTEST) tests/interop/test_upstream.py $(ARGS)
+
+test-scale: $(VENV)/.ready-bench ## what many ranks cost: store traffic, sampling, manifests, object stores; writes docs/scale.md
+	$(BIN)/python tests/scale/run.py $(ARGS)
 
 test-crash: $(VENV)/.ready ## kill runs and break disks while they save and load, and damage checkpoints; CRASH_SEED and FUZZ_SEED choose
 	$(PYTEST) -m slow -s tests/distributed/test_crash.py tests/unit/checkpoint/test_fuzz.py $(ARGS)
