@@ -28,7 +28,7 @@ from accelerate.comm.nested import leaves
 PACKED = 256 << 10  # bytes: from here on, packing takes longer than a collective of its own, and nothing is expected
 _REMEMBERED = 16  # calls
 _TEXT = 512  # bytes in which a rank says what it was called for
-_LISTED = 16  # ranks that an error lists
+LISTED = 16  # ranks that an error lists
 
 
 class DistributedOperationException(Exception):
@@ -41,15 +41,20 @@ class DistributedOperationException(Exception):
 DistributedOperationException.__module__ = "accelerate.utils.operations"
 
 
+def listed(ranks: Sequence[int]) -> str:
+    """Return the first ranks, and how many more there are."""
+    more = len(ranks) - LISTED
+    return ", ".join(map(str, ranks[:LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
 def disagreement(operation: str, passed: Sequence[str]) -> DistributedOperationException:
     """Return the error for ranks that disagree; `passed` has what each rank passed, in words."""
     common = max(set(passed), key=lambda text: (passed.count(text), -passed.index(text)))
     different = [rank for rank, text in enumerate(passed) if text != common]
-    shown, more = different[:_LISTED], len(different) - _LISTED
-    named = ", ".join(map(str, shown)) + (f" and {more} more" if more > 0 else "")
-    lines = "\n".join(f"  - Process {rank}: {passed[rank]}" for rank in sorted([passed.index(common), *shown]))
+    shown = sorted([passed.index(common), *different[:LISTED]])
+    lines = "\n".join(f"  - Process {rank}: {passed[rank]}" for rank in shown)
     return DistributedOperationException(
-        f"The processes disagree about a distributed operation: process(es) {named} differ from the others. "
+        f"The processes disagree about a distributed operation: process(es) {listed(different)} differ from the others. "
         "All must pass the same structure, shapes and dtypes; `accelerator.pad_across_processes` makes shapes equal.\n\n"
         f"Operation: `{operation}`\nInput shapes:\n{lines}"
     )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate.comm.check import LISTED, listed
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
@@ -21,7 +22,6 @@ from accelerate.runtime import traits
 from accelerate.training.prepared import Facade
 
 _NEVER = torch.iinfo(torch.int64).max
-_LISTED = 16  # ranks, and values, that an error lists
 
 
 class ReplicasDiffer(RuntimeError):
@@ -141,8 +141,8 @@ class ReplicaCheck:
                 groups.setdefault(part, {}).setdefault(row[column], []).append(rank)
             found = next(ranks for ranks in groups.values() if len(ranks) > 1)
             told = [
-                f"{value if place >= numbers else torch.tensor(value).view(torch.float64)} on rank {_listed(ranks)}"
-                for value, ranks in sorted(found.items(), key=lambda item: len(item[1]))[:_LISTED]
+                f"{value if place >= numbers else torch.tensor(value).view(torch.float64)} on rank {listed(ranks)}"
+                for value, ranks in sorted(found.items(), key=lambda item: len(item[1]))[:LISTED]
             ]
             text += f"\n  - {names[place]}: {'; '.join(told)}"
         return text
@@ -187,8 +187,3 @@ class ReplicaCheck:
         (where,) = self.accelerator._communicator.broadcast_object_list([where], rank)
         hint = "" if self.modules else " Set ACCELERATE_CHECK_MODULES=true to learn in which module it began."
         return FloatingPointError(f"A loss is NaN or infinite: first on rank {rank}, in its {where}.{hint}")
-
-
-def _listed(ranks: list[int]) -> str:
-    more = len(ranks) - _LISTED
-    return ", ".join(map(str, ranks[:_LISTED])) + (f" and {more} more" if more > 0 else "")
