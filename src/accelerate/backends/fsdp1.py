@@ -16,8 +16,7 @@ from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency, replicas
 from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision import amp, master
-from accelerate.precision.base import precision
+from accelerate.precision import master
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
@@ -91,8 +90,10 @@ class FSDP1(Sharded):
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
-        numerics = precision(accelerator.mixed_precision)
-        return amp.make_scaler(accelerator.device.type, numerics, handler, amp.ShardGradScaler)
+        scaler = super().make_scaler(accelerator, handler)
+        if scaler is not None:
+            scaler.spread = True
+        return scaler
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
