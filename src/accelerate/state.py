@@ -219,10 +219,8 @@ class AcceleratorState(ProcessView):
         for name, value in given.items():
             live = self.__dict__.get(name)
             if live is None and name in _ENGINES and (value is not None or name == engine):
-                raise ValueError(
-                    f"{name} was given, but AcceleratorState has already been initialized without one "
-                    f"({self.distributed_type}). {_TOO_LATE}"
-                )
+                said = f"{name} was given, but AcceleratorState has already been initialized without one"
+                raise ValueError(f"{said} ({self.distributed_type}). {_TOO_LATE}")
             if value is not None and value is not live and value != live:
                 said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
                 if name == "deepspeed_plugins":
@@ -431,11 +429,7 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """The innermost loader that is being iterated, or None."""
-        for reference in reversed(self._active):
-            loader = reference()
-            if loader is not None:
-                return loader
-        return None
+        return self.dataloader_references[-1]
 
     @property
     def in_dataloader(self) -> bool:
