@@ -160,10 +160,8 @@ class AcceleratorState(ProcessView):
         with patch_environment(**variables):
             process = PartialState(cpu, **kwargs)
         if cpu and process.device.type != "cpu":
-            raise ValueError(
-                f"cpu=True cannot take effect: `PartialState` was built before, with device={str(process.device)!r}. Build it "
-                "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
-            )
+            built = f"`PartialState` was built before, with device={str(process.device)!r}"
+            raise ValueError(f"cpu=True cannot take effect: {built}. Build it with PartialState(cpu=True).")
         if engine == "deepspeed_plugins" and not traits.of(process.distributed_type).deepspeed:
             # The program built the process state before, where nothing told of DeepSpeed.
             rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
@@ -175,9 +173,7 @@ class AcceleratorState(ProcessView):
 
     def _set_engine(self, name: str, plugin: Any) -> None:
         if traits.of(self.distributed_type).xla:
-            raise NotImplementedError(
-                f"{name} does not work on XLA devices. Leave it out to train with data parallelism."
-            )
+            raise NotImplementedError(f"{name} does not work on XLA. Leave it out to train with data parallelism.")
         self.distributed_type = DistributedType[_ENGINES[name].upper()]
         flag = BY_NAME[f"use_{_ENGINES[name]}"].env
         if plugin is None:
@@ -219,10 +215,8 @@ class AcceleratorState(ProcessView):
         for name, value in given.items():
             live = self.__dict__.get(name)
             if live is None and name in _ENGINES and (value is not None or name == engine):
-                raise ValueError(
-                    f"{name} was given, but AcceleratorState has already been initialized without one "
-                    f"({self.distributed_type}). {_TOO_LATE}"
-                )
+                said = f"{name} was given, but AcceleratorState has already been initialized without one"
+                raise ValueError(f"{said} ({self.distributed_type}). {_TOO_LATE}")
             if value is not None and value is not live and value != live:
                 said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
                 if name == "deepspeed_plugins":
@@ -353,8 +347,7 @@ def _precision(value: str | None) -> str:
         raise ValueError(f"Unknown {source}: {value!r}. Choose one of {', '.join(PrecisionType.list())}.")
     if name == PrecisionType.FP8.value and not is_fp8_available():
         raise ValueError(
-            "mixed_precision='fp8' needs one of the libraries torchao, transformer_engine and MS-AMP. Install one, or use "
-            "'bf16'."
+            "mixed_precision='fp8' needs torchao, transformer_engine or MS-AMP. Install one, or use 'bf16'."
         )
     return name
 
@@ -431,11 +424,7 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """The innermost loader that is being iterated, or None."""
-        for reference in reversed(self._active):
-            loader = reference()
-            if loader is not None:
-                return loader
-        return None
+        return self.dataloader_references[-1]
 
     @property
     def in_dataloader(self) -> bool:

@@ -16,8 +16,7 @@ from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency, replicas
 from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision import amp, master
-from accelerate.precision.base import precision
+from accelerate.precision import master
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
@@ -55,7 +54,9 @@ class FSDP1(Sharded):
 
         plugin = accelerator.state.fsdp_plugin
         if accelerator.mixed_precision != "no":
-            _upcast(inner, plugin)
+            # Frozen weights follow where a flat parameter may hold both, which has one dtype.
+            if master.upcast(inner) and plugin.use_orig_params:
+                master.upcast_frozen(inner)
         plugin.set_auto_wrap_policy(inner)
         before = named(inner)
         options = _options(accelerator, inner)
@@ -68,7 +69,9 @@ class FSDP1(Sharded):
         with contextlib.nullcontext() if plugin.use_orig_params else _standing_in(inner, ignored):
             wrapped = FullyShardedDataParallel(inner, **options)
         if plugin.activation_checkpointing:
-            _checkpoint_activations(wrapped, plugin)
+            parts = [part for part in wrapped.modules() if isinstance(part, FullyShardedDataParallel)]
+            units = {part.module for part in parts if part is not wrapped}
+            fsdp_utils.checkpoint_activations(wrapped, plugin, units.__contains__ if units else None)
         if plugin.use_orig_params:
             repoint(accelerator, wrapped, before)
         else:
@@ -87,8 +90,10 @@ class FSDP1(Sharded):
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
-        numerics = precision(accelerator.mixed_precision)
-        return amp.make_scaler(accelerator.device.type, numerics, handler, amp.ShardGradScaler)
+        scaler = super().make_scaler(accelerator, handler)
+        if scaler is not None:
+            scaler.spread = True
+        return scaler
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
@@ -120,8 +125,7 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
     replicas, shards = layout.dp_replicate_size, layout.dp_shard_cp_dim_names
     if replicas > 1 and not shards:
         raise ValueError(
-            f"dp_replicate_size={replicas} and dp_shard_size=1 shard nothing. Set dp_replicate_size=1 and "
-            f"dp_shard_size={replicas}, or both above 1 for replicas of shards, or leave the FSDP plugin away."
+            f"dp_replicate_size={replicas} and dp_shard_size=1 shard nothing. Set dp_shard_size above 1, or leave FSDP away."
         )
     if replicas > 1 and name == "NO_SHARD":
         raise ValueError(
@@ -230,30 +234,6 @@ def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None
                 if new in former:
                     former[new].data, module._parameters[name] = new.data, former[new]
         raise
-
-
-def _upcast(model: nn.Module, plugin: Any) -> None:
-    """Keep trained weights in float32. Frozen ones follow where a flat parameter may hold both, which has one dtype."""
-    if master.upcast(model) and plugin.use_orig_params:
-        master.upcast_frozen(model)
-
-
-def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel) and part is not model]
-    if not units:
-        fsdp_utils.logger.warning("activation_checkpointing has no effect without an auto_wrap_policy of layers.")
-        return
-
-    def wrap(module: nn.Module) -> nn.Module:
-        made = torch_private.checkpoint_wrapper(module)
-        return torch_private.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
-
-    chosen = {part.module for part in units}
-    torch_private.apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in chosen
-    )
 
 
 def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Parameter]) -> None:

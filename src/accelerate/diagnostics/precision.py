@@ -106,7 +106,7 @@ def precision_report(
     notes = [f"warning: {alarm}" for alarm in alarms]
     if (changed := getattr(inner, "_accelerate_upcast", None)) is not None:
         notes.append(
-            f"note: prepare() turned {len(changed.before)} trainable parameters into {short(changed.dtype)}, which took "
+            f"note: prepare() turned {len(changed.before)} trainable parameters into float32, which took "
             f"{size(changed.added)} more on each rank before sharding."
         )
     kind = torch_private.shards_own_class(inner)

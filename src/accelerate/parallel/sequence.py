@@ -30,7 +30,7 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
     """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp". All ranks.
 
     Raises ValueError for a model that cannot be exact on parts, for heads that cannot be dealt out, and for settings
-    that only DeepSpeed has a use for; ImportError if this torch has no context parallelism for the device.
+    that only DeepSpeed has a use for.
 
     Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
@@ -68,10 +68,6 @@ class TorchRegion(Region):
     def __init__(self, part: Any, strategy: str) -> None:
         super().__init__("cp", part, cuts=2)
         self.strategy = strategy
-        self._context, self._set_rotation, self._options = _torch_parts()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_context": None, "_set_rotation": None, "_options": None}
 
     @contextmanager
     def _cut(self, buffers: list[Tensor], dims: list[int], length: int) -> Iterator[None]:
@@ -80,11 +76,12 @@ class TorchRegion(Region):
         for buffer in buffers:
             replace(buffer, buffer.data.clone(memory_format=torch.contiguous_format))
         # One setting for the process, and other Accelerators may want another. Balanced parts are for causal attention alone.
-        self._set_rotation(self.strategy)
-        self._options.enable_load_balance = self.cuts > 1
+        context, set_rotation, options = _torch_parts()
+        set_rotation(self.strategy)
+        options.enable_load_balance = self.cuts > 1
         # torch counts dimensions from the front.
         front = [dim % buffer.dim() for dim, buffer in zip(dims, buffers, strict=True)]
-        with self._context(self.mesh, buffers=buffers, buffer_seq_dims=front, no_restore_buffers=set(buffers)):
+        with context(self.mesh, buffers=buffers, buffer_seq_dims=front, no_restore_buffers=set(buffers)):
             yield
 
     def _renamed(self) -> AbstractContextManager[None]:
@@ -123,9 +120,8 @@ class GatheringRegion(Region):
     ) -> Tensor:
         if dropout > 0:
             raise ValueError(
-                f"dropout_p={dropout} in scaled_dot_product_attention: under context parallelism on CPU it would draw other "
-                "numbers than over a whole sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
-                "`attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
+                f"dropout_p={dropout}: on CPU context parallelism cannot draw the numbers of a whole sequence. Set the attention "
+                "dropout of the model to 0 (such as `attention_dropout` or `attn_pdrop` of a transformers config)."
             )
         together = torch.cat((key, value), dim=-1)
         copies = together.expand(self.size, *together.shape)
@@ -190,19 +186,19 @@ class SequenceRegion(Region):
 
     def _odd_length(self, length: int) -> str | None:
         if self.length is not None and length != self.length:
+            told = f"sp_seq_length={self.length} in sp_handler"
             return (
-                f"The sequence has {length} tokens, but sp_handler says sp_seq_length={self.length}. Pad or cut it, or set "
-                "sp_seq_length_is_variable=True."
+                f"The sequence has {length} tokens, and {told}. Pad or cut it, or set sp_seq_length_is_variable=True."
             )
         return super()._odd_length(length)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
     ) -> Tensor:
-        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+        if any(len(shape) != 4 for shape in shapes):
             raise ValueError(
-                "Sequence parallelism needs query, key and value of [batch, heads, length, width], but they are "
-                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
+                f"Query, key and value must be [batch, heads, length, width], but have the shapes {shapes}."
             )
         heads, key_heads = query.shape[_HEADS], key.shape[_HEADS]
         check_heads(heads, key_heads, self.size)

@@ -129,7 +129,7 @@ def unwrap_forward(model: nn.Module) -> None:
 class GradScaler(torch.amp.GradScaler):
     """torch's scaler, of which all ranks find the same: in shards on any meshes, and in whole gradients beside them."""
 
-    # Whether gradients are shards that do not look like ones: FSDP1's.
+    # Whether gradients are shards that do not look like ones, as FSDP1 sets it.
     spread = False
 
     def _unscale_grads_(
@@ -150,19 +150,11 @@ class GradScaler(torch.amp.GradScaler):
         return {device: found_inf.to(device) for device in found}
 
 
-class ShardGradScaler(GradScaler):
-    """The scaler of FSDP1."""
-
-    spread = True
-
-
-def make_scaler(
-    device_type: str, row: Precision, handler: GradScalerKwargs | None = None, kind: type = GradScaler
-) -> Any | None:
-    """Return the gradient scaler of a precision, of the class `kind`, or None when the loss is not scaled."""
+def make_scaler(device_type: str, row: Precision, handler: GradScalerKwargs | None = None) -> GradScaler | None:
+    """Return the gradient scaler of a precision, or None when the loss is not scaled."""
     if not row.scales_loss:
         return None
-    return kind(device_type, **(handler.to_kwargs() if handler is not None else {}))
+    return GradScaler(device_type, **(handler.to_kwargs() if handler is not None else {}))
 
 
 def check_weights(model: nn.Module, scaler: Any | None) -> None:

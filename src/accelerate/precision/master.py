@@ -15,42 +15,37 @@ LOW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Upcast:
-    """What ``upcast`` did, as ``model._accelerate_upcast``: former dtypes by name, the dtype now, bytes added here."""
+    """What ``upcast`` did, as ``model._accelerate_upcast``: former dtypes by name, bytes added here."""
 
     before: dict[str, torch.dtype]
-    dtype: torch.dtype
     added: int
 
 
-def upcast(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
-    """Turn a model's trainable 16-bit parameters into a wider dtype in place; return the bytes that this rank adds.
+def upcast(model: nn.Module) -> int:
+    """Turn a model's trainable 16-bit parameters into float32 in place; return the bytes that this rank adds.
 
     A step is often smaller than what bfloat16 resolves (one part in 256); a strategy that casts for each forward keeps
     these as master weights (https://arxiv.org/abs/1710.03740). The Parameter objects stay, and with them ties, hooks
     and optimizers. For a model before it is sharded; DTensors and meta tensors are taken too. Any rank, alone; the
     main process warns.
     """
-    if not dtype.is_floating_point or dtype.itemsize <= 2:
-        raise ValueError(
-            f"upcast() got dtype={dtype}, which is no wider than what it replaces. Pass torch.float32 or torch.float64."
-        )
     remember(model)
     before: dict[str, torch.dtype] = {}
     added = 0
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in LOW:
             before[name] = parameter.dtype
-            added += local_part(parameter).numel() * (dtype.itemsize - parameter.dtype.itemsize)
-            _change(parameter, dtype)
+            added += local_part(parameter).numel() * (torch.float32.itemsize - parameter.dtype.itemsize)
+            _change_to_float32(parameter)
     if not before:
         return 0
     earlier = getattr(model, "_accelerate_upcast", None)
-    model._accelerate_upcast = Upcast({**before, **(earlier.before if earlier else {})}, dtype, added)  # type: ignore[assignment]
+    model._accelerate_upcast = Upcast({**before, **(earlier.before if earlier else {})}, added)  # type: ignore[assignment]
     if not storage.process.current.get("process_index", 0):
         warn_user(
             f"{len(before)} trainable parameters of {type(model).__name__} were loaded in "
-            f"{' and '.join(sorted({short(kind) for kind in before.values()}))} and are kept in {short(dtype)} from now on "
-            f"(+{size(added)} on each rank before sharding), because mixed precision trains a {short(dtype)} copy. "
+            f"{' and '.join(sorted({short(kind) for kind in before.values()}))} and are kept in float32 from now on "
+            f"(+{size(added)} on each rank before sharding), because mixed precision trains a float32 copy. "
             "To train the low-precision weights themselves, use mixed_precision='no'."
         )
     return added
@@ -67,15 +62,14 @@ def upcast_frozen(model: nn.Module) -> None:
     """Let frozen 16-bit parameters follow into float32, where a strategy wants one dtype in a unit."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.dtype in LOW:
-            _change(parameter, torch.float32)
+            _change_to_float32(parameter)
 
 
-def _change(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def _change_to_float32(parameter: nn.Parameter) -> None:
     gradient, parameter.grad = parameter.grad, None  # torch refuses data of another dtype than the gradient's
-    wider = parameter.detach().to(dtype)
-    set_data(parameter, wider)
+    set_data(parameter, parameter.detach().float())
     if gradient is not None:
-        parameter.grad = gradient.to(dtype)
+        parameter.grad = gradient.float()
 
 
 def size(count: int) -> str:

@@ -80,17 +80,10 @@ class MLflowTracker(LibraryTracker):
     def store_init_configuration(self, values: dict) -> None:
         """Store the configuration as parameters; those longer than MLflow takes are left out, with a warning."""
         limits = self._library().utils.validation
-        kept = {}
-        for name, value in values.items():
-            if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
-                logger.warning(
-                    "MLflow takes parameters of up to %d characters; %r is longer and is not stored there.",
-                    limits.MAX_PARAM_VAL_LENGTH,
-                    name,
-                )
-            else:
-                kept[name] = value
-        items = iter(kept.items())
+        longest = limits.MAX_PARAM_VAL_LENGTH
+        for name in (name for name, value in values.items() if len(str(value)) > longest):
+            logger.warning("MLflow takes parameters of up to %d characters; %r is longer, not stored.", longest, name)
+        items = iter((name, value) for name, value in values.items() if len(str(value)) <= longest)
         while batch := dict(islice(items, limits.MAX_PARAMS_TAGS_PER_BATCH)):
             self._library().log_params(batch)
 

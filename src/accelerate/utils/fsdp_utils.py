@@ -16,6 +16,7 @@ from accelerate.checkpoint import layouts, load, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
+from accelerate.modules.repoint import ties
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
 from accelerate.parallel import shard
 from accelerate.runtime import torch_private
@@ -60,28 +61,21 @@ def ensure_weights_retied(
     Returns:
         `param_init_fn` itself if no weight is shared, else a function that also restores the ties.
     """
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append((module, name))
-    tied = [places for places in holders.values() if len(places) > 1]
-    if not tied:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = [[name.rpartition(".") for name in names] for _, names in ties(model)]
+    group_of = {(modules[owner], own): group for group, names in enumerate(places) for owner, _, own in names}
+    if not group_of:
         return param_init_fn
-    group_of = {(module, name): group for group, places in enumerate(tied) for module, name in places}
     shared: dict[int, nn.Parameter] = {}
 
     def init_and_retie(module: nn.Module) -> nn.Module:
         param_init_fn(module)
         for name, parameter in list(module._parameters.items()):
-            group = group_of.get((module, name))
-            if group is None:
+            if (group := group_of.get((module, name))) is None:
                 continue
-            if group not in shared:
-                if parameter.device.type != torch.device(device).type:
-                    parameter = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
-                shared[group] = parameter
-            module._parameters[name] = shared[group]
+            if group not in shared and parameter.device.type != torch.device(device).type:
+                parameter = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+            module._parameters[name] = shared.setdefault(group, parameter)
         return module
 
     return init_and_retie
@@ -171,25 +165,27 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Source: https://arxiv.org/abs/1604.06174
     """
-    from accelerate.runtime.torch_private import checkpoint_wrapper, offload_wrapper
-
     plugin = accelerator.state.fsdp_plugin
     is_part = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    checkpoint_activations(
+        model, plugin, is_part and (lambda module: not isinstance(module, shard.CONTAINERS) and is_part(module))
+    )
+    return model
+
+
+def checkpoint_activations(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, is_part: Callable[[nn.Module], bool] | None
+) -> None:
+    """Let parts of a model recompute their activations in backward, in place."""
     if is_part is None:
         logger.warning("activation_checkpointing has no effect without an auto_wrap_policy that chooses layers.")
-        return model
-    chosen = [
-        (name, module)
-        for name, module in model.named_modules()
-        if name and not isinstance(module, shard.CONTAINERS) and is_part(module)
-    ]
-    for name, module in reversed(chosen):  # inner parts first
-        parent, _, child = name.rpartition(".")
-        wrapped = checkpoint_wrapper(module)
-        if plugin.activation_checkpointing_offload:
-            wrapped = offload_wrapper(wrapped)
-        setattr(model.get_submodule(parent), child, wrapped)
-    return model
+        return
+
+    def wrap(module: nn.Module) -> nn.Module:
+        made = torch_private.checkpoint_wrapper(module)
+        return torch_private.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
+
+    torch_private.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_part)
 
 
 # -- names and optimizers ----------------------------------------------------------------------------------------

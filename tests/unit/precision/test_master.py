@@ -48,8 +48,6 @@ def test_nothing_to_do_says_nothing(recwarn):
     with pytest.warns(UserWarning):
         assert upcast(empty) == 32
     assert empty.weight.dtype is torch.float32 and empty.weight.is_meta
-    with pytest.raises(ValueError, match="bfloat16.*no wider"):
-        upcast(nn.Linear(1, 1), torch.bfloat16)
     recwarn.clear()
     assert upcast(low) == 0 and not recwarn.list
 
