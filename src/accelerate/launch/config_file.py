@@ -32,43 +32,12 @@ _OLD_PREFETCH, _PREFETCH = "fsdp_backward_prefetch_policy", "fsdp_backward_prefe
 
 
 @dataclass(frozen=True)
-class FileSettings:
-    """What a configuration file says.
-
-    Attributes:
-        values: option name to value.
-        unused: messages about keys that have no effect.
-        lines: option name to the line that sets it, from 1; None where no line can be named.
-    """
-
-    path: pathlib.Path
-    values: Mapping[str, Any]
-    unused: tuple[str, ...] = ()
-    lines: Mapping[str, int | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Problem:
     """Something wrong in a configuration file; a launch refuses the file only if it is `fatal`."""
 
     text: str
     line: int | None = None
     fatal: bool = True
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """A configuration file with everything that is wrong in it, in order.
-
-    Attributes:
-        notes: what is right but worth a word: old spellings, keys that are no longer needed.
-        content: the file in today's spelling.
-    """
-
-    settings: FileSettings
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-    content: Mapping[str, Any]
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> str:
@@ -197,7 +166,7 @@ def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dic
     return new
 
 
-def read(path: pathlib.Path) -> FileSettings:
+def read(path: pathlib.Path) -> "FileSettings":
     """Read a configuration file in terms of options; a LaunchError names what a launch refuses."""
     found = inspect(path)
     fatal = [problem for problem in found.problems if problem.fatal]
@@ -206,32 +175,51 @@ def read(path: pathlib.Path) -> FileSettings:
         if len(fatal) > 5:
             said.append(f"And {len(fatal) - 5} more; `accelerate config validate {path}` lists all.")
         raise LaunchError(f"The configuration file {path} is not accepted: {' '.join(said)}")
-    return found.settings
+    return found
 
 
-def inspect(path: pathlib.Path) -> Inspection:
+def inspect(path: pathlib.Path) -> "FileSettings":
     """Compare a configuration file with the option table, and go on where something is wrong."""
     content, lines = _load(path)
     notes: list[str] = []
-    validator = _Validator(modernise(content, notes), lines)
-    validator.top_level()
-    problems = tuple(sorted(validator.problems, key=lambda problem: problem.line or 0))
-    unused = [problem.text for problem in problems if not problem.fatal]
-    unused += [note for note in notes if "no effect" in note]
-    settings = FileSettings(path, validator.values, tuple(f"{text} (in {path})" for text in unused), validator.lines)
-    return Inspection(settings, problems, tuple(notes), validator.content)
+    found = FileSettings(path, modernise(content, notes), notes, lines)
+    found.top_level()
+    found.problems.sort(key=lambda problem: problem.line or 0)
+    return found
 
 
-class _Validator:
-    """Turns the content of a file into values of options, and notes what does not fit the table."""
+@dataclass
+class FileSettings:
+    """What a configuration file says in terms of options, and everything that is wrong in it.
 
-    def __init__(self, content: dict[str, Any], lines_of_keys: Mapping[Key, int]) -> None:
-        self.content = content
-        self.lines_of_keys = lines_of_keys
-        self.values: dict[str, Any] = {}
-        self.lines: dict[str, int | None] = {}
-        self.problems: list[Problem] = []
-        self.sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
+    Attributes:
+        content: the file in today's spelling.
+        notes: what is right but worth a word: old spellings, keys that are no longer needed.
+        lines_of_keys: the lines of the keys of the file, from 1.
+        values: option name to value.
+        lines: option name to the line that sets it; None where no line can be named.
+        problems: in the order of their lines.
+    """
+
+    path: pathlib.Path
+    content: dict[str, Any]
+    notes: list[str]
+    lines_of_keys: Mapping[Key, int]
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, int | None] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Messages about keys that have no effect."""
+        unused = [problem.text for problem in self.problems if not problem.fatal]
+        unused += [note for note in self.notes if "no effect" in note]
+        return tuple(f"{text} (in {self.path})" for text in unused)
+
+    @property
+    def sagemaker(self) -> bool:
+        """Whether the file describes a job of Amazon SageMaker."""
+        return self.content.get("compute_environment") == "AMAZON_SAGEMAKER"
 
     def top_level(self) -> None:
         for key, raw in self.content.items():
