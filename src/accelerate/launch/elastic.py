@@ -267,10 +267,9 @@ class Agent(OpenAgent):
         attempt, attempts = self._attempt()
         self.reporter.failed(result.failures, attempt, attempts if self.restarts_left else attempt)
         if failure.HUNG not in (ended.exitcode for ended in result.failures.values()):
-            for report in filter(
-                None, (_text(failure.beside(path, failure.HANG)) for path in self.error_files.values())
-            ):
-                self.reporter.tell("before that some ranks waited:", *report.splitlines())
+            for path in self.error_files.values():
+                if report := _text(failure.beside(path, failure.HANG)):
+                    self.reporter.tell("before that some ranks waited:", *report.splitlines())
 
     def _complete_logs(self) -> None:
         """Append tracebacks that were left to the launcher to the output files of their processes."""
@@ -320,11 +319,9 @@ def stopped_by(number: int) -> SignalException:
 
 def _read(path: str) -> Mapping[str, Any] | None:
     """Return our part of an error file, or None."""
-    try:
-        record = json.loads(_text(path)).get(failure.OURS)
-    except (ValueError, AttributeError):
-        return None
-    return record
+    with contextlib.suppress(ValueError, AttributeError):
+        return json.loads(_text(path)).get(failure.OURS)
+    return None
 
 
 def _text(path: str) -> str:
@@ -369,6 +366,8 @@ def start(
     if isinstance(handler, Rendezvous):
         timeout = float(handler.settings.get("timeout", 600))
         handler = StoreRendezvous(store.LOOPBACK, handler.port, 0, 1, config.run_id, timeout)
+    else:
+        environment = {**handler.variables, **environment}
     # Torch's launcher would build its own agent from the same fields, and takes no other class.
     shared = {name: getattr(config, name) for name in ("role", "max_restarts", "monitor_interval")}
     shared |= {"local_world_size": config.nproc_per_node, "rdzv_handler": handler}

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import importlib.util
-import ipaddress
 import os
 import pathlib
 import re
@@ -85,10 +84,9 @@ def _library(posix: str, windows: str) -> ctypes.CDLL | None:
 
 def _is_split(library: ctypes.CDLL, index: int) -> bool:
     handle, now, pending = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint()
-    if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-        return True
-    failed = library.nvmlDeviceGetMigMode(handle, ctypes.byref(now), ctypes.byref(pending))
-    return failed == 0 and now.value == 1
+    lost = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0
+    failed = lost or library.nvmlDeviceGetMigMode(handle, ctypes.byref(now), ctypes.byref(pending)) != 0
+    return lost or (not failed and now.value == 1)
 
 
 def _visible(selection: str | None, count: int) -> int | None:
@@ -166,8 +164,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    return [(family, target) for family, _, _, _, target in found]
+    return [(family, target) for family, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)]
 
 
 def _sources(targets: Iterable[tuple[int, tuple]]) -> list[str]:
@@ -181,7 +178,4 @@ def _sources(targets: Iterable[tuple[int, tuple]]) -> list[str]:
 
 
 def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    return address == "::1" or re.fullmatch(r"127(\.\d+){3}", address) is not None

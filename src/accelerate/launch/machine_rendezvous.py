@@ -176,11 +176,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         begun = _value(store, f"begun/{name}")
         if begun is None:
             self._write_record(store, name)
-            missing = (
-                self._arrange(store, name) if self.is_host else store.compare_set(f"missing/{name}", "", "").decode()
-            )
-            if not self.is_host and (host := _value(store, f"member/{name}/0")) is not None:
-                self._check_agreement(json.loads(host))
+            if self.is_host:
+                missing = self._arrange(store, name)
+            else:
+                missing = store.compare_set(f"missing/{name}", "", "").decode()
+                if (host := _value(store, f"member/{name}/0")) is not None:
+                    self._check_agreement(json.loads(host))
             if missing or not self.is_host:
                 machine = f"machine {missing} of {self.machines} (numbered from 0)" if missing else "machine 0"
                 self._wait(f"{machine} to come to {self._place}")
@@ -192,9 +193,7 @@ class MachineRendezvous(StaticTCPRendezvous):
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
             self._wait(f"the run at {self._place}, to restart: it has begun without this machine")
             return None
-        self.run_id = (
-            f"{MACHINES}{name[:12]}"  # torch names the folder of logs so: several machines may share --log_dir
-        )
+        self.run_id = f"{MACHINES}{name[:12]}"  # torch's name for the folder of logs: machines may share --log_dir
         self.name, self.round, self.members = name, int(name.rpartition("/")[2]), begun["members"]
         if not self.is_host:
             self.names = {0: begun["host"], self.machine: _named(self._record | {"machine": self.machine})}
@@ -231,10 +230,11 @@ class MachineRendezvous(StaticTCPRendezvous):
         """Begin the round on machine 0 if all machines wait for it and agree; return the numbers of those that do not wait."""
         keys = [f"member/{name}/{machine}" for machine in range(self.machines)]
         texts = {machine: store.compare_set(key, "", "").decode() for machine, key in enumerate(keys)}
-        fresh = {
-            machine: self._stands_still(keys[machine], text) < _FRESH_S for machine, text in texts.items() if text
+        here = {
+            machine: json.loads(text)
+            for machine, text in texts.items()
+            if text and (self._stands_still(keys[machine], text) < _FRESH_S or machine == 0)
         }
-        here = {machine: json.loads(texts[machine]) for machine, new in fresh.items() if new or machine == 0}
         for other in here.values():
             try:
                 self._check_agreement(other)
@@ -336,9 +336,8 @@ class Heartbeat(threading.Thread):
         self._answered, self._broken = time.monotonic(), ""
         self._state: dict[str, Any] = {"beat": 0}
         self._all: dict[str, Any] = {}  # what machine 0 says of all
-        self._seen = [
-            (0, self._answered)
-        ] * self._machines  # on machine 0: the beat of each, and since when it stands still
+        # On machine 0: the beat of each, and since when it stands still.
+        self._seen = [(0, self._answered)] * self._machines
         self.left = 0  # on machine 0: how many others have left
 
     def publish(self, **words: Any) -> None:

@@ -20,6 +20,7 @@ class Source(enum.IntEnum):
     COMMAND_LINE = 4
 
 
+BACKENDS = ("static", "c10d")
 _WORDS = {Source.DEFAULT: "default", Source.COMMAND_LINE: "command line"}
 
 

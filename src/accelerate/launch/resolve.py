@@ -19,7 +19,7 @@ from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS,
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
-from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous, Resolved, Source, features_on
+from accelerate.launch.plan import BACKENDS, LaunchPlan, Machines, Rendezvous, Resolved, Source, features_on
 from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # Where none of these is set, no scheduler and no MPI launcher has anything to say.
 _SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
-_BACKENDS = ("static", "c10d")
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
 # Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
@@ -381,8 +380,8 @@ def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: lis
 
 def _rendezvous(values: Values, machines: Machines, notes: list[str]) -> Rendezvous:
     backend, port = values["rdzv_backend"].value, values["main_process_port"].value or 0
-    if backend not in _BACKENDS:
-        raise LaunchError(f"{_shown(values, 'rdzv_backend')}; choose one of {', '.join(_BACKENDS)}.")
+    if backend not in BACKENDS:
+        raise LaunchError(f"{_shown(values, 'rdzv_backend')}; choose one of {', '.join(BACKENDS)}.")
     found = Rendezvous(backend, port=port, settings=_rendezvous_settings(values))
     if machines.count == 1:
         if port:

@@ -160,13 +160,11 @@ def _processes(plan: LaunchPlan, started: Sequence[Process], environ: Mapping[st
         lines += ["Each of them gets these variables, and those of this shell:", *_variables(common), ""]
     for process, variables in zip(started, own, strict=True):
         first, *others = process.command
-        called = (
-            f"{first}({', '.join(others)})" if plan.runner == "sagemaker" else shlex.join(command(process.command))
-        )
-        lines.append(f"{process.label}: {called}")
-        lines += _variables(variables - common)
-        gone = [] if plan.runner == "sagemaker" else sorted(set(environ) - set(process.environment))
-        lines += [f"  without {', '.join(gone)}"] if gone else []
+        is_call = plan.runner == "sagemaker"  # of its SDK, and no program with the variables of this shell
+        called = f"{first}({', '.join(others)})" if is_call else shlex.join(command(process.command))
+        lines += [f"{process.label}: {called}", *_variables(variables - common)]
+        gone = sorted(set(environ) - set(process.environment))
+        lines += [f"  without {', '.join(gone)}"] if gone and not is_call else []
     return lines
 
 

@@ -69,7 +69,6 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
 
         asked = (plan.rendezvous, plan.machines, plan.local_processes, plan["max_restarts"])
         rendezvous = MachineRendezvous(*asked, lambda line: runners.tell(plan, line))
-        environment = {**rendezvous.variables, **environment}
     script, *arguments = plan.command
     tee = elastic.streams(plan)
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
