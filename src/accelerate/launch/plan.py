@@ -108,7 +108,7 @@ class LaunchPlan:
         if self["no_python"]:
             return [self.script, *self.script_args]
         # Several processes share a terminal: unbuffered, their lines come out whole and in time.
-        python = [sys.executable, "-u"] if self.elastic else [sys.executable]
+        python = [sys.executable, "-u"] if self.elastic or self.runner == "mpi" else [sys.executable]
         return [*python, *(["-m"] if self["module"] else []), self.script, *self.script_args]
 
 

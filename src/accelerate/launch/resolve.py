@@ -435,15 +435,8 @@ def _rank_variables(values: Values, environ: Environ, tasks: "Cluster") -> dict[
     if address is None:
         where = f"{tasks.source} has started tasks on {machines} machines, and does not say where they meet"
         raise LaunchError(f"{where}. Give --main_process_ip, the address of the machine of rank 0, to all of them.")
-    known = {
-        "RANK": task.rank,
-        "WORLD_SIZE": task.world_size,
-        "LOCAL_RANK": task.local_rank,
-        "LOCAL_WORLD_SIZE": task.local_world_size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": values["main_process_port"].value or environ.get("MASTER_PORT") or DEFAULT_PORT,
-    }
-    return {name: str(value) for name, value in known.items() if value is not None}
+    port = values["main_process_port"].value or environ.get("MASTER_PORT") or DEFAULT_PORT
+    return {**task.variables, "MASTER_ADDR": str(address), "MASTER_PORT": str(port)}
 
 
 def _shown(values: Mapping[str, Resolved], name: str) -> str:

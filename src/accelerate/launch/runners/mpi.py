@@ -59,10 +59,7 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     else:
         words = ["-hosts", ",".join(shares), "-ppn", str(*each)] if len(each) == 1 else ["-hosts", counted]
         words += ["-genvlist", ",".join(names)] if names else []
-    command = plan.command
-    if not plan["no_python"] and command[1] != "-u":
-        command.insert(1, "-u")
-    return flavour, Process("mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *command), variables)
+    return flavour, Process("mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *plan.command), variables)
 
 
 def _flavour(environment: Mapping[str, str]) -> str:
