@@ -391,8 +391,11 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
             function = functools.partial(request.function, *request.args)
             worker = Worker(function, request.log_line_prefix_template, method)
-            config, agent = _configured(request, num_processes, directory, method)
-            elastic.start(config, worker, (), environment, agent=agent)
+            rendezvous, agent = _rendezvous(request, num_processes)
+            settings = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
+            settings |= {"run_id": request.rdzv_id} if request.rdzv_id != "none" else {}
+            settings |= {"agent": agent, "start_method": method}
+            elastic.start(worker, (), environment, num_processes, rendezvous, directory, **settings)
     except ChildFailedError as error:
         found = endings_of(error.failures)
         if found[0].exitcode == PREEMPTED:
@@ -412,25 +415,19 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         raise MeetingError(_why_no_rendezvous(request, error)) from error
 
 
-def _configured(request: Request, num_processes: int, directory: str, method: str) -> tuple[Any, type]:
-    """Return torch's configuration and the class of its agent."""
+def _rendezvous(request: Request, num_processes: int) -> tuple[Any, type[elastic.Agent]]:
+    """Return how the processes find each other, and the class of the agent."""
     settings = request.rdzv_conf or {}
-    agent = FunctionAgent
-    rendezvous = Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings)
-    if request.num_nodes > 1:
-        agent = MachineFunctionAgent
-        host, _, port = request.endpoint.rpartition(":")
-        meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings)
-        # With c10d machines number themselves, and node_rank may be 0 on each of them.
-        numbered = request.rdzv_backend == "static" or request.node_rank > 0
-        machines = Machines(request.num_nodes, request.node_rank if numbered else None)
-        asked = (meet, machines, num_processes, request.max_restarts)
-        rendezvous = machine_rendezvous.MachineRendezvous(*asked, lambda line: print(_in_arguments(line)))
-    options = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
-    config = elastic.make_config(num_processes, rendezvous, directory, start_method=method, **options)
-    if request.rdzv_id != "none":
-        config.run_id = request.rdzv_id
-    return config, agent
+    if request.num_nodes == 1:
+        return Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings), FunctionAgent
+    host, _, port = request.endpoint.rpartition(":")
+    meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings)
+    # With c10d machines number themselves, and node_rank may be 0 on each of them.
+    numbered = request.rdzv_backend == "static" or request.node_rank > 0
+    machines = Machines(request.num_nodes, request.node_rank if numbered else None)
+    asked = (meet, machines, num_processes, request.max_restarts)
+    rendezvous = machine_rendezvous.MachineRendezvous(*asked, lambda line: print(_in_arguments(line)))
+    return rendezvous, MachineFunctionAgent
 
 
 def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> WorkerError:

@@ -70,12 +70,11 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         asked = (plan.rendezvous, plan.machines, plan.local_processes, plan["max_restarts"])
         rendezvous = MachineRendezvous(*asked, lambda line: runners.tell(plan, line))
     script, *arguments = plan.command
-    tee = elastic.streams(plan)
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
+    options |= {"tee": elastic.streams(plan), "agent": agent, "verbose": bool(plan["debug"])}
+    options["reporter"] = Reporter(quiet=bool(plan["quiet"]))
     with elastic.directory(plan["log_dir"]) as directory:
-        config = elastic.make_config(plan.local_processes, rendezvous, directory, tee=tee, **options)
-        reporter = Reporter(quiet=bool(plan["quiet"]))
-        elastic.start(config, script, tuple(arguments), environment, bool(plan["debug"]), agent, reporter)
+        elastic.start(script, tuple(arguments), environment, plan.local_processes, rendezvous, directory, **options)
 
 
 @contextlib.contextmanager
