@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from accelerate._warn import printable
 from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
-from accelerate.launch.plan import Machines, Rendezvous
+from accelerate.launch.plan import Rendezvous
 from accelerate.runtime.failure import MACHINES, PREEMPTED
 from accelerate.runtime.store import serve
 
@@ -88,28 +88,26 @@ class MachineRendezvous(StaticTCPRendezvous):
 
     A RunError says that machine 0 cannot be looked up or reached. `meet.settings` hold the seconds to wait for the
     others (`join_timeout`, or `timeout`) and those of silence after which a machine is lost (`heartbeat_timeout`).
-    Without a rank in `machines`, the machine that has the address is 0, and each of the others takes a free number.
+    Without `meet.machine`, the machine that has the address is 0, and each of the others takes a free number.
     `variables` let the processes talk through the interface that the other machines reach.
     """
 
-    def __init__(
-        self, meet: Rendezvous, machines: Machines, processes: int, restarts: int = 0, report: Callable = print
-    ) -> None:
-        host, port, machine, conf = meet.host, meet.port, machines.rank, meet.settings
+    def __init__(self, meet: Rendezvous, processes: int, restarts: int = 0, report: Callable = print) -> None:
+        host, port, machines, machine, conf = meet.host, meet.port, meet.machines, meet.machine, meet.settings
         self.join_timeout = float(conf.get("join_timeout", conf.get("timeout", 600)))
         self.heartbeat_timeout = float(conf.get("heartbeat_timeout", 30))
-        super().__init__(host, port, machine or 0, machines.count, "accelerate_machines", self.join_timeout)
-        self.host, self.port, self.machines, self.machine, self.report = host, port, machines.count, machine, report
+        super().__init__(host, port, machine or 0, machines, "accelerate_machines", self.join_timeout)
+        self.host, self.port, self.machines, self.machine, self.report = host, port, machines, machine, report
         address = hardware.local_address(host, port)
         self.variables = hardware.gloo_variables(address)
         self.is_host = machine == 0 or (machine is None and hardware.is_this_machine(host))
         # Machines without a number try them in different orders, so that each finds a free one soon.
-        free = random.SystemRandom().sample(range(1, machines.count), max(machines.count - 1, 0))
+        free = random.SystemRandom().sample(range(1, machines), max(machines - 1, 0))
         self._numbers = [0] if self.is_host else free if machine is None else [machine]
-        self._record: Record = {"machines": machines.count, "processes": processes, "restarts": restarts, "beat": 0}
+        self._record: Record = {"machines": machines, "processes": processes, "restarts": restarts, "beat": 0}
         self._record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex[:12]}
         self._place = f"{host}, port {port}"
-        self._pause = max(_LOOK_S, machines.count / _LOOKS_PER_SECOND)
+        self._pause = max(_LOOK_S, machines / _LOOKS_PER_SECOND)
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self.names: dict[int, str] = {}  # of all machines on machine 0; of that one and this one elsewhere
         # The store of the run and that of a round, which machine 0 holds; and the connections to the first.

@@ -6,7 +6,7 @@ torch.
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
 import io
 import multiprocessing
@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from accelerate.config.options import BY_NAME
 from accelerate.launch import elastic, machine_rendezvous
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
-from accelerate.launch.plan import BACKENDS, Machines, Rendezvous
+from accelerate.launch.plan import BACKENDS, Rendezvous
 from accelerate.runtime import failure, torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.runtime.ranks import DEFAULT_PORT
@@ -260,10 +260,7 @@ class Worker:
 
 def _sent(function: Callable[..., Any]) -> bytes:
     """Return a function as bytes: one of a cell by value, if cloudpickle is installed; else by its name, as pickle does."""
-    try:
-        pickler = importlib.import_module("cloudpickle")
-    except ImportError:
-        pickler = pickle
+    pickler = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
     try:
         return pickler.dumps(function)
     except Exception as error:
@@ -421,13 +418,11 @@ def _rendezvous(request: Request, num_processes: int) -> tuple[Any, type[elastic
     if request.num_nodes == 1:
         return Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings), FunctionAgent
     host, _, port = request.endpoint.rpartition(":")
-    meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings)
     # With c10d machines number themselves, and node_rank may be 0 on each of them.
-    numbered = request.rdzv_backend == "static" or request.node_rank > 0
-    machines = Machines(request.num_nodes, request.node_rank if numbered else None)
-    asked = (meet, machines, num_processes, request.max_restarts)
-    rendezvous = machine_rendezvous.MachineRendezvous(*asked, lambda line: print(_in_arguments(line)))
-    return rendezvous, MachineFunctionAgent
+    number = request.node_rank if request.rdzv_backend == "static" or request.node_rank > 0 else None
+    meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings, request.num_nodes, number)
+    asked = (meet, num_processes, request.max_restarts, lambda line: print(_in_arguments(line)))
+    return machine_rendezvous.MachineRendezvous(*asked), MachineFunctionAgent
 
 
 def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> WorkerError:

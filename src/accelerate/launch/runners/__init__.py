@@ -129,11 +129,11 @@ def summary(plan: LaunchPlan) -> str:
 def _meeting(plan: LaunchPlan) -> list[str]:
     if not plan.elastic:
         return []
-    meet, here = plan.rendezvous, plan.machines
+    meet = plan.rendezvous
     lines = [f"They meet at {meet.host}, port {meet.port or 'chosen by the system'} ({meet.backend})."]
-    if here.count > 1:
-        number = "takes its number when they meet" if here.rank is None else f"is machine {here.rank}"
-        lines.append(f"{here.count} machines take part, {plan.local_processes} processes each; this one {number}.")
+    if meet.machines > 1:
+        number = "takes its number when they meet" if meet.machine is None else f"is machine {meet.machine}"
+        lines.append(f"{meet.machines} machines take part, {plan.local_processes} processes each; this one {number}.")
     return lines
 
 

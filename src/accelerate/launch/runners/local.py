@@ -24,7 +24,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     if plan.runner == "single":
         label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
         return [Process(label, tuple(plan.command), environment)]
-    count, meet, number = plan.local_processes, plan.rendezvous, plan.machines.rank
+    count, meet, number = plan.local_processes, plan.rendezvous, plan.rendezvous.machine
     shared = {"MASTER_ADDR": meet.host}
     if meet.port:  # else the system chooses one when the run starts
         shared["MASTER_PORT"] = meet.port
@@ -39,7 +39,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
             "ROLE_NAME": plan["role"],
             "ROLE_WORLD_SIZE": plan.num_processes,
             "GROUP_RANK": number,
-            "GROUP_WORLD_SIZE": plan.machines.count,
+            "GROUP_WORLD_SIZE": meet.machines,
             "TORCHELASTIC_MAX_RESTARTS": plan["max_restarts"],
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
@@ -67,7 +67,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         from accelerate.launch.machine_rendezvous import MachineAgent as agent
         from accelerate.launch.machine_rendezvous import MachineRendezvous
 
-        asked = (plan.rendezvous, plan.machines, plan.local_processes, plan["max_restarts"])
+        asked = (plan.rendezvous, plan.local_processes, plan["max_restarts"])
         rendezvous = MachineRendezvous(*asked, lambda line: runners.tell(plan, line))
     script, *arguments = plan.command
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
