@@ -114,10 +114,9 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, int]]
     except Exception as error:
         said = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:300]
         raise LaunchError(f"The configuration file {path} cannot be read: {said or type(error).__name__}") from error
-    if content is None:
-        raise LaunchError(f"The configuration file {path} is empty. `accelerate config` writes one.")
     if not isinstance(content, dict):
-        raise LaunchError(f"The configuration file {path} holds a {type(content).__name__}, not keys and values.")
+        found = "is empty" if content is None else f"holds a {type(content).__name__}, not keys and values"
+        raise LaunchError(f"The configuration file {path} {found}. `accelerate config` writes one.")
     return content, lines
 
 
