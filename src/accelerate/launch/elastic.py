@@ -367,9 +367,8 @@ def start(
     if isinstance(entrypoint, str):
         entrypoint, *arguments = bound([entrypoint, *arguments])
     spec = WorkerSpec(entrypoint=entrypoint, args=tuple(arguments), **shared)
-    rest = {"start_method": config.start_method, "log_line_prefix_template": config.log_line_prefix_template}
-    if hasattr(config, "shutdown_timeout"):  # not in all versions of torch
-        rest["shutdown_timeout"] = config.shutdown_timeout
+    # Not all versions of torch have the second one.
+    rest = {name: getattr(config, name) for name in ("start_method", "shutdown_timeout") if hasattr(config, name)}
     watcher = agent(spec, logs, **rest)
     environment = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNAL_OF_TORCH}
     if isinstance(entrypoint, str):

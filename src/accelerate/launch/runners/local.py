@@ -25,9 +25,8 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
         label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
         return [Process(label, tuple(plan.command), environment)]
     count, meet, number = plan.local_processes, plan.rendezvous, plan.rendezvous.machine
-    shared = {"MASTER_ADDR": meet.host}
-    if meet.port:  # else the system chooses one when the run starts
-        shared["MASTER_PORT"] = meet.port
+    # Without a port, the system chooses one when the run starts.
+    shared = {"MASTER_ADDR": meet.host, **({"MASTER_PORT": meet.port} if meet.port else {})}
     if plan.runner == "machines":
         with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
             address = hardware.local_address(meet.host, meet.port)
