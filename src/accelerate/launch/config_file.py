@@ -55,12 +55,12 @@ def default_path(environ: Mapping[str, str] | None = None) -> str:
 
 def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None = None) -> pathlib.Path | None:
     """Return the configuration file of a run: the one given, which has to exist, else the default one, else None."""
-    path = pathlib.Path(default_path(environ) if given is None else given)
-    if path.exists() and not path.is_dir():
-        return path
-    if given is not None:
-        raise FileNotFoundError(f"--config_file is '{path}': there is no such file; `accelerate config` writes it.")
-    return None
+    path = default_path(environ) if given is None else given
+    if os.path.exists(path) and not os.path.isdir(path):
+        return pathlib.Path(path)
+    if given is None:
+        return None
+    raise FileNotFoundError(f"--config_file is {str(path)!r}: there is no such file; `accelerate config` writes it.")
 
 
 def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:

@@ -84,9 +84,10 @@ def _library(posix: str, windows: str) -> ctypes.CDLL | None:
 
 def _is_split(library: ctypes.CDLL, index: int) -> bool:
     handle, now, pending = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint()
-    lost = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0
-    failed = lost or library.nvmlDeviceGetMigMode(handle, ctypes.byref(now), ctypes.byref(pending)) != 0
-    return lost or (not failed and now.value == 1)
+    if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+        return True
+    failed = library.nvmlDeviceGetMigMode(handle, ctypes.byref(now), ctypes.byref(pending))
+    return failed == 0 and now.value == 1
 
 
 def _visible(selection: str | None, count: int) -> int | None:
