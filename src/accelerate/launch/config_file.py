@@ -219,6 +219,7 @@ class FileSettings:
         return self.content.get("compute_environment") == "AMAZON_SAGEMAKER"
 
     def top_level(self) -> None:
+        """Read all keys."""
         for key, raw in self.content.items():
             if key in SECTIONS:
                 self.section(key, raw)
@@ -230,6 +231,7 @@ class FileSettings:
                 self.add(unknown_key(key, known_keys(self.sagemaker)), str(key))
 
     def distributed_type(self, raw: Any) -> None:
+        """Read the key of this name, which turns a switch on."""
         known: Iterable[str] = SWITCH_OF_DISTRIBUTED_TYPE
         if self.sagemaker:
             from accelerate.config.enums import SageMakerDistributedType  # only for such files
@@ -245,6 +247,7 @@ class FileSettings:
             self.set("num_processes", 1, "distributed_type")
 
     def section(self, section: str, raw: Any) -> None:
+        """Read the keys of a section."""
         if raw is not None and not isinstance(raw, dict):
             self.add(f"{section} is {raw!r:.80}; it must hold keys and values.", section)
             return
@@ -263,6 +266,7 @@ class FileSettings:
             self.values["use_parallelism_config"] = True
 
     def value(self, option: Option, raw: Any, *key: str) -> None:
+        """Read the value of an option, or note what is wrong with it."""
         source = ".".join(key)
         try:
             value = _parsed(option, raw, source)
@@ -275,9 +279,11 @@ class FileSettings:
             self.set(option.name, value, *key)
 
     def set(self, name: str, value: Any, *key: str) -> None:
+        """Keep the value of an option, and the line of its key."""
         self.values[name], self.lines[name] = value, self.lines_of_keys.get(key)
 
     def add(self, text: str, *key: str, fatal: bool = True) -> None:
+        """Note a problem at the line of its key."""
         self.problems.append(Problem(text, self.lines_of_keys.get(key), fatal))
 
 
