@@ -52,9 +52,7 @@ class Cluster:
 
 def _in_file(path: str) -> Iterable[str]:
     """Hosts of a file, one in each line; none where it is no file on this machine."""
-    if not os.path.isfile(path):
-        return ()
-    return pathlib.Path(path).read_text("utf-8", "replace").split()
+    return pathlib.Path(path).read_text("utf-8", "replace").split() if os.path.isfile(path) else ()
 
 
 def _in_pairs(text: str) -> Iterable[str]:

@@ -32,43 +32,12 @@ _OLD_PREFETCH, _PREFETCH = "fsdp_backward_prefetch_policy", "fsdp_backward_prefe
 
 
 @dataclass(frozen=True)
-class FileSettings:
-    """What a configuration file says.
-
-    Attributes:
-        values: option name to value.
-        unused: messages about keys that have no effect.
-        lines: option name to the line that sets it, from 1; None where no line can be named.
-    """
-
-    path: pathlib.Path
-    values: Mapping[str, Any]
-    unused: tuple[str, ...] = ()
-    lines: Mapping[str, int | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Problem:
     """Something wrong in a configuration file; a launch refuses the file only if it is `fatal`."""
 
     text: str
     line: int | None = None
     fatal: bool = True
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """A configuration file with everything that is wrong in it, in order.
-
-    Attributes:
-        notes: what is right but worth a word: old spellings, keys that are no longer needed.
-        content: the file in today's spelling.
-    """
-
-    settings: FileSettings
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-    content: Mapping[str, Any]
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> str:
@@ -86,14 +55,12 @@ def default_path(environ: Mapping[str, str] | None = None) -> str:
 
 def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None = None) -> pathlib.Path | None:
     """Return the configuration file of a run: the one given, which has to exist, else the default one, else None."""
+    path = default_path(environ) if given is None else given
+    if os.path.exists(path) and not os.path.isdir(path):
+        return pathlib.Path(path)
     if given is None:
-        path = default_path(environ)
-        return pathlib.Path(path) if os.path.isfile(path) else None
-    if not os.path.exists(given) or os.path.isdir(given):
-        raise FileNotFoundError(
-            f"--config_file is {str(given)!r}: there is no such file; `accelerate config` writes it."
-        )
-    return pathlib.Path(given)
+        return None
+    raise FileNotFoundError(f"--config_file is {str(path)!r}: there is no such file; `accelerate config` writes it.")
 
 
 def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
@@ -147,10 +114,9 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, int]]
     except Exception as error:
         said = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:300]
         raise LaunchError(f"The configuration file {path} cannot be read: {said or type(error).__name__}") from error
-    if content is None:
-        raise LaunchError(f"The configuration file {path} is empty. `accelerate config` writes one.")
     if not isinstance(content, dict):
-        raise LaunchError(f"The configuration file {path} holds a {type(content).__name__}, not keys and values.")
+        found = "is empty" if content is None else f"holds a {type(content).__name__}, not keys and values"
+        raise LaunchError(f"The configuration file {path} {found}. `accelerate config` writes one.")
     return content, lines
 
 
@@ -197,7 +163,7 @@ def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dic
     return new
 
 
-def read(path: pathlib.Path) -> FileSettings:
+def read(path: pathlib.Path) -> "FileSettings":
     """Read a configuration file in terms of options; a LaunchError names what a launch refuses."""
     found = inspect(path)
     fatal = [problem for problem in found.problems if problem.fatal]
@@ -206,34 +172,54 @@ def read(path: pathlib.Path) -> FileSettings:
         if len(fatal) > 5:
             said.append(f"And {len(fatal) - 5} more; `accelerate config validate {path}` lists all.")
         raise LaunchError(f"The configuration file {path} is not accepted: {' '.join(said)}")
-    return found.settings
+    return found
 
 
-def inspect(path: pathlib.Path) -> Inspection:
+def inspect(path: pathlib.Path) -> "FileSettings":
     """Compare a configuration file with the option table, and go on where something is wrong."""
     content, lines = _load(path)
     notes: list[str] = []
-    validator = _Validator(modernise(content, notes), lines)
-    validator.top_level()
-    problems = tuple(sorted(validator.problems, key=lambda problem: problem.line or 0))
-    unused = [problem.text for problem in problems if not problem.fatal]
-    unused += [note for note in notes if "no effect" in note]
-    settings = FileSettings(path, validator.values, tuple(f"{text} (in {path})" for text in unused), validator.lines)
-    return Inspection(settings, problems, tuple(notes), validator.content)
+    found = FileSettings(path, modernise(content, notes), notes, lines)
+    found.top_level()
+    found.problems.sort(key=lambda problem: problem.line or 0)
+    return found
 
 
-class _Validator:
-    """Turns the content of a file into values of options, and notes what does not fit the table."""
+@dataclass
+class FileSettings:
+    """What a configuration file says in terms of options, and everything that is wrong in it.
 
-    def __init__(self, content: dict[str, Any], lines_of_keys: Mapping[Key, int]) -> None:
-        self.content = content
-        self.lines_of_keys = lines_of_keys
-        self.values: dict[str, Any] = {}
-        self.lines: dict[str, int | None] = {}
-        self.problems: list[Problem] = []
-        self.sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
+    Attributes:
+        content: the file in today's spelling.
+        notes: what is right but worth a word: old spellings, keys that are no longer needed.
+        lines_of_keys: the lines of the keys of the file, from 1.
+        values: option name to value.
+        lines: option name to the line that sets it; None where no line can be named.
+        problems: in the order of their lines.
+    """
+
+    path: pathlib.Path
+    content: dict[str, Any]
+    notes: list[str]
+    lines_of_keys: Mapping[Key, int]
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, int | None] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Messages about keys that have no effect."""
+        unused = [problem.text for problem in self.problems if not problem.fatal]
+        unused += [note for note in self.notes if "no effect" in note]
+        return tuple(f"{text} (in {self.path})" for text in unused)
+
+    @property
+    def sagemaker(self) -> bool:
+        """Whether the file describes a job of Amazon SageMaker."""
+        return self.content.get("compute_environment") == "AMAZON_SAGEMAKER"
 
     def top_level(self) -> None:
+        """Read all keys."""
         for key, raw in self.content.items():
             if key in SECTIONS:
                 self.section(key, raw)
@@ -245,6 +231,7 @@ class _Validator:
                 self.add(unknown_key(key, known_keys(self.sagemaker)), str(key))
 
     def distributed_type(self, raw: Any) -> None:
+        """Read the key of this name, which turns a switch on."""
         known: Iterable[str] = SWITCH_OF_DISTRIBUTED_TYPE
         if self.sagemaker:
             from accelerate.config.enums import SageMakerDistributedType  # only for such files
@@ -260,6 +247,7 @@ class _Validator:
             self.set("num_processes", 1, "distributed_type")
 
     def section(self, section: str, raw: Any) -> None:
+        """Read the keys of a section."""
         if raw is not None and not isinstance(raw, dict):
             self.add(f"{section} is {raw!r:.80}; it must hold keys and values.", section)
             return
@@ -278,6 +266,7 @@ class _Validator:
             self.values["use_parallelism_config"] = True
 
     def value(self, option: Option, raw: Any, *key: str) -> None:
+        """Read the value of an option, or note what is wrong with it."""
         source = ".".join(key)
         try:
             value = _parsed(option, raw, source)
@@ -290,9 +279,11 @@ class _Validator:
             self.set(option.name, value, *key)
 
     def set(self, name: str, value: Any, *key: str) -> None:
+        """Keep the value of an option, and the line of its key."""
         self.values[name], self.lines[name] = value, self.lines_of_keys.get(key)
 
     def add(self, text: str, *key: str, fatal: bool = True) -> None:
+        """Note a problem at the line of its key."""
         self.problems.append(Problem(text, self.lines_of_keys.get(key), fatal))
 
 

@@ -267,10 +267,9 @@ class Agent(OpenAgent):
         attempt, attempts = self._attempt()
         self.reporter.failed(result.failures, attempt, attempts if self.restarts_left else attempt)
         if failure.HUNG not in (ended.exitcode for ended in result.failures.values()):
-            for report in filter(
-                None, (_text(failure.beside(path, failure.HANG)) for path in self.error_files.values())
-            ):
-                self.reporter.tell("before that some ranks waited:", *report.splitlines())
+            for path in self.error_files.values():
+                if report := _text(failure.beside(path, failure.HANG)):
+                    self.reporter.tell("before that some ranks waited:", *report.splitlines())
 
     def _complete_logs(self) -> None:
         """Append tracebacks that were left to the launcher to the output files of their processes."""
@@ -320,11 +319,9 @@ def stopped_by(number: int) -> SignalException:
 
 def _read(path: str) -> Mapping[str, Any] | None:
     """Return our part of an error file, or None."""
-    try:
-        record = json.loads(_text(path)).get(failure.OURS)
-    except (ValueError, AttributeError):
-        return None
-    return record
+    with contextlib.suppress(ValueError, AttributeError):
+        return json.loads(_text(path)).get(failure.OURS)
+    return None
 
 
 def _text(path: str) -> str:
@@ -338,47 +335,41 @@ def _text(path: str) -> str:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def make_config(
-    num_processes: int,
-    rendezvous: Rendezvous | RendezvousHandler,
-    log_dir: str,
-    tee: Mapping[int, Std] | None = None,
-    **rest: Any,
-) -> LaunchConfig:
-    """Return the settings of torch's launcher; `log_dir` holds error files, and the output that `tee` copies."""
-    logs = DefaultLogsSpecs(log_dir, tee=dict(tee or {}))
-    settings = {"run_id": f"accelerate-{os.getpid()}", "rdzv_configs": {"handler": rendezvous}, **rest}
-    return LaunchConfig(1, 1, num_processes, logs_specs=logs, **settings)
-
-
 def start(
-    config: LaunchConfig,
     entrypoint: Callable[..., Any] | str,
     arguments: tuple[Any, ...],
     environment: Mapping[str, str],
-    verbose: bool = False,
+    processes: int,
+    rendezvous: Rendezvous | RendezvousHandler,
+    log_dir: str,
+    tee: Mapping[int, Std] | None = None,
     agent: type[Agent] = Agent,
     reporter: Reporter | None = None,
+    verbose: bool = False,
+    **settings: Any,
 ) -> None:
     """Start processes and wait for all of them; a failed one, or a signal, stops the others, and none stays behind.
 
-    `environment` holds all their variables; `verbose` lets torch log failures in its own words. Raises torch's
+    `environment` holds all their variables; `log_dir` holds error files, and the output that `tee` copies; `settings`
+    are fields of torch's LaunchConfig; `verbose` lets torch log failures in its own words. Raises torch's
     ChildFailedError or SignalException.
     """
-    handler = config.rdzv_configs["handler"]
-    if isinstance(handler, Rendezvous):
-        timeout = float(handler.settings.get("timeout", 600))
-        handler = StoreRendezvous(store.LOOPBACK, handler.port, 0, 1, config.run_id, timeout)
+    logs = DefaultLogsSpecs(log_dir, tee=dict(tee or {}))
+    config = LaunchConfig(1, 1, processes, logs, **{"run_id": f"accelerate-{os.getpid()}", **settings})
+    if isinstance(rendezvous, Rendezvous):
+        timeout = float(rendezvous.settings.get("timeout", 600))
+        rendezvous = StoreRendezvous(store.LOOPBACK, rendezvous.port, 0, 1, config.run_id, timeout)
+    else:
+        environment = {**rendezvous.variables, **environment}
     # Torch's launcher would build its own agent from the same fields, and takes no other class.
     shared = {name: getattr(config, name) for name in ("role", "max_restarts", "monitor_interval")}
-    shared |= {"local_world_size": config.nproc_per_node, "rdzv_handler": handler}
+    shared |= {"local_world_size": processes, "rdzv_handler": rendezvous}
     if isinstance(entrypoint, str):
         entrypoint, *arguments = bound([entrypoint, *arguments])
     spec = WorkerSpec(entrypoint=entrypoint, args=tuple(arguments), **shared)
-    rest = {"start_method": config.start_method, "log_line_prefix_template": config.log_line_prefix_template}
-    if hasattr(config, "shutdown_timeout"):  # not in all versions of torch
-        rest["shutdown_timeout"] = config.shutdown_timeout
-    watcher = agent(spec, config.logs_specs, **rest)
+    # Not all versions of torch have the second one.
+    rest = {name: getattr(config, name) for name in ("start_method", "shutdown_timeout") if hasattr(config, name)}
+    watcher = agent(spec, logs, **rest)
     environment = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNAL_OF_TORCH}
     if isinstance(entrypoint, str):
         environment[failure.LAUNCHER] = str(os.getpid())  # the processes leave their tracebacks to the launcher

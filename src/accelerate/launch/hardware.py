@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import importlib.util
-import ipaddress
 import os
 import pathlib
 import re
@@ -166,8 +165,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    return [(family, target) for family, _, _, _, target in found]
+    return [(family, target) for family, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)]
 
 
 def _sources(targets: Iterable[tuple[int, tuple]]) -> list[str]:
@@ -181,7 +179,4 @@ def _sources(targets: Iterable[tuple[int, tuple]]) -> list[str]:
 
 
 def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    return address == "::1" or re.fullmatch(r"127(\.\d+){3}", address) is not None

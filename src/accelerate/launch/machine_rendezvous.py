@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from accelerate._warn import printable
 from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
-from accelerate.launch.plan import Machines, Rendezvous
+from accelerate.launch.plan import Rendezvous
 from accelerate.runtime.failure import MACHINES, PREEMPTED
 from accelerate.runtime.store import serve
 
@@ -88,28 +88,26 @@ class MachineRendezvous(StaticTCPRendezvous):
 
     A RunError says that machine 0 cannot be looked up or reached. `meet.settings` hold the seconds to wait for the
     others (`join_timeout`, or `timeout`) and those of silence after which a machine is lost (`heartbeat_timeout`).
-    Without a rank in `machines`, the machine that has the address is 0, and each of the others takes a free number.
+    Without `meet.machine`, the machine that has the address is 0, and each of the others takes a free number.
     `variables` let the processes talk through the interface that the other machines reach.
     """
 
-    def __init__(
-        self, meet: Rendezvous, machines: Machines, processes: int, restarts: int = 0, report: Callable = print
-    ) -> None:
-        host, port, machine, conf = meet.host, meet.port, machines.rank, meet.settings
+    def __init__(self, meet: Rendezvous, processes: int, restarts: int = 0, report: Callable = print) -> None:
+        host, port, machines, machine, conf = meet.host, meet.port, meet.machines, meet.machine, meet.settings
         self.join_timeout = float(conf.get("join_timeout", conf.get("timeout", 600)))
         self.heartbeat_timeout = float(conf.get("heartbeat_timeout", 30))
-        super().__init__(host, port, machine or 0, machines.count, "accelerate_machines", self.join_timeout)
-        self.host, self.port, self.machines, self.machine, self.report = host, port, machines.count, machine, report
+        super().__init__(host, port, machine or 0, machines, "accelerate_machines", self.join_timeout)
+        self.host, self.port, self.machines, self.machine, self.report = host, port, machines, machine, report
         address = hardware.local_address(host, port)
         self.variables = hardware.gloo_variables(address)
         self.is_host = machine == 0 or (machine is None and hardware.is_this_machine(host))
         # Machines without a number try them in different orders, so that each finds a free one soon.
-        free = random.SystemRandom().sample(range(1, machines.count), max(machines.count - 1, 0))
+        free = random.SystemRandom().sample(range(1, machines), max(machines - 1, 0))
         self._numbers = [0] if self.is_host else free if machine is None else [machine]
-        self._record: Record = {"machines": machines.count, "processes": processes, "restarts": restarts, "beat": 0}
+        self._record: Record = {"machines": machines, "processes": processes, "restarts": restarts, "beat": 0}
         self._record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex[:12]}
         self._place = f"{host}, port {port}"
-        self._pause = max(_LOOK_S, machines.count / _LOOKS_PER_SECOND)
+        self._pause = max(_LOOK_S, machines / _LOOKS_PER_SECOND)
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self.names: dict[int, str] = {}  # of all machines on machine 0; of that one and this one elsewhere
         # The store of the run and that of a round, which machine 0 holds; and the connections to the first.
@@ -176,11 +174,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         begun = _value(store, f"begun/{name}")
         if begun is None:
             self._write_record(store, name)
-            missing = (
-                self._arrange(store, name) if self.is_host else store.compare_set(f"missing/{name}", "", "").decode()
-            )
-            if not self.is_host and (host := _value(store, f"member/{name}/0")) is not None:
-                self._check_agreement(json.loads(host))
+            if self.is_host:
+                missing = self._arrange(store, name)
+            else:
+                missing = store.compare_set(f"missing/{name}", "", "").decode()
+                if (host := _value(store, f"member/{name}/0")) is not None:
+                    self._check_agreement(json.loads(host))
             if missing or not self.is_host:
                 machine = f"machine {missing} of {self.machines} (numbered from 0)" if missing else "machine 0"
                 self._wait(f"{machine} to come to {self._place}")
@@ -192,9 +191,7 @@ class MachineRendezvous(StaticTCPRendezvous):
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
             self._wait(f"the run at {self._place}, to restart: it has begun without this machine")
             return None
-        self.run_id = (
-            f"{MACHINES}{name[:12]}"  # torch names the folder of logs so: several machines may share --log_dir
-        )
+        self.run_id = f"{MACHINES}{name[:12]}"  # torch's name for the folder of logs: machines may share --log_dir
         self.name, self.round, self.members = name, int(name.rpartition("/")[2]), begun["members"]
         if not self.is_host:
             self.names = {0: begun["host"], self.machine: _named(self._record | {"machine": self.machine})}
@@ -231,10 +228,11 @@ class MachineRendezvous(StaticTCPRendezvous):
         """Begin the round on machine 0 if all machines wait for it and agree; return the numbers of those that do not wait."""
         keys = [f"member/{name}/{machine}" for machine in range(self.machines)]
         texts = {machine: store.compare_set(key, "", "").decode() for machine, key in enumerate(keys)}
-        fresh = {
-            machine: self._stands_still(keys[machine], text) < _FRESH_S for machine, text in texts.items() if text
+        here = {
+            machine: json.loads(text)
+            for machine, text in texts.items()
+            if text and (self._stands_still(keys[machine], text) < _FRESH_S or machine == 0)
         }
-        here = {machine: json.loads(texts[machine]) for machine, new in fresh.items() if new or machine == 0}
         for other in here.values():
             try:
                 self._check_agreement(other)
@@ -336,9 +334,8 @@ class Heartbeat(threading.Thread):
         self._answered, self._broken = time.monotonic(), ""
         self._state: dict[str, Any] = {"beat": 0}
         self._all: dict[str, Any] = {}  # what machine 0 says of all
-        self._seen = [
-            (0, self._answered)
-        ] * self._machines  # on machine 0: the beat of each, and since when it stands still
+        # On machine 0: the beat of each, and since when it stands still.
+        self._seen = [(0, self._answered)] * self._machines
         self.left = 0  # on machine 0: how many others have left
 
     def publish(self, **words: Any) -> None:

@@ -6,7 +6,7 @@ torch.
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
 import io
 import multiprocessing
@@ -33,12 +33,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from accelerate.config.options import BY_NAME
 from accelerate.launch import elastic, machine_rendezvous
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
-from accelerate.launch.plan import Machines, Rendezvous
+from accelerate.launch.plan import BACKENDS, Rendezvous
 from accelerate.runtime import failure, torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.runtime.ranks import DEFAULT_PORT
 
-_BACKENDS = ("static", "c10d")
 # What the command line calls otherwise than `notebook_launcher`.
 _NAMES = {
     "main_process_ip": "master_addr",
@@ -176,7 +175,7 @@ def check(request: Request) -> None:
         ("monitor_interval", isinstance(interval, (int, float)) and interval > 0, "give a number of seconds above 0"),
         ("mixed_precision", request.precision is not None, "choose one of no, fp16, bf16, fp8"),
         ("use_port", re.fullmatch(r"\d{0,5}", str(request.use_port or "")) and request.port <= 65535, "give a port"),
-        ("rdzv_backend", request.rdzv_backend in _BACKENDS, f"choose one of {', '.join(_BACKENDS)}"),
+        ("rdzv_backend", request.rdzv_backend in BACKENDS, f"choose one of {', '.join(BACKENDS)}"),
         ("rdzv_endpoint", re.fullmatch(r"(.+:\d{1,5})?", request.rdzv_endpoint), "give host:port"),
     ):
         if not fits:
@@ -261,10 +260,7 @@ class Worker:
 
 def _sent(function: Callable[..., Any]) -> bytes:
     """Return a function as bytes: one of a cell by value, if cloudpickle is installed; else by its name, as pickle does."""
-    try:
-        pickler = importlib.import_module("cloudpickle")
-    except ImportError:
-        pickler = pickle
+    pickler = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
     try:
         return pickler.dumps(function)
     except Exception as error:
@@ -392,8 +388,11 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
             function = functools.partial(request.function, *request.args)
             worker = Worker(function, request.log_line_prefix_template, method)
-            config, agent, more = _configured(request, num_processes, directory, method)
-            elastic.start(config, worker, (), {**more, **environment}, agent=agent)
+            rendezvous, agent = _rendezvous(request, num_processes)
+            settings = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
+            settings |= {"run_id": request.rdzv_id} if request.rdzv_id != "none" else {}
+            settings |= {"agent": agent, "start_method": method}
+            elastic.start(worker, (), environment, num_processes, rendezvous, directory, **settings)
     except ChildFailedError as error:
         found = endings_of(error.failures)
         if found[0].exitcode == PREEMPTED:
@@ -413,26 +412,17 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         raise MeetingError(_why_no_rendezvous(request, error)) from error
 
 
-def _configured(request: Request, num_processes: int, directory: str, method: str) -> tuple[Any, type, dict[str, str]]:
-    """Return torch's configuration, the class of its agent, and further variables of the processes."""
+def _rendezvous(request: Request, num_processes: int) -> tuple[Any, type[elastic.Agent]]:
+    """Return how the processes find each other, and the class of the agent."""
     settings = request.rdzv_conf or {}
-    agent, variables = FunctionAgent, {}
-    rendezvous = Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings)
-    if request.num_nodes > 1:
-        agent = MachineFunctionAgent
-        host, _, port = request.endpoint.rpartition(":")
-        meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings)
-        # With c10d machines number themselves, and node_rank may be 0 on each of them.
-        numbered = request.rdzv_backend == "static" or request.node_rank > 0
-        machines = Machines(request.num_nodes, request.node_rank if numbered else None)
-        asked = (meet, machines, num_processes, request.max_restarts)
-        rendezvous = machine_rendezvous.MachineRendezvous(*asked, lambda line: print(_in_arguments(line)))
-        variables = rendezvous.variables
-    options = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
-    config = elastic.make_config(num_processes, rendezvous, directory, start_method=method, **options)
-    if request.rdzv_id != "none":
-        config.run_id = request.rdzv_id
-    return config, agent, variables
+    if request.num_nodes == 1:
+        return Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings), FunctionAgent
+    host, _, port = request.endpoint.rpartition(":")
+    # With c10d machines number themselves, and node_rank may be 0 on each of them.
+    number = request.node_rank if request.rdzv_backend == "static" or request.node_rank > 0 else None
+    meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings, request.num_nodes, number)
+    asked = (meet, num_processes, request.max_restarts, lambda line: print(_in_arguments(line)))
+    return machine_rendezvous.MachineRendezvous(*asked), MachineFunctionAgent
 
 
 def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> WorkerError:

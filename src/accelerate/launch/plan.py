@@ -20,6 +20,7 @@ class Source(enum.IntEnum):
     COMMAND_LINE = 4
 
 
+BACKENDS = ("static", "c10d")
 _WORDS = {Source.DEFAULT: "default", Source.COMMAND_LINE: "command line"}
 
 
@@ -45,20 +46,16 @@ class Rendezvous:
         backend: "static" (a store of the launcher) or "c10d" (torch's rendezvous).
         host: the name or address of machine 0.
         settings: further settings of the method.
+        machines: how many machines take part.
+        machine: the number of this one, from 0; None where the rendezvous numbers them.
     """
 
     backend: str = "static"
     host: str = "127.0.0.1"
     port: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Machines:
-    """How many machines take part, and the number of this one, from 0; None where the rendezvous numbers them."""
-
-    count: int = 1
-    rank: int | None = 0
+    machines: int = 1
+    machine: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ class LaunchPlan:
     hardware: Hardware
     on_cpu: bool
     runner: str = "single"
-    machines: Machines = Machines()
     rendezvous: Rendezvous = Rendezvous()
     extra: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -94,7 +90,7 @@ class LaunchPlan:
     @property
     def local_processes(self) -> int:
         """How many processes run on this machine."""
-        return self.num_processes // self.machines.count
+        return self.num_processes // self.rendezvous.machines
 
     @property
     def elastic(self) -> bool:
@@ -107,7 +103,7 @@ class LaunchPlan:
         if self["no_python"]:
             return [self.script, *self.script_args]
         # Several processes share a terminal: unbuffered, their lines come out whole and in time.
-        python = [sys.executable, "-u"] if self.elastic else [sys.executable]
+        python = [sys.executable, "-u"] if self.elastic or self.runner == "mpi" else [sys.executable]
         return [*python, *(["-m"] if self["module"] else []), self.script, *self.script_args]
 
 

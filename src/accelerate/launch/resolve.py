@@ -19,7 +19,7 @@ from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS,
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
-from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous, Resolved, Source, features_on
+from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, Source, features_on
 from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # Where none of these is set, no scheduler and no MPI launcher has anything to say.
 _SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
-_BACKENDS = ("static", "c10d")
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
 # Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
@@ -76,7 +75,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
 
     other = _other_launcher(values, on, job)
     task = job.task if job and not other else None
-    machines = Machines() if other or task else _machines(values)
+    meet = Rendezvous() if other or task else _machines(values)
     devices, usable = _devices(values, environ)
     if task:
         count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
@@ -88,10 +87,10 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         count = _count(values, usable, several, f"as {other} finds them")
         local = max(count // several, 1)
     else:
-        count = _count_by_devices(values, devices, usable, machines.count, notes)
-        local = count // machines.count
+        count = _count_by_devices(values, devices, usable, meet.machines, notes)
+        local = count // meet.machines
 
-    runner = other or _own_runner(values, count, machines, task)
+    runner = other or _own_runner(values, count, meet.machines, task)
     if runner not in _REMOTE:
         _check_layout(values, on, notes)
         _share_cores(values, local, job if task else None, notes)
@@ -106,8 +105,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         hardware=devices,
         on_cpu=bool(values["cpu"].value) or devices.device == "cpu",
         runner=runner,
-        machines=machines,
-        rendezvous=_rendezvous(values, machines, notes) if runner in ("local", "machines") else Rendezvous(),
+        rendezvous=_rendezvous(values, meet, notes) if runner in ("local", "machines") else meet,
         extra=MappingProxyType(_extra(values, environ, job if task else None, is_alone)),
         notes=() if task and task.rank else tuple(notes),  # the first task prints them for all
     )
@@ -240,22 +238,22 @@ def _other_launcher(values: Values, on: set[str], job: "Cluster | None") -> str 
     return None
 
 
-def _own_runner(values: Values, count: int, machines: Machines, task: Ranks | None) -> str:
+def _own_runner(values: Values, count: int, machines: int, task: Ranks | None) -> str:
     if task:
         return "single"
-    if machines.count > 1:
+    if machines > 1:
         return "machines"
     logs = values["log_dir"].value is not None or values["tee"].value != "0"
     return "local" if count > 1 or values["max_restarts"].value or logs else "single"
 
 
-def _machines(values: Values) -> Machines:
-    """Return the machines of a run that torch's elastic launcher starts."""
+def _machines(values: Values) -> Rendezvous:
+    """Return how many machines a run of torch's elastic launcher has, and which one this is."""
     if values["num_machines"].value is None:
         values["num_machines"] = replace(values["num_machines"], value=1)
     count, rank = values["num_machines"].value, values["machine_rank"]
     if count == 1:
-        return Machines()
+        return Rendezvous()
     if rank.value is not None and not 0 <= rank.value < count:
         raise LaunchError(f"{_shown(values, 'machine_rank')}; {count} machines are numbered from 0 to {count - 1}.")
     if rank.value is None and values["rdzv_backend"].value == "static":
@@ -268,7 +266,7 @@ def _machines(values: Values) -> Machines:
         values["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
     elif fault := BY_NAME["main_process_port"].check(port.value):
         raise LaunchError(f"{_shown(values, 'main_process_port')}; {fault}, the same on each of them.")
-    return Machines(count, rank.value)
+    return Rendezvous(machines=count, machine=rank.value)
 
 
 def _devices(values: Values, environ: Environ) -> tuple[hardware.Hardware, int]:
@@ -379,12 +377,12 @@ def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: lis
 # How the processes find each other
 
 
-def _rendezvous(values: Values, machines: Machines, notes: list[str]) -> Rendezvous:
+def _rendezvous(values: Values, meet: Rendezvous, notes: list[str]) -> Rendezvous:
     backend, port = values["rdzv_backend"].value, values["main_process_port"].value or 0
-    if backend not in _BACKENDS:
-        raise LaunchError(f"{_shown(values, 'rdzv_backend')}; choose one of {', '.join(_BACKENDS)}.")
-    found = Rendezvous(backend, port=port, settings=_rendezvous_settings(values))
-    if machines.count == 1:
+    if backend not in BACKENDS:
+        raise LaunchError(f"{_shown(values, 'rdzv_backend')}; choose one of {', '.join(BACKENDS)}.")
+    found = replace(meet, backend=backend, port=port, settings=_rendezvous_settings(values))
+    if meet.machines == 1:
         if port:
             _check_port(values)
         return found
@@ -436,15 +434,8 @@ def _rank_variables(values: Values, environ: Environ, tasks: "Cluster") -> dict[
     if address is None:
         where = f"{tasks.source} has started tasks on {machines} machines, and does not say where they meet"
         raise LaunchError(f"{where}. Give --main_process_ip, the address of the machine of rank 0, to all of them.")
-    known = {
-        "RANK": task.rank,
-        "WORLD_SIZE": task.world_size,
-        "LOCAL_RANK": task.local_rank,
-        "LOCAL_WORLD_SIZE": task.local_world_size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": values["main_process_port"].value or environ.get("MASTER_PORT") or DEFAULT_PORT,
-    }
-    return {name: str(value) for name, value in known.items() if value is not None}
+    port = values["main_process_port"].value or environ.get("MASTER_PORT") or DEFAULT_PORT
+    return {**task.variables, "MASTER_ADDR": str(address), "MASTER_PORT": str(port)}
 
 
 def _shown(values: Mapping[str, Resolved], name: str) -> str:

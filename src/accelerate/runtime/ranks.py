@@ -41,6 +41,13 @@ class Ranks:
     local_world_size: int | None
     source: str
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The numbers that are known, in torchrun's words."""
+        numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+        named = zip(SCHEMES[0][1], numbers, strict=True)
+        return {name: str(number) for name, number in named if number is not None}
+
 
 ALONE = Ranks(0, 1, 0, 1, "single")
 
@@ -172,10 +179,8 @@ def export(ranks: Ranks) -> None:
     ValueError if processes run on several machines and no variable says where they meet.
     """
     environ = os.environ
-    numbers = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size)
-    for name, value in zip(SCHEMES[0][1], numbers, strict=True):
-        if value is not None:
-            environ.setdefault(name, str(value))
+    for name, value in ranks.variables.items():
+        environ.setdefault(name, value)
     meeting = slurm_address(environ) if ranks.source == "Slurm" else None
     if meeting is None and ranks.local_world_size in (None, ranks.world_size):
         port = mpi_port(environ) if ranks.source in _MPI and not environ.get("MASTER_PORT") else None

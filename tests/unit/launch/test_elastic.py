@@ -46,9 +46,9 @@ def run(tmp_path, monkeypatch):
     def run(program, started=None, **rest):
         reporter = Mock()
         reporter.started.side_effect = started
-        config = elastic.make_config(2, Rendezvous(), str(tmp_path / "logs"), monitor_interval=0.02, **rest)
+        asked = (sys.executable, ("-c", PRELUDE + program), os.environ, 2, Rendezvous(), str(tmp_path / "logs"))
         try:
-            elastic.start(config, sys.executable, ("-c", PRELUDE + program), os.environ, reporter=reporter)
+            elastic.start(*asked, reporter=reporter, monitor_interval=0.02, **rest)
         except (ChildFailedError, SignalException) as error:
             return reporter, error
         return reporter, None
@@ -99,8 +99,8 @@ def _variables_of_a_function(path):
 def test_variables_are_those_of_the_run_and_come_back(run, tmp_path, monkeypatch):
     monkeypatch.setenv("BEFORE", "1")
     assert run("json.dump(dict(os.environ), open(f'program{rank}', 'w'))")[1] is None
-    config = elastic.make_config(1, Rendezvous(), str(tmp_path / "logs"), start_method="fork")
-    elastic.start(config, _variables_of_a_function, (str(tmp_path / "function"),), {"DURING": "2"})
+    asked = (_variables_of_a_function, (str(tmp_path / "function"),), {"DURING": "2"}, 1, Rendezvous())
+    elastic.start(*asked, str(tmp_path / "logs"), start_method="fork")
     program, function = [json.loads((tmp_path / name).read_text()) for name in ("program0", "function")]
     assert program[failure.LAUNCHER] == str(os.getpid()) and program["BEFORE"] == "1"
     assert function["DURING"] == "2" and not {failure.LAUNCHER, "BEFORE"}.intersection(function)
@@ -185,16 +185,15 @@ def _ends_itself():
 
 @posix
 def test_a_forked_process_has_no_processes_to_forward_signals_to(tmp_path):
-    config = elastic.make_config(1, Rendezvous(), str(tmp_path), start_method="fork")
     with pytest.raises(ChildFailedError) as caught:
-        elastic.start(config, _ends_itself, (), os.environ)
+        elastic.start(_ends_itself, (), os.environ, 1, Rendezvous(), str(tmp_path), start_method="fork")
     # Up to 2.9 torch leaves its own handler in the child, which raises.
     assert caught.value.failures[0].exitcode in (-signal.SIGTERM, 1)
 
 
 def _start(folder, mark):
     program = ("-c", "import time; time.sleep(300)", mark)
-    elastic.start(elastic.make_config(8, Rendezvous(), folder), sys.executable, program, os.environ)
+    elastic.start(sys.executable, program, os.environ, 8, Rendezvous(), folder)
 
 
 def _marked(mark):

@@ -8,7 +8,7 @@ import pytest
 from accelerate.launch import machine_rendezvous
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import MachineRendezvous
-from accelerate.launch.plan import Machines, Rendezvous
+from accelerate.launch.plan import Rendezvous
 from accelerate.utils.other import get_free_port
 
 
@@ -19,8 +19,8 @@ def at():
 
     def at(machine, machines=2, processes=1, restarts=0, join_timeout=20.0, heartbeat_timeout=20.0):
         times = {"join_timeout": join_timeout, "heartbeat_timeout": heartbeat_timeout}
-        meet = Rendezvous(host="127.0.0.1", port=port, settings=times)
-        return MachineRendezvous(meet, Machines(machines, machine), processes, restarts, lambda line: None)
+        meet = Rendezvous("static", "127.0.0.1", port, times, machines, machine)
+        return MachineRendezvous(meet, processes, restarts, lambda line: None)
 
     return at
 

@@ -3,7 +3,7 @@
 import pytest
 
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.plan import Machines, Rendezvous, Source
+from accelerate.launch.plan import Rendezvous, Source
 
 TWO = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1 --main_process_port 29501"
 
@@ -24,6 +24,11 @@ def srun(monkeypatch):
     return be
 
 
+def numbers(plan):
+    """Return how many machines there are, and which one this is."""
+    return plan.rendezvous.machines, plan.rendezvous.machine
+
+
 def test_each_gpu_of_each_machine_has_a_process(plan, gpus):
     gpus(4)
     assert plan("--num_machines 2 --machine_rank 0 --main_process_ip a").num_processes == 8
@@ -41,17 +46,17 @@ def test_settings_of_the_rendezvous(plan):
 def test_the_command_line_wins_over_a_scheduler_and_that_over_a_file(plan, srun, default_file):
     srun(1, 1, "1,1")
     result = plan("--cpu --num_processes 4")
-    assert result.machines == Machines(2, 1) and result.local_processes == 2
-    assert result.rendezvous == Rendezvous("static", "n1", 20007)
+    assert numbers(result) == (2, 1) and result.local_processes == 2
+    assert result.rendezvous == Rendezvous("static", "n1", 20007, machines=2, machine=1)
     resolved = result.settings["num_machines"]
     assert (resolved.source, resolved.origin) == (Source.ENVIRONMENT, "Slurm")
     result = plan(f"{TWO} --machine_rank 0")
-    assert result.machines == Machines(2, 0) and result.rendezvous.host == "10.0.0.1"
+    assert numbers(result) == (2, 0) and result.rendezvous.host == "10.0.0.1"
     result = plan("--cpu --num_machines 1")
-    assert result.machines == Machines() and "not 2 as with Slurm" in result.notes[0]
+    assert numbers(result) == (1, 0) and "not 2 as with Slurm" in result.notes[0]
     default_file("{distributed_type: NO, num_machines: 1, machine_rank: 0, num_processes: 2, main_process_ip: old}")
     result = plan("--cpu")
-    assert result.machines == Machines(2, 1) and result.rendezvous.host == "n1"
+    assert numbers(result) == (2, 1) and result.rendezvous.host == "n1"
     assert any("main_process_ip is 'n1' (from Slurm), not 'old'" in note for note in result.notes)
 
 
@@ -59,8 +64,8 @@ def test_each_task_of_a_scheduler_is_a_process(plan, srun):
     srun(3, 1, "2,2")
     result = plan("--cpu --tee 3")
     assert result.runner == "single" and result.num_processes == 4 and result.notes == (), "the first task prints them"
-    numbers = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert dict(result.extra) == {**numbers, "MASTER_ADDR": "n1", "MASTER_PORT": "20007"}
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert dict(result.extra) == {**ranks, "MASTER_ADDR": "n1", "MASTER_PORT": "20007"}
     assert result["num_cpu_threads_per_process"] == 4, "two tasks share the 8 cores"
     with pytest.raises(LaunchError, match="Slurm has started 4 tasks"):
         plan("--cpu --num_processes 8")
@@ -82,7 +87,7 @@ def test_where_tasks_meet(plan, srun):
 def test_a_launch_that_leaves_the_tasks_joins_none_of_them(plan, srun):
     srun(1, 0, "2")
     result = plan("--cpu --num_machines 2 --num_processes 2 --machine_rank 0 --main_process_ip a")
-    assert result.machines == Machines(2, 0) and dict(result.extra) == {}
+    assert numbers(result) == (2, 0) and dict(result.extra) == {}
     srun(1, 0, "2,2")
     result = plan("--cpu --num_machines 1")
     assert result.runner == "single" and dict(result.extra) == {"RANK": "0", "WORLD_SIZE": "1"}

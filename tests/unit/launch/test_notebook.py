@@ -53,27 +53,27 @@ def start(monkeypatch):
     """Let torch's launcher do something else; run a request on it."""
 
     def run(error=None, **arguments):
-        def instead(config, worker, args, environment, **more):
-            run.config, run.environment, run.prefix = config, environment, worker.prefix
+        def instead(worker, args, environment, processes, rendezvous, log_dir, **settings):
+            run.environment, run.prefix = environment, worker.prefix
+            run.asked = types.SimpleNamespace(processes=processes, rendezvous=rendezvous, **settings)
             if error is not None:
                 raise error
 
         monkeypatch.setattr(elastic, "start", instead)
         notebook.run(Request(train, **arguments), {"A": "1"}, 2)
-        return run.config
+        return run.asked
 
     return run
 
 
 def test_what_the_user_asks_for_arrives(start):
-    config = start(max_restarts=3, monitor_interval=0.5)
-    assert (config.min_nodes, config.nproc_per_node, config.max_restarts, config.monitor_interval) == (1, 2, 3, 0.5)
-    assert (config.start_method, config.rdzv_configs["handler"].port, start.environment["A"]) == ("fork", 0, "1")
-    assert config.run_id.startswith("accelerate-") and start.prefix is None
+    asked = start(max_restarts=3, monitor_interval=0.5)
+    assert (asked.processes, asked.max_restarts, asked.monitor_interval) == (2, 3, 0.5)
+    assert (asked.start_method, asked.rendezvous.port, start.environment["A"]) == ("fork", 0, "1")
+    assert not hasattr(asked, "run_id") and start.prefix is None
     c10d = {"rdzv_backend": "c10d", "use_port": 29501, "rdzv_id": "mine", "rdzv_conf": {"timeout": 7}}
-    config = start(log_line_prefix_template="[${rank}] ", **c10d)
-    handler = config.rdzv_configs["handler"]
-    assert (handler.port, handler.settings["timeout"], config.run_id) == (29501, 7, "mine")
+    asked = start(log_line_prefix_template="[${rank}] ", **c10d)
+    assert (asked.rendezvous.port, asked.rendezvous.settings["timeout"], asked.run_id) == (29501, 7, "mine")
     assert start.prefix == "[${rank}] "
 
 

@@ -33,10 +33,10 @@ def get_user_input() -> Any:
     return _ask(None)
 
 
-def _ask(before: files.Inspection | None) -> Any:
+def _ask(before: files.FileSettings | None) -> Any:
     """Ask for all settings; those of the file that is replaced are the defaults."""
     asker = Asker()
-    content, values = (before.content, before.settings.values) if before else ({}, {})
+    content, values = (before.content, before.values) if before else ({}, {})
     was = str(content.get("compute_environment")) == "AMAZON_SAGEMAKER"
     if asker.choose("Where should the training run?", ["Machines of your own", "Amazon SageMaker"], int(was)) == 1:
         from accelerate.commands.config.sagemaker import ask_sagemaker

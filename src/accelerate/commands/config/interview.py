@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from accelerate.config.options import NEEDS_DEVICES, OPTIONS, PARADIGMS, Option
 from accelerate.config.options.schema import TRUE_OR_FALSE, Chapter, agree, existing_file, json_file, to_bool
-from accelerate.launch.config_file import Inspection, Problem, nearest
+from accelerate.launch.config_file import FileSettings, Problem, nearest
 from accelerate.launch.hardware import Hardware
 
 T = TypeVar("T")
@@ -224,17 +224,17 @@ def _as_written(name: str, value: Any) -> Any:
 # -- what is wrong with values beside each other ----------------------------------------------------------------------
 
 
-def check(found: Inspection) -> tuple[list[Problem], list[str]]:
+def check(found: FileSettings) -> tuple[list[Problem], list[str]]:
     """Return the problems of a configuration file, and notes."""
-    settings = found.settings
-    faults = [*_faults_of_values(settings.values)]
+    values = found.values
+    faults = [*_faults_of_values(values)]
     if str(found.content.get("compute_environment")) != "AMAZON_SAGEMAKER":
-        faults += contradictions(settings.values)
-        if settings.values.get("num_machines", 1) > 1 and settings.values.get("main_process_ip") is None:
-            count = settings.values["num_machines"]
+        faults += contradictions(values)
+        if values.get("num_machines", 1) > 1 and values.get("main_process_ip") is None:
+            count = values["num_machines"]
             text = f"num_machines is {count}, and main_process_ip, the address of machine 0, is missing."
             faults.append(("num_machines", text))
-    problems = [*found.problems, *(Problem(text, settings.lines.get(name), fatal=False) for name, text in faults)]
+    problems = [*found.problems, *(Problem(text, found.lines.get(name), fatal=False) for name, text in faults)]
     missing = "distributed_type is missing; NO is taken for it, but other readers of such files insist on it."
     notes = [*found.notes, *([] if "distributed_type" in found.content else [missing])]
     return sorted(problems, key=lambda problem: problem.line or 0), notes

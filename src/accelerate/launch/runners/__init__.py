@@ -129,11 +129,11 @@ def summary(plan: LaunchPlan) -> str:
 def _meeting(plan: LaunchPlan) -> list[str]:
     if not plan.elastic:
         return []
-    meet, here = plan.rendezvous, plan.machines
+    meet = plan.rendezvous
     lines = [f"They meet at {meet.host}, port {meet.port or 'chosen by the system'} ({meet.backend})."]
-    if here.count > 1:
-        number = "takes its number when they meet" if here.rank is None else f"is machine {here.rank}"
-        lines.append(f"{here.count} machines take part, {plan.local_processes} processes each; this one {number}.")
+    if meet.machines > 1:
+        number = "takes its number when they meet" if meet.machine is None else f"is machine {meet.machine}"
+        lines.append(f"{meet.machines} machines take part, {plan.local_processes} processes each; this one {number}.")
     return lines
 
 
@@ -160,13 +160,11 @@ def _processes(plan: LaunchPlan, started: Sequence[Process], environ: Mapping[st
         lines += ["Each of them gets these variables, and those of this shell:", *_variables(common), ""]
     for process, variables in zip(started, own, strict=True):
         first, *others = process.command
-        called = (
-            f"{first}({', '.join(others)})" if plan.runner == "sagemaker" else shlex.join(command(process.command))
-        )
-        lines.append(f"{process.label}: {called}")
-        lines += _variables(variables - common)
-        gone = [] if plan.runner == "sagemaker" else sorted(set(environ) - set(process.environment))
-        lines += [f"  without {', '.join(gone)}"] if gone else []
+        is_call = plan.runner == "sagemaker"  # of its SDK, and no program with the variables of this shell
+        called = f"{first}({', '.join(others)})" if is_call else shlex.join(command(process.command))
+        lines += [f"{process.label}: {called}", *_variables(variables - common)]
+        gone = sorted(set(environ) - set(process.environment))
+        lines += [f"  without {', '.join(gone)}"] if gone and not is_call else []
     return lines
 
 

@@ -82,9 +82,8 @@ def command(options: Mapping[str, Any], script: str, script_args: Sequence[str])
     include, exclude = options["deepspeed_inclusion_filter"], options["deepspeed_exclusion_filter"]
     if include and exclude:
         raise LaunchError("--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other.")
-    words = ["deepspeed"]
-    if options["deepspeed_hostfile"]:
-        words += ["--hostfile", str(options["deepspeed_hostfile"])]
+    path, address = options["deepspeed_hostfile"], options["main_process_ip"]
+    words = ["deepspeed", *(["--hostfile", str(path)] if path else [])]
     if name == "nossh":
         words += ["--node_rank", str(options["machine_rank"] or 0), "--no_ssh", "--no_local_rank"]
     else:
@@ -93,8 +92,7 @@ def command(options: Mapping[str, Any], script: str, script_args: Sequence[str])
         words += ["--include" if include else "--exclude", str(include or exclude)]
     elif name not in _BY_SLOTS:
         words += ["--num_gpus", str(count // machines)]
-    if options["main_process_ip"]:
-        words += ["--master_addr", str(options["main_process_ip"])]
+    words += ["--master_addr", str(address)] if address else []
     words += ["--master_port", str(options["main_process_port"] or DEFAULT_PORT)]
     words += [f"--{flag}" for flag in ("module", "no_python") if options[flag]]
     return [*words, script, *script_args]

@@ -24,10 +24,9 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     if plan.runner == "single":
         label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
         return [Process(label, tuple(plan.command), environment)]
-    count, meet, number = plan.local_processes, plan.rendezvous, plan.machines.rank
-    shared = {"MASTER_ADDR": meet.host}
-    if meet.port:  # else the system chooses one when the run starts
-        shared["MASTER_PORT"] = meet.port
+    count, meet, number = plan.local_processes, plan.rendezvous, plan.rendezvous.machine
+    # Without a port, the system chooses one when the run starts.
+    shared = {"MASTER_ADDR": meet.host, **({"MASTER_PORT": meet.port} if meet.port else {})}
     if plan.runner == "machines":
         with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
             address = hardware.local_address(meet.host, meet.port)
@@ -39,7 +38,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
             "ROLE_NAME": plan["role"],
             "ROLE_WORLD_SIZE": plan.num_processes,
             "GROUP_RANK": number,
-            "GROUP_WORLD_SIZE": plan.machines.count,
+            "GROUP_WORLD_SIZE": meet.machines,
             "TORCHELASTIC_MAX_RESTARTS": plan["max_restarts"],
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
@@ -67,16 +66,14 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         from accelerate.launch.machine_rendezvous import MachineAgent as agent
         from accelerate.launch.machine_rendezvous import MachineRendezvous
 
-        asked = (plan.rendezvous, plan.machines, plan.local_processes, plan["max_restarts"])
+        asked = (plan.rendezvous, plan.local_processes, plan["max_restarts"])
         rendezvous = MachineRendezvous(*asked, lambda line: runners.tell(plan, line))
-        environment = {**rendezvous.variables, **environment}
     script, *arguments = plan.command
-    tee = elastic.streams(plan)
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
+    options |= {"tee": elastic.streams(plan), "agent": agent, "verbose": bool(plan["debug"])}
+    options["reporter"] = Reporter(quiet=bool(plan["quiet"]))
     with elastic.directory(plan["log_dir"]) as directory:
-        config = elastic.make_config(plan.local_processes, rendezvous, directory, tee=tee, **options)
-        reporter = Reporter(quiet=bool(plan["quiet"]))
-        elastic.start(config, script, tuple(arguments), environment, bool(plan["debug"]), agent, reporter)
+        elastic.start(script, tuple(arguments), environment, plan.local_processes, rendezvous, directory, **options)
 
 
 @contextlib.contextmanager

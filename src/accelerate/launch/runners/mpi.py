@@ -19,10 +19,7 @@ from accelerate.runtime.ranks import DEFAULT_PORT
 
 _OPTION = "--mpirun_hostfile"
 # What `mpirun --version` prints. MVAPICH's and Intel's are Hydra, as MPICH's is.
-_ANSWERS = {
-    "Open MPI": ("open mpi", "openrte", "open-mpi", "prrte"),
-    "Hydra": ("mvapich", "intel(r) mpi", "hydra", "mpich"),
-}
+_ANSWERS = {"Open MPI": r"open[ -]mpi|openrte|prrte", "Hydra": r"mvapich|intel\(r\) mpi|hydra|mpich"}
 # Settings of Intel's OpenMP for several processes on one machine; those of the user win.
 _OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
 # `name`, `name:2` or `name slots=2`, and further settings. A name that began with a hyphen would be an option of ssh.
@@ -59,10 +56,7 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     else:
         words = ["-hosts", ",".join(shares), "-ppn", str(*each)] if len(each) == 1 else ["-hosts", counted]
         words += ["-genvlist", ",".join(names)] if names else []
-    command = plan.command
-    if not plan["no_python"] and command[1] != "-u":
-        command.insert(1, "-u")
-    return flavour, Process("mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *command), variables)
+    return flavour, Process("mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *plan.command), variables)
 
 
 def _flavour(environment: Mapping[str, str]) -> str:
@@ -71,7 +65,7 @@ def _flavour(environment: Mapping[str, str]) -> str:
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["mpirun", "--version"], env=dict(environment), **streams, text=True, errors="replace")
     for flavour, answers in _ANSWERS.items():
-        if any(words in done.stdout.lower() for words in answers):
+        if re.search(answers, done.stdout, re.I):
             return flavour
     answer = done.stdout.strip()[:200]
     raise LaunchError(f"This mpirun is none of {', '.join(_ANSWERS)}: its --version prints {answer!r}.")

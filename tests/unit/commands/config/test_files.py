@@ -33,8 +33,8 @@ def test_every_setting_of_every_release_is_right_and_kept(place, accelerate, upd
     status, _, err = update(path.name)
     assert (status, err) == (0, "")
     after = config_file.inspect(copy)
-    assert {name: after.settings.values[name] for name in before.values} == before.values
-    assert after.notes == ()
+    assert {name: after.values[name] for name in before.values} == before.values
+    assert after.notes == []
     once = copy.read_bytes()
     status, out, _ = update(path.name)
     assert status == 0 and "in today's shape already" in out and copy.read_bytes() == once

@@ -38,7 +38,7 @@ def test_any_answers_make_a_file_that_reads_back(place, at_random, monkeypatch, 
     config = ask_sagemaker(at_random(seed))
     path = config.save(place / "c.yaml")
     assert load_config_from_file(path) == load_config_from_file(config.save(place / "c.json"))
-    assert config_file.inspect(path).problems == ()
+    assert config_file.inspect(path).problems == []
 
 
 def test_without_boto3_a_role_is_asked_for(scripted, monkeypatch):

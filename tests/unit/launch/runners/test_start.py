@@ -95,7 +95,6 @@ def test_variables_that_stay_here():
 
 
 def test_notes_are_printed_unless_quiet(plan, monkeypatch, capsys):
-    monkeypatch.setattr(elastic, "make_config", lambda *args, **kwargs: None)
     monkeypatch.setattr(elastic, "start", lambda *args, **kwargs: None)
     runners.run(plan("--cpu --num_processes 2"))
     assert capsys.readouterr().err.startswith("accelerate launch: OMP_NUM_THREADS=4 ")
