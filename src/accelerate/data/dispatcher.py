@@ -15,6 +15,7 @@ from accelerate import comm
 from accelerate.data import adapter, broadcast, resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, variant
 from accelerate.data.broadcast import END, FAILED, WAIT, BatchScatter, Round
+from accelerate.data.epoch import EpochIterator
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending, generators_kept, is_stateful
@@ -156,7 +157,7 @@ class DataLoaderDispatcher(PreparedLoader):
         send = _kept if alone else self._connection.send
         try:
             head = self._head() if start and self._layout().num_shards > 1 and not self._drop_last else []
-            batches, _, _ = self._open(pending)
+            batches = iter(EpochIterator(self, pending))
             for message in self._form_rounds(batches, self._shards(), head):
                 yield send(message)
         except Exception as error:

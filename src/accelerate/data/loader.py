@@ -12,7 +12,7 @@ from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_
 from accelerate.data.epoch import EpochIterator
 from accelerate.data.iterable import IterableDatasetShard, has_buffer
 from accelerate.data.resume import Pending, Progress, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, look_ahead
+from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, look_ahead
 from accelerate.data.workers import SeededDataset
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
@@ -173,11 +173,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
         return view
 
-    def _open(self, pending: Pending | None) -> tuple[Iterator[Any], int, EndAhead | None]:
-        """Return the batches of the wrapped loader, the steps before them, and what knows the last one, if anything."""
-        epoch = EpochIterator(self, pending)
-        return iter(epoch), epoch.start, None if self._reads_ahead else epoch.order
-
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
 
@@ -187,27 +182,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self, pending: Pending | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
     ) -> Iterator[Any]:
         """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
-        progress = self._progress
-        batches, start, ahead = self._open(pending)
-        if through is not None:
-            batches = through(batches)
-        progress.batches, progress.at_end = start, False
-        if ahead is None:
-            for number, (batch, is_last) in enumerate(look_ahead(batches), start + 1):
-                progress.batches = number
+        progress, epoch = self._progress, EpochIterator(self, pending)
+        batches, order = iter(epoch), epoch.order
+        if through is not None:  # which reads ahead, so that the indices are further than the batches
+            batches, order = through(batches), None
+        # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
+        # of a plain loop.
+        marked = look_ahead(batches) if order is None else ((batch, order.ended) for batch in batches)
+        progress.batches, progress.at_end = epoch.start, False
+        active = self.gradient_state._active
+        own = active[-1] if active else None
+        for number, (batch, is_last) in enumerate(marked, epoch.start + 1):
+            progress.batches = number
+            if is_last or self.end_of_dataloader or not active or active[-1] is not own:  # not for every batch
                 self._hand_out(is_last)
-                yield batch if place is None else place(batch)
-        else:
-            # The indices tell the end, so no batch is read before its turn: what the dataset draws at random comes in the
-            # order of a plain loop. Written out in one loop, because it runs for every batch of most programs.
-            number, hand_out, active = start, self._hand_out, self.gradient_state._active
-            own = active[-1] if active else None
-            for batch in batches:
-                number += 1
-                progress.batches = number
-                if ahead.ended or self.end_of_dataloader or not active or active[-1] is not own:
-                    hand_out(ahead.ended)
-                yield batch if place is None else place(batch)
+            yield batch if place is None else place(batch)
         self._finish_epoch()
 
     def _hand_out(self, is_last: bool) -> None:

@@ -425,26 +425,18 @@ class EndAhead:
     """A sampler that knows, when it has given an item, whether that was the last (`ended`); its own iterator."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler = sampler
-        self.ended = False
-        self._items: Iterator[Any] | None = None
+        self.sampler, self.ended = sampler, False
 
     def __iter__(self) -> EndAhead:
-        self._items = None
+        # Nothing is drawn yet: torch draws a seed of its own between opening a loader and asking for the first item.
+        self._items = look_ahead(self.sampler)
         return self
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
-        self._items = iter(self.sampler)
-        self._ahead = next(self._items, _END)
-        self.ended = self._ahead is _END
+        items = iter(self.sampler)
+        self._items = look_ahead(chain(list(islice(items, 1)), items))
 
     def __next__(self) -> Any:
-        if self._items is None:
-            # Not before: torch draws a seed of its own between opening a loader and asking for the first item.
-            self.draw()
-        if self.ended:
-            raise StopIteration
-        item, self._ahead = self._ahead, next(self._items, _END)
-        self.ended = self._ahead is _END
+        item, self.ended = next(self._items)
         return item

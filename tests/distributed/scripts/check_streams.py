@@ -133,6 +133,10 @@ def check_the_end_is_known_when_the_last_batch_is_given():
     accelerator, loader, _ = prepare(own([4 + 4 * number for number in range(world())]), DIVIDED)
     assert [accelerator.gradient_state.end_of_dataloader for _ in ended(loader)] == [False, True]
     assert not accelerator.gradient_state.in_dataloader and loader.iteration == 1
+    # With indices the last one of a rank is read a batch early.
+    data = DataLoader(range(rank() + 6), 2)
+    accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(already_sharded=True))
+    assert [accelerator.gradient_state.end_of_dataloader for _ in accelerator.prepare(data)] == [False, False, True]
 
 
 def check_two_loaders_may_alternate():
