@@ -336,8 +336,11 @@ def dispatch_model(
     for name in _accelerate_added_attributes:
         if hasattr(model, name):
             guard_method(model, name, _refuse_move)
-    if elsewhere := sorted(devices & offloaded_to):
-        logger.info("Modules are offloaded to %s, on the meta device between forwards.", " and ".join(elsewhere))
+    if devices & offloaded_to:
+        logger.info(
+            "Modules are offloaded to %s; their parameters are on the meta device between forwards.",
+            " and ".join(sorted(devices & offloaded_to)),
+        )
     model.hf_device_map = dict(device_map)
     return model
 
@@ -348,7 +351,9 @@ def _refuse_move(model: nn.Module) -> None:
             "You can't move a model that has some modules offloaded to cpu or disk. Remove the hooks first: "
             "`accelerate.hooks.remove_hook_from_submodules(model)`."
         )
-    logger.warning("You shouldn't move a model that is dispatched using accelerate hooks: inputs go where they did.")
+    logger.warning(
+        "You shouldn't move a model that is dispatched using accelerate hooks: inputs keep going where they did."
+    )
 
 
 def load_checkpoint_and_dispatch(
@@ -405,7 +410,7 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, str):
         options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
         device_map = computed_map(model, device_map, max_memory, offload_buffers, **options)
-    index = CheckpointLoad(
+    load = CheckpointLoad(
         model,
         checkpoint,
         device_map,
@@ -416,7 +421,8 @@ def load_checkpoint_and_dispatch(
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
         whole=True,
-    ).run()
+    )
+    index = load.run()
     if device_map is None:
         return model
     return dispatch_model(

@@ -119,7 +119,8 @@ class AlignDevicesHook(ModelHook):
             empty = [name for name in offloaded if tensors[name].device.type == "meta"]
             if empty:
                 raise ValueError(
-                    f"{empty[0]!r} of {type(module).__name__} is on the meta device without data: give a `weights_map` that has it."
+                    f"{empty[0]!r} of {type(module).__name__} is on the meta device and has no data to offload: give a "
+                    "`weights_map` that has it."
                 )
             self.weights_map = {name: tensors[name].to("cpu") for name in offloaded}
         for name in offloaded:
@@ -156,8 +157,9 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is None:
             return args, kwargs
         given, target = self._target
-        # Others may replace it at any time; to look a device up takes as long as the rest.
-        if given is not self.execution_device:
+        if (
+            given is not self.execution_device
+        ):  # others may replace it at any time; to look a device up takes as long as the rest
             given, target = self._target = self.execution_device, exact_device(self.execution_device)
         if any_elsewhere(args, target):
             args = send_to_device(args, self.execution_device)
@@ -411,21 +413,25 @@ def attach_align_device_hook_on_blocks(
     if not isinstance(offload, Mapping):
         offload = dict.fromkeys(execution_device, offload)
     for name, current in module.named_modules(prefix=module_name):
-        options = {"io_same_device": name == "", **common}
         if name not in execution_device or name not in offload:
-            _hook_split_module(current, name, execution_device, offload, weights_map, offload_buffers, options)
+            _hook_split_module(current, name, execution_device, offload, weights_map, offload_buffers, common)
         elif offload[name]:
             device = execution_device[name]
             attach_align_device_hook(current, device, True, weights_map, offload_buffers, name, **preload)
             if "_hf_hook" not in current.__dict__:
                 # A block without weights of its own still has to bring its inputs along.
-                add_hook_to_module(current, AlignDevicesHook(device, **options))
+                add_hook_to_module(current, AlignDevicesHook(device, io_same_device=name == "", **common))
             attach_execution_device_hook(current, device, **preload)
         else:
-            device = execution_device[name]
-            hook = AlignDevicesHook(device, offload_buffers=offload_buffers, place_submodules=True, **options)
+            hook = AlignDevicesHook(
+                execution_device[name],
+                offload_buffers=offload_buffers,
+                io_same_device=name == "",
+                place_submodules=True,
+                **common,
+            )
             add_hook_to_module(current, hook)
-            attach_execution_device_hook(current, device, **common)
+            attach_execution_device_hook(current, execution_device[name], **common)
 
 
 def _hook_split_module(
@@ -435,7 +441,7 @@ def _hook_split_module(
     offload: Mapping[str, bool],
     weights_map: Mapping | None,
     offload_buffers: bool,
-    options: dict[str, Any],
+    common: dict[str, Any],
 ) -> None:
     """Hook the root, and modules whose own tensors have entries in the map because the module was split."""
     prefix = f"{name}." if name else ""
@@ -446,9 +452,10 @@ def _hook_split_module(
     hook = AlignDevicesHook(
         devices.get(name, devices[own[0]] if own else None),
         offload=offloaded,
+        io_same_device=name == "",
         weights_map=PrefixedDataset(weights_map, prefix) if offloaded else None,
         offload_buffers=offloaded and offload_buffers,
-        **options,
+        **common,
     )
     # The root's hook is that of the last dispatch; one below it may be another library's.
     add_hook_to_module(module, hook, append=name != "")

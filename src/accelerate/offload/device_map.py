@@ -16,6 +16,7 @@ from accelerate.diagnostics.table import table
 from accelerate.offload.placement import Device, as_device
 from accelerate.offload.planner import Plan, Ties, fitting, make_plan, parts
 from accelerate.offload.tensors import (
+    check_tied_parameters_in_config,
     class_names,
     compute_module_sizes,
     convert_file_size_to_int,
@@ -23,7 +24,6 @@ from accelerate.offload.tensors import (
     format_bytes,
     get_module_leaves,
     name_and_parents,
-    warn_if_untied,
 )
 
 logger = logging.getLogger("accelerate.utils.modeling")
@@ -114,7 +114,11 @@ def infer_auto_device_map(
     dtypes = {"dtype": dtype, "special_dtypes": special_dtypes}
     options = {"offload_buffers": offload_buffers, "fallback": fallback_allocation, "verbose": verbose}
     plan = make_plan(model, budgets, no_split, dtypes, **options)
-    warn_if_untied(model, plan.tied, "`infer_auto_device_map`, or tied layers may land on different devices")
+    if not plan.tied and check_tied_parameters_in_config(model):
+        logger.warning(
+            "The model weights are not tied, although its configuration says that they should be. Call "
+            "`model.tie_weights()` before `infer_auto_device_map`, or tied layers may land on different devices."
+        )
     _warn_of_buffers(plan)
     _warn_of_empty_devices(plan)
     if explain:
@@ -127,7 +131,8 @@ def _warn_of_buffers(plan: Plan) -> None:
     free = [use.budget - use.used - use.reserve for use in plan.devices if use.device not in ("cpu", "disk")]
     if free and plan.buffers > max(0, *free):
         warnings.warn(
-            f"Buffers of offloaded layers, {plan.buffers} bytes, fit no device. If memory runs out, pass `offload_buffers=True`.",
+            f"The offloaded layers have {plan.buffers} bytes of buffers, which stay on the device that runs them, and "
+            "that fits the remaining memory of none. If memory runs out, pass `offload_buffers=True`.",
             stacklevel=3,
         )
 
@@ -146,7 +151,8 @@ def _warn_of_empty_devices(plan: Plan) -> None:
             )
     if lines:
         logger.warning(
-            "These devices have too little memory for the next module and stay empty. Give more, or fallback_allocation=True:%s",
+            "These devices have too little memory for the next module and stay empty in this device map. Give them more, or let "
+            "`fallback_allocation=True` look for smaller modules:%s",
             "".join(lines.values()),
         )
 
@@ -225,7 +231,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     missing = [tensor for tensor in tensors if entry_of(tensor, device_map) is None]
     if missing:
         raise ValueError(
-            f"The device_map provided gives no device to these tensors: {', '.join(missing)}. Add them, or '' for the rest."
+            f"The device_map provided gives no device to these tensors: {', '.join(missing)}. Add them, a module that "
+            "holds them, or '' for the rest of the model."
         )
 
 
@@ -290,13 +297,16 @@ def _bytes_of(device: Any, budget: Any) -> int | float:
         return convert_file_size_to_int(budget)
     except ValueError as error:
         raise ValueError(
-            f"max_memory[{device!r}]={budget!r} is not a size. Give a number of bytes, or text such as '5GB' or '512MiB'."
+            f"max_memory[{device!r}]={budget!r} is not a size. Give a number of bytes (at least 0) or text with a unit, "
+            "such as '5GB' or '512MiB'."
         ) from error
 
 
 def _ordered_budgets(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:
     if not isinstance(max_memory, Mapping):
-        raise ValueError(f"max_memory={max_memory!r} is no mapping. Give a budget per device: {{0: '10GiB', ...}}.")
+        raise ValueError(
+            f"max_memory={max_memory!r} is no mapping. Give a budget per device, such as {{0: '10GiB', 'cpu': '30GiB'}}."
+        )
     indices = sorted(device for device in max_memory if isinstance(device, int))
     order: list[int | str] = [*indices, *(name for name in ("mps", "cpu", "disk") if name in max_memory)]
     unknown = [device for device in max_memory if device not in order]

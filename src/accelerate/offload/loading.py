@@ -33,6 +33,7 @@ from accelerate.offload.store import (
 )
 from accelerate.offload.tensors import (
     _get_proper_dtype,
+    check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     device_of,
     entry_of,
@@ -40,7 +41,6 @@ from accelerate.offload.tensors import (
     listed,
     retie_parameters,
     tensor_at,
-    warn_if_untied,
 )
 from accelerate.offload.weights import check_data
 from accelerate.runtime import storage
@@ -75,7 +75,9 @@ def load_state_dict(checkpoint_file: PathLike, device_map: Mapping[str, Any] | N
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise SafetensorError(f"{path} is truncated or no safetensors file: {error}. Copy it again.") from error
+        raise SafetensorError(
+            f"{path} is truncated or no safetensors file: {error}. Copy or download it again."
+        ) from error
     check_format(path, file.metadata())
     tensors, places = {}, device_map or {}
     for name in file.keys():  # noqa: SIM118 - no mapping
@@ -207,7 +209,8 @@ def checkpoint_files(checkpoint: PathLike) -> dict[str, list[str]]:
         path = indices[0]
     if not path.is_file():
         raise ValueError(
-            f"checkpoint={os.fspath(checkpoint)!r} does not exist. Give a state dict's file, an index, or a folder of either."
+            f"checkpoint={os.fspath(checkpoint)!r} does not exist. Give a file with a state dict, the index of a sharded "
+            "checkpoint, or a folder with either."
         )
     return _indexed(path) if path.suffix == ".json" else {str(path): []}
 
@@ -226,7 +229,8 @@ def _indexed(path: Path) -> dict[str, list[str]]:
         raise ValueError(f"{path} is no index of a sharded checkpoint: {error}.") from error
     if missing:
         raise FileNotFoundError(
-            f"{path} names {len(files)} files, of which {len(missing)} are not in {path.parent}: {listed(missing)}. Copy them again."
+            f"{path} names {len(files)} files, of which {len(missing)} are not in {path.parent}: {listed(missing)}. Copy or "
+            "download them again."
         )
     return {str(path.parent / file): names for file, names in files.items()}
 
@@ -244,7 +248,8 @@ def open_checkpoint(checkpoint: PathLike) -> dict[str, Entry]:
         absent = [name for name in expected if name not in entries]
         if absent:
             raise ValueError(
-                f"{path} lacks weights that the checkpoint's index says are in it: {listed(absent)}. Copy or download both again."
+                f"{path} lacks weights that the checkpoint's index says are in it: {listed(absent)}. The files and the index "
+                "belong to different checkpoints; copy or download them again."
             )
     return entries
 
@@ -280,6 +285,11 @@ class _Step:
     dtype: torch.dtype | None
     scales: torch.Tensor | None
 
+    def on_disk_as(self, old: torch.Tensor) -> torch.dtype:
+        """The dtype of the weight when it comes from the disk, which must be that of what is in memory."""
+        stored = self.entry.value.dtype
+        return (self.dtype or old.dtype) if stored.is_floating_point or stored.is_complex else stored
+
 
 @dataclass
 class CheckpointLoad:
@@ -307,7 +317,11 @@ class CheckpointLoad:
     def run(self) -> dict[str, dict[str, Any]]:
         """Load it, and return the index of the weights that stay on disk."""
         self.tied = find_tied_parameters(self.model)
-        warn_if_untied(self.model, self.tied, "loading a checkpoint")
+        if not self.tied and check_tied_parameters_in_config(self.model):
+            logger.warning(
+                "The model weights are not tied, although its configuration says that they should be. Call "
+                "`model.tie_weights()` before loading a checkpoint."
+            )
         self.target = _get_proper_dtype(self.dtype)
         self.source = f"The checkpoint {os.fspath(self.checkpoint)}"
         index: dict[str, dict[str, Any]] = {}
@@ -377,15 +391,15 @@ class CheckpointLoad:
         needs_folder = [step.name for step in on_disk if self.offload_8bit_bnb or not step.entry.file.in_place]
         if needs_folder and self.offload_folder is None:
             raise ValueError(
-                f"The device_map sends {listed(needs_folder, 3)} to the disk, and {os.fspath(self.checkpoint)} cannot be read in "
-                "place, because it is not in safetensors: give an `offload_folder` to put them in."
+                f"The device_map sends {listed(needs_folder, 3)} to the disk, and the checkpoint "
+                f"{os.fspath(self.checkpoint)} cannot be read in place, because it is not in safetensors: give an "
+                "`offload_folder` to put them in."
             )
         with OffloadWriter(self.offload_folder) as writer:
             with _progress(steps) as bar:
                 for step in steps:
                     if self.offload_8bit_bnb and step.device in ("cpu", "disk"):
-                        to_disk = writer if step.device == "disk" else None
-                        _put_quantized(self.model, step.entry.value, step.name, step.dtype, step.scales, to_disk)
+                        self._quantize(step, writer)
                     elif step.device == "disk":
                         self._leave_on_disk(step, writer)
                     else:
@@ -398,14 +412,19 @@ class CheckpointLoad:
         return writer.index
 
     def _leave_on_disk(self, step: _Step, writer: OffloadWriter) -> None:
-        dtype = step.entry.value.dtype
-        if dtype.is_floating_point or dtype.is_complex:
-            dtype = step.dtype or self.tensors[step.name].dtype  # that of what is in memory
+        dtype = step.on_disk_as(self.tensors[step.name])
         if step.entry.file.in_place:
             writer.index[step.name] = step.entry.reference(dtype)
         else:
             writer.add(step.name, step.entry.value.to(dtype))
         set_module_tensor_to_device(self.model, step.name, "meta", dtype=dtype)
+
+    def _quantize(self, step: _Step, writer: OffloadWriter) -> None:
+        value = step.entry.value
+        if value.is_floating_point():
+            value = value.to(step.on_disk_as(self.tensors[step.name]))
+        to_disk = writer if step.device == "disk" else None
+        _put_quantized(self.model, value, step.name, step.dtype, step.scales, to_disk)
 
     def _place(self, step: _Step) -> None:
         value = step.entry.value
@@ -437,7 +456,8 @@ class CheckpointLoad:
         self._compare(names & state.keys(), names - state.keys())
         # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together share one.
         partly_empty = any(place.is_meta for place in tensors.values())
-        for file in files:  # mapped, so that host memory need not hold all of it beside the model
+        for path in checkpoint_files(self.checkpoint):
+            file = WeightFile(path)  # mapped, so that host memory need not hold all of it beside the model
             values = {name: file.tensor(name) for name in file.keys}
             for name in tensors.keys() & values.keys():
                 place, value = tensors[name], values[name]
@@ -457,10 +477,14 @@ class CheckpointLoad:
 
         if self.target is not None and any(parameter.dtype != self.target for parameter in self.model.parameters()):
             raise ValueError(
-                f"dtype={self.dtype!r} differs from that of a sharded model's parameters. Cast before sharding, or leave it out."
+                f"dtype={self.dtype!r} differs from that of a sharded model's parameters, which cannot change any more. Cast "
+                "the model before it is sharded, or leave `dtype` out."
             )
         if self.broadcast_from_rank0 and not self.full_state_dict:
-            raise ValueError("broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends whole tensors.")
+            raise ValueError(
+                "broadcast_from_rank0=True needs full_state_dict=True: what rank 0 sends are whole tensors, of which each rank "
+                "keeps its part."
+            )
         files = checkpoint_files(self.checkpoint)
         tensors: dict[str, torch.Tensor] = {}
         if not self.broadcast_from_rank0 or torch.distributed.get_rank() == 0:
@@ -477,12 +501,14 @@ class CheckpointLoad:
     def _compare(self, read: set[str], unexpected: set[str]) -> None:
         """Warn of, or with ``strict`` raise for, what the checkpoint and the model do not have in common."""
         kind = type(self.model).__name__
+        if unexpected and not self.strict:
+            logger.warning(
+                "%s has weights that %s has no place for, which were not used: %s",
+                self.source,
+                kind,
+                listed(sorted(unexpected)),
+            )
         if not self.strict:
-            if unexpected:
-                names = listed(sorted(unexpected))
-                logger.warning(
-                    "%s has weights that %s has no place for, which were not used: %s", self.source, kind, names
-                )
             return
         tensors = self.model.state_dict(keep_vars=True)
         # Tied weights and shared modules have several names, of which a checkpoint may hold one alone.

@@ -38,7 +38,8 @@ def as_device(device: Device) -> torch.device:
         kind = detect().type
         if kind == "cpu":
             raise ValueError(
-                f"device={device}, but torch finds no accelerator. Use 'cpu' or 'disk', or install a torch build for yours."
+                f"device={device} asks for accelerator {device}, but torch finds none on this machine. Use 'cpu' or "
+                "'disk' in the device map, or install a torch build for your accelerator."
             )
         return torch.device(kind, device)
     try:
@@ -101,14 +102,18 @@ def as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     """Make a value without gradient a parameter of the old one's class, with the old one's attributes."""
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
     kind = type(old)
-    if issubclass(kind, nn.Parameter) and type(value) in (*PLAIN, kind):
+    if (kind is nn.Parameter and type(value) in PLAIN) or (
+        kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*PLAIN, kind)
+    ):
         # The class's own constructor may ask for arguments that nobody here knows.
         parameter = torch_private.make_subclass(kind, value, trainable)
     else:
         # nn.Parameter() keeps tensor subclasses (torchao, quanto) what they are.
         parameter = nn.Parameter(value.detach(), requires_grad=trainable)
-    if old.__dict__:
-        parameter.__dict__.update({**old.__dict__, **parameter.__dict__})
+    attributes = getattr(old, "__dict__", None)
+    if attributes:
+        for name, attribute in attributes.items():
+            parameter.__dict__.setdefault(name, attribute)
     return parameter
 
 
@@ -161,10 +166,13 @@ def set_module_tensor_to_device(
     to_meta = target.type == "meta"
     if value is None:
         if old.is_meta and not to_meta:
-            raise ValueError(f"{tensor_name!r} is on the meta device without data: pass a `value` to put on {target}.")
+            raise ValueError(
+                f"{tensor_name!r} is on the meta device and has no data: pass a `value` to put it on {target}."
+            )
     elif old.shape != value.shape and type(old).__name__ not in FOUR_BIT:  # those are packed
         raise ValueError(
-            f"The value for {tensor_name!r} has shape {tuple(value.shape)}, but the module has {tuple(old.shape)}. Check the file."
+            f"The value for {tensor_name!r} has shape {tuple(value.shape)}, but the module has {tuple(old.shape)}. Check "
+            "that the checkpoint belongs to this model."
         )
     key = None
     if tied_params_map is not None and not to_meta:
@@ -179,11 +187,12 @@ def set_module_tensor_to_device(
         stays = same and check_device_same(old.device, target)
         kept = QuantizedWeight(owner, name, value, target, dtype, fp16_statistics, non_blocking)
         new = old if stays else kept.placed()
+        table[name] = new
     else:
         new = _moved(old, value, target, dtype, table is owner._buffers, non_blocking)
+        table[name] = new
         if fp16_statistics is not None:
             new.SCB = fp16_statistics.to(target)
-    table[name] = new
     if key is not None and key in tied_params_map:
         tied_params_map[key][device] = new
     if clear_cache and not to_meta and target.type != "cpu":
@@ -359,7 +368,8 @@ class QuantizedWeight:
             return _remade(self.old, self.source.data.to(_META), {"CB": None, "SCB": scales})
         if scales is None:
             raise ValueError(
-                f"The value for {self.name!r} is an 8-bit weight without its scales: pass the 'SCB' as `fp16_statistics`."
+                f"The value for {self.name!r} is an 8-bit weight without its scales: pass them as `fp16_statistics` ('SCB' in "
+                "checkpoints)."
             )
         data, scales = (one.to(self.target, non_blocking=self.non_blocking) for one in (self.source.data, scales))
         return _remade(self.old, data, {"CB": data, "SCB": scales})
@@ -371,14 +381,16 @@ class QuantizedWeight:
             state = old.quant_state
             if state is None:
                 raise ValueError(
-                    f"The value for {self.name!r} is a packed 4-bit weight without its scales: give it a `quant_state`."
+                    f"The value for {self.name!r} is a packed 4-bit weight without its scales: give a Params4bit with "
+                    "`quant_state`."
                 )
         if state is not None:
             return self._packed(state)
         expected = (getattr(self.owner, "out_features", None), getattr(self.owner, "in_features", None))
         if None not in expected and tuple(source.shape) != expected:
             raise ValueError(
-                f"The value for {self.name!r} has shape {tuple(source.shape)}, but the layer has {expected}. Check the checkpoint."
+                f"The value for {self.name!r} has shape {tuple(source.shape)}, but the layer's weight has {expected}. Check "
+                "that the checkpoint belongs to this model."
             )
         return self._quantized(source.data, old.quant_state is not None, {"quant_state": None, "bnb_quantized": False})
 
@@ -393,7 +405,8 @@ class QuantizedWeight:
             import bitsandbytes
 
             raise RuntimeError(
-                f"bitsandbytes {bitsandbytes.__version__} did not quantise {type(made).__name__} on {self.target}. Update it."
+                f"bitsandbytes {bitsandbytes.__version__} did not quantise a {type(made).__name__} on {self.target}. Install a "
+                "newer one (`pip install -U bitsandbytes`), or use a device that this one supports."
             )
         return made
 

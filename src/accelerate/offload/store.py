@@ -12,9 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,8 +76,13 @@ def check_format(path: str, metadata: Mapping[str, str] | None) -> None:
 
 
 def _load_torch(path: str) -> dict[str, Any]:
-    # Files of torch before 1.6 are no zip archives and cannot be mapped.
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        # Files of torch before 1.6 are no zip archives and cannot be mapped.
+        if "mmap can only be used" not in str(error):
+            raise
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise ValueError(f"it holds a {type(loaded).__name__}")
     return dict(loaded)
@@ -99,7 +104,9 @@ def read_index(folder: PathLike) -> dict[str, dict[str, Any]]:
         if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
             raise ValueError("it does not map names to entries")
     except ValueError as error:
-        raise ValueError(f"{path} is no index of offloaded weights ({error}). Delete it, offload again.") from error
+        raise ValueError(
+            f"{path} is no index of offloaded weights ({error}). Delete the folder and offload again."
+        ) from error
     return index
 
 
@@ -108,9 +115,16 @@ def weight_path(folder: PathLike, name: str) -> str:
     file = f"{name}.dat"
     if os.path.basename(file) != file or "\0" in file:
         raise ValueError(
-            f"The weight {name!r} cannot be a file in {os.fspath(folder)}. Rename it, keep it on the CPU, or use safetensors."
+            f"The weight {name!r} cannot be a file in {os.fspath(folder)}, because of a character in its name. Rename the module, "
+            "or leave it on the CPU; checkpoints in safetensors are read in place, whatever their names are."
         )
     return os.path.join(folder, file)
+
+
+class _Publications:
+    """Counts what this process has published, so that a loader that has files mapped knows when they may have been replaced."""
+
+    count = 0
 
 
 class OffloadWriter:
@@ -121,9 +135,6 @@ class OffloadWriter:
     of their own to ``index``.
     """
 
-    # Counted in the process, so that a loader that has files mapped knows when they may have been replaced.
-    published = 0
-
     def __init__(self, folder: PathLike | None, indexed: bool = True) -> None:
         self.folder = Path(folder or "")
         self.index: dict[str, dict[str, Any]] = {}
@@ -133,7 +144,9 @@ class OffloadWriter:
     def __enter__(self) -> "OffloadWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
             if kind is None and self.index and self._indexed:
                 entries = {**read_index(self.folder), **self.index}
@@ -158,7 +171,7 @@ class OffloadWriter:
         files = sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME)
         former.mkdir()
         new: list[Path] = []
-        OffloadWriter.published += 1
+        _Publications.count += 1
         try:
             for file in files:
                 target = self.folder / file.name
@@ -342,7 +355,9 @@ class OffloadedWeightsLoader(Mapping):
         self.state_dict = {} if state_dict is None else state_dict
         if index is None and save_folder is not None:
             if not (Path(save_folder) / INDEX_NAME).is_file():
-                raise FileNotFoundError(f"save_folder={os.fspath(save_folder)!r} holds no {INDEX_NAME}.")
+                raise FileNotFoundError(
+                    f"save_folder={os.fspath(save_folder)!r} holds no {INDEX_NAME} of offloaded weights."
+                )
             index = read_index(save_folder)
         self.index = {} if index is None else dict(index)
         self.save_folder = save_folder
@@ -368,7 +383,7 @@ class OffloadedWeightsLoader(Mapping):
         """Return a weight as it is kept, the same tensor until this process writes files or the entry is replaced."""
         if key in self.state_dict:
             return self.state_dict[key]
-        info, count = self.index[key], OffloadWriter.published
+        info, count = self.index[key], _Publications.count
         known = self._views.get(key)
         if known is None or known[0] is not info or known[1] != count:
             # What is mapped in inference mode could not be used outside of it.
@@ -383,7 +398,9 @@ class OffloadedWeightsLoader(Mapping):
                 self._files[path] = WeightFile(path)
             return self._files[path].tensor(info.get("weight_name", key))
         if self.save_folder is None:
-            raise ValueError(f"The index says that {key!r} is in a .dat file, but there is no `save_folder`.")
+            raise ValueError(
+                f"The index says that {key!r} is in a .dat file, but there is no `save_folder` to find it in."
+            )
         # A tied weight has the file of the name that was written.
         return load_offloaded_weight(weight_path(self.save_folder, info.get("dat_name", key)), info)
 

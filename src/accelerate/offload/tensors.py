@@ -162,15 +162,6 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     return any(hasattr(module, "_tie_weights") for module in model.modules())
 
 
-def warn_if_untied(model: nn.Module, tied: Sequence[Sequence[str]], step: str) -> None:
-    """Warn before a step of a model that has no tied weights although its configuration says that it should."""
-    if not tied and check_tied_parameters_in_config(model):
-        logger.warning(
-            "The model weights are not tied, although the configuration ties them. Call `model.tie_weights()` before %s.",
-            step,
-        )
-
-
 def entry_of(name: str, entries: Container[str]) -> str | None:
     """Return the longest entry of a device map that a tensor or module lies under; ``""`` is everything; None if none."""
     while name not in entries:
@@ -202,7 +193,8 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
     apart = [str(group) for group in placed if len(set(group.values())) > 1]
     if apart:
         logger.warning(
-            "Tied parameters are on different devices: %s. Each gets a copy; put these modules on one device.",
+            "Tied parameters are on different devices: %s. Each device gets a copy of its own; put these modules on one device, "
+            "or use `device_map='auto'`.",
             listed(apart, _SHOWN),
         )
 

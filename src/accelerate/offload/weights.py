@@ -28,7 +28,10 @@ logger = logging.getLogger("accelerate.big_modeling")
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer of a model by every name it has."""
-    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -57,7 +60,8 @@ def gather_weights(
     if on_disk and not given:
         if offload_dir is None:
             raise ValueError(
-                f"The device_map sends {listed(map(repr, on_disk))} to the disk: give an `offload_dir`, or an `offload_index`."
+                f"The device_map sends {listed(map(repr, on_disk))} to the disk: give an `offload_dir` to put them in, or the "
+                "`offload_index` of where they are."
             )
         offload_index = write_missing(model, on_disk, offload_buffers, offload_dir)
     if state_dict is None and not on_disk:
@@ -87,11 +91,13 @@ def write_missing(
         for name, tensor in data.items():
             if name not in index:
                 writer.add(name, tensor)
-    known = data.keys() & index.keys()
-    other = sorted(name for name in known if not torch.equal(stored[name], data[name].to("cpu")))
+    other = [
+        name for name, tensor in data.items() if name in index and not torch.equal(stored[name], tensor.to("cpu"))
+    ]
     if other:
         logger.warning(
-            "The folder %s has offloaded weights, used instead of the model's; they differ in %s. Use an empty folder for those.",
+            "The folder %s has an index of offloaded weights, which are used instead of the model's; they differ in %s. Use an "
+            "empty folder to offload the model's own weights.",
             os.fspath(folder),
             listed(other, 3),
         )
@@ -108,8 +114,9 @@ def check_stored(weights: OffloadedWeightsLoader, tensors: Mapping[str, torch.Te
         if tuple(shape) != tuple(tensor.shape) and type(tensor).__name__ not in FOUR_BIT:
             problems.append(f"{name} has shape {tuple(shape)}, the model {tuple(tensor.shape)}")
     if problems:
-        folder = weights.save_folder
-        source = "offload_index" if folder is None else f"{INDEX_NAME} of {os.fspath(folder)}"
+        source = (
+            "offload_index" if weights.save_folder is None else f"{INDEX_NAME} of {os.fspath(weights.save_folder)}"
+        )
         raise ValueError(
             f"The {source} does not belong to this model, which is left as it was: {listed(problems)}. Offload it to another "
             "folder, or delete this one."
