@@ -324,9 +324,12 @@ def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in kwargs.items() if value is not None}
     if settings and dist.is_available():
         known = {"_use_sagemaker_dp", *inspect.signature(dist.init_process_group).parameters}
-        if unknown := ", ".join(sorted(settings.keys() - known)):
-            taken = f"`cpu` and the arguments of torch.distributed.init_process_group: {', '.join(sorted(known))}"
-            raise TypeError(f"PartialState does not know {unknown}; it takes {taken}.")
+        unknown = settings.keys() - known
+        if unknown:
+            raise TypeError(
+                f"PartialState does not know {', '.join(sorted(unknown))}; it takes `cpu` and the arguments of "
+                f"torch.distributed.init_process_group: {', '.join(sorted(known))}."
+            )
     if isinstance(settings.get("timeout"), (int, float)):
         settings["timeout"] = timedelta(seconds=settings["timeout"])
     return settings

@@ -160,8 +160,10 @@ class AcceleratorState(ProcessView):
         with patch_environment(**variables):
             process = PartialState(cpu, **kwargs)
         if cpu and process.device.type != "cpu":
-            built = f"`PartialState` was built before, with device={str(process.device)!r}"
-            raise ValueError(f"cpu=True cannot take effect: {built}. Build it with PartialState(cpu=True).")
+            raise ValueError(
+                f"cpu=True cannot take effect: `PartialState` was built before, with device={str(process.device)!r}. Build it "
+                "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
+            )
         if engine == "deepspeed_plugins" and not traits.of(process.distributed_type).deepspeed:
             # The program built the process state before, where nothing told of DeepSpeed.
             rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
@@ -173,7 +175,9 @@ class AcceleratorState(ProcessView):
 
     def _set_engine(self, name: str, plugin: Any) -> None:
         if traits.of(self.distributed_type).xla:
-            raise NotImplementedError(f"{name} does not work on XLA. Leave it out to train with data parallelism.")
+            raise NotImplementedError(
+                f"{name} does not work on XLA devices. Leave it out to train with data parallelism."
+            )
         self.distributed_type = DistributedType[_ENGINES[name].upper()]
         flag = BY_NAME[f"use_{_ENGINES[name]}"].env
         if plugin is None:
@@ -347,7 +351,8 @@ def _precision(value: str | None) -> str:
         raise ValueError(f"Unknown {source}: {value!r}. Choose one of {', '.join(PrecisionType.list())}.")
     if name == PrecisionType.FP8.value and not is_fp8_available():
         raise ValueError(
-            "mixed_precision='fp8' needs torchao, transformer_engine or MS-AMP. Install one, or use 'bf16'."
+            "mixed_precision='fp8' needs one of the libraries torchao, transformer_engine and MS-AMP. Install one, or use "
+            "'bf16'."
         )
     return name
 

@@ -125,7 +125,8 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
     replicas, shards = layout.dp_replicate_size, layout.dp_shard_cp_dim_names
     if replicas > 1 and not shards:
         raise ValueError(
-            f"dp_replicate_size={replicas} and dp_shard_size=1 shard nothing. Set dp_shard_size above 1, or leave FSDP away."
+            f"dp_replicate_size={replicas} and dp_shard_size=1 shard nothing. Set dp_replicate_size=1 and "
+            f"dp_shard_size={replicas}, or both above 1 for replicas of shards, or leave the FSDP plugin away."
         )
     if replicas > 1 and name == "NO_SHARD":
         raise ValueError(

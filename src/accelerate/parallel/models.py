@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from accelerate._warn import warn_user
-from accelerate.parallel.region import NO_MULTIHEAD, WHAT, Active, Region
+from accelerate.parallel.region import WHAT, Active, Region
 
 # Heads that need the whole sequence in one place, for more than attention.
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
@@ -30,14 +30,18 @@ def check(model: nn.Module, axis: str) -> None:
     what = WHAT[axis]
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            raise ValueError(NO_MULTIHEAD.format(name=name or "the model", what=what))
+            raise ValueError(
+                f"{name or 'the model'} is a torch.nn.MultiheadAttention, which under {what} may attend within its shard. Write "
+                "the attention with torch.nn.functional.scaled_dot_product_attention."
+            )
     for found in outermost(model):
         kind, config = type(found).__name__, found.config
         for part in found.modules():
             used = getattr(getattr(part, "config", None), "_attn_implementation", None)
             if used not in (None, "sdpa"):
                 raise ValueError(
-                    f"{kind} has attn_implementation={used!r}, and {what} needs torch's. Load it with attn_implementation='sdpa'."
+                    f"{kind} was loaded with attn_implementation={used!r}, but {what} works through "
+                    "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
                 )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         reason = None

@@ -27,11 +27,6 @@ NO_MASK = (
     "a mask of that part says nothing about the whole. Pass attn_mask=None; padding at the right needs no mask if is_causal=True."
 )
 
-NO_MULTIHEAD = (
-    "{name} is a torch.nn.MultiheadAttention, which under {what} may attend within its shard. Write the attention with "
-    "torch.nn.functional.scaled_dot_product_attention."
-)
-
 
 @dataclass(frozen=True)
 class Active:
@@ -58,7 +53,10 @@ class Attention(TorchFunctionMode):
         if func is ATTENTION:
             return self.attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
-            raise ValueError(NO_MULTIHEAD.format(name="A module that was called", what=self.what))
+            raise ValueError(
+                f"torch.nn.MultiheadAttention was called under {self.what}, and may attend within its shard. Write the attention "
+                "with torch.nn.functional.scaled_dot_product_attention."
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -203,7 +201,10 @@ class Region:
                 return f"buffers[{place}] is a {type(buffer).__name__}; it must be a tensor."
             shape = tuple(buffer.shape)
             if isinstance(buffer, torch.nn.Parameter) or buffer.requires_grad:
-                return f"buffers[{place}] of shape {shape} requires a gradient. Give the inputs of the model in its place."
+                return (
+                    f"buffers[{place}] of shape {shape} requires a gradient, and cannot be cut in place. Give the inputs of the "
+                    "model; what is computed from them inside the context is cut already."
+                )
             if any(buffer is other for other in buffers[:place]):
                 return f"buffers[{place}] of shape {shape} is in the list twice, and would be cut twice."
             if not isinstance(dim, int) or not -buffer.dim() <= dim < buffer.dim():

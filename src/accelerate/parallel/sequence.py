@@ -120,8 +120,9 @@ class GatheringRegion(Region):
     ) -> Tensor:
         if dropout > 0:
             raise ValueError(
-                f"dropout_p={dropout}: on CPU context parallelism cannot draw the numbers of a whole sequence. Set the attention "
-                "dropout of the model to 0 (such as `attention_dropout` or `attn_pdrop` of a transformers config)."
+                f"dropout_p={dropout} in scaled_dot_product_attention: under context parallelism on CPU it would draw other "
+                "numbers than over a whole sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
+                "`attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
             )
         together = torch.cat((key, value), dim=-1)
         copies = together.expand(self.size, *together.shape)
@@ -186,9 +187,9 @@ class SequenceRegion(Region):
 
     def _odd_length(self, length: int) -> str | None:
         if self.length is not None and length != self.length:
-            told = f"sp_seq_length={self.length} in sp_handler"
             return (
-                f"The sequence has {length} tokens, and {told}. Pad or cut it, or set sp_seq_length_is_variable=True."
+                f"The sequence has {length} tokens, but sp_handler says sp_seq_length={self.length}. Pad or cut it, or set "
+                "sp_seq_length_is_variable=True."
             )
         return super()._odd_length(length)
 

@@ -140,8 +140,10 @@ def setup(accelerator: Run, handlers: Mapping[str, Any]) -> FP8BackendType:
     if not accelerator.fp8_enabled:
         if given:
             names = ", ".join(type(recipe).__name__ for recipe in given.values())
-            said = f"{names} with mixed_precision={accelerator.mixed_precision!r}"
-            raise ValueError(f"kwargs_handlers got {said}. Set mixed_precision='fp8', or leave the recipe out.")
+            raise ValueError(
+                f"kwargs_handlers got {names} with mixed_precision={accelerator.mixed_precision!r}, where no fp8 recipe has an "
+                "effect. Set mixed_precision='fp8', or leave the recipe out."
+            )
         return next(iter(_from_environment()), FP8BackendType.NO)
     kind = choose_engine(given, accelerator.device)
     engine = ENGINES[kind]
@@ -178,7 +180,8 @@ def choose_engine(recipes: Mapping[FP8BackendType, Any], device: torch.device | 
         if not engine.available():
             if asked:
                 raise ImportError(
-                    f"{source}, for fp8 by {engine.title}, but `{engine.package}` is not installed. Install it, or choose another recipe."
+                    f"{source}, which asks for fp8 with {engine.title} ({kind.value}), but `{engine.package}` is not installed. "
+                    "Install it, or choose another recipe."
                 )
             continue
         reason = engine.refusal(device, recipes.get(kind)) if device is not None else None
