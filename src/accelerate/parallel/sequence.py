@@ -30,7 +30,7 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
     """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp". All ranks.
 
     Raises ValueError for a model that cannot be exact on parts, for heads that cannot be dealt out, and for settings
-    that only DeepSpeed has a use for.
+    that only DeepSpeed has a use for; ImportError if this torch has no context parallelism for the device.
 
     Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
@@ -68,6 +68,10 @@ class TorchRegion(Region):
     def __init__(self, part: Any, strategy: str) -> None:
         super().__init__("cp", part, cuts=2)
         self.strategy = strategy
+        self._context, self._set_rotation, self._options = _torch_parts()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_context": None, "_set_rotation": None, "_options": None}
 
     @contextmanager
     def _cut(self, buffers: list[Tensor], dims: list[int], length: int) -> Iterator[None]:
@@ -76,12 +80,11 @@ class TorchRegion(Region):
         for buffer in buffers:
             replace(buffer, buffer.data.clone(memory_format=torch.contiguous_format))
         # One setting for the process, and other Accelerators may want another. Balanced parts are for causal attention alone.
-        context, set_rotation, options = _torch_parts()
-        set_rotation(self.strategy)
-        options.enable_load_balance = self.cuts > 1
+        self._set_rotation(self.strategy)
+        self._options.enable_load_balance = self.cuts > 1
         # torch counts dimensions from the front.
         front = [dim % buffer.dim() for dim, buffer in zip(dims, buffers, strict=True)]
-        with context(self.mesh, buffers=buffers, buffer_seq_dims=front, no_restore_buffers=set(buffers)):
+        with self._context(self.mesh, buffers=buffers, buffer_seq_dims=front, no_restore_buffers=set(buffers)):
             yield
 
     def _renamed(self) -> AbstractContextManager[None]:
@@ -196,10 +199,10 @@ class SequenceRegion(Region):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
     ) -> Tensor:
-        shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
-        if any(len(shape) != 4 for shape in shapes):
+        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
             raise ValueError(
-                f"Query, key and value must be [batch, heads, length, width], but have the shapes {shapes}."
+                "Sequence parallelism needs query, key and value of [batch, heads, length, width], but they are "
+                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
             )
         heads, key_heads = query.shape[_HEADS], key.shape[_HEADS]
         check_heads(heads, key_heads, self.size)
