@@ -296,7 +296,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "Each rank saves the state of its stateful": [
         ("", "", "checkpoints.saved(*stateful=True) files*"), (None, None, "checkpoints.saved(*) rank1_dl_state*")],
     "A folder's name that is a file": [("NotADirectoryError", None, "checkpoints.<model_|>places(folder='file'*")],
-    "`accelerate_manifest.json` lists": [
+    "`accelerate_manifest.json`, with a part of each rank": [
         ("DamagedCheckpoint", None, "checkpoints.places(folder='empty', method='load_state')*")],
     "A value that a tracker cannot log": [("", None, "trackers.log(*")],
     "TensorBoard gets a nested configuration": [("", None, "trackers.configuration(tracker='TensorBoardTracker',*")],
