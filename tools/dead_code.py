@@ -18,10 +18,7 @@ CALLED: dict[str, str] = {
     **dict.fromkeys(["memo", "objtype", "protocol"], "Python: parameters of __deepcopy__, __get__ and __reduce_ex__"),
     "align": "numpy: what its pickles pass to a dtype",
     **dict.fromkeys(["persistent_id", "persistent_load"], "Python: pickle"),
-    **dict.fromkeys(
-        ["_missing_", "__dir__", "__contains__", "find_class", "__signature__"],
-        "Python: enum, dir(), in, pickle, inspect",
-    ),
+    **dict.fromkeys(["_missing_", "__dir__", "find_class", "__signature__"], "Python: enum, dir(), pickle, inspect"),
     **dict.fromkeys(["load_bytes", "create_stream", "fs"], "torch.distributed.checkpoint"),
     **dict.fromkeys(
         ["next_rendezvous", "num_nodes_waiting", "_assign_worker_ranks", "_exit_barrier"], "torch's elastic launcher"

@@ -27,16 +27,15 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from accelerate import comm
 from accelerate._warn import printable
-from accelerate.checkpoint.manifest import first_of
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis
 from accelerate.diagnostics.status import connection
@@ -72,7 +71,6 @@ _FLAG, _FAILED = 1 << 20, 1 << 40
 _OVER = {"come": 0, "problem": None}
 
 Note = dict[str, Any]
-T = TypeVar("T")
 
 
 class CollectiveMisuse(RuntimeError):
@@ -84,14 +82,6 @@ def default_store() -> Any | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     return torch_private.default_store()
-
-
-def caught(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Return what a step returns, and what it raises: a rank that leaves without telling the others would be waited for."""
-    try:
-        return step(), None
-    except BaseException as error:
-        return None, error
 
 
 @dataclass(frozen=True)
@@ -468,12 +458,18 @@ def _lines(texts: dict[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return first_of([f"rank {_numbers(of_text)} {_short(text)}" for text, of_text in ranks.items()], _MOST)
+    return _first_of([f"rank {_numbers(of_text)} {_short(text)}" for text, of_text in ranks.items()])
 
 
 def _problems(texts: dict[int, str], count: int) -> list[str]:
     """Return a line for each rank that failed, of which there are `count`."""
-    return first_of([f"Rank {rank}: {_short(text)}" for rank, text in sorted(texts.items())], _MOST, count)
+    return _first_of([f"Rank {rank}: {_short(text)}" for rank, text in sorted(texts.items())], count)
+
+
+def _first_of(lines: Sequence[str], count: int | None = None) -> list[str]:
+    """Return the first lines, and how many more there are."""
+    more = max(len(lines), count or 0) - _MOST
+    return [*lines[:_MOST], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _short(text: str) -> str:
@@ -488,4 +484,4 @@ def _numbers(ranks: Collection[int]) -> str:
     # Within a run of neighbours, a rank and its place among all grow alike.
     runs = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
-    return ", ".join(first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends], _MOST))
+    return ", ".join(_first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends]))

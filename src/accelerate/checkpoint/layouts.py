@@ -22,7 +22,7 @@ from torch import nn
 
 from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.load import CheckpointFolder
-from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint, Manifest, damaged, problems
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
@@ -58,27 +58,27 @@ class Found:
     def open(self, **options: Any) -> "CheckpointReader":
         """Return what it holds: for a local layout what this rank wrote. Any rank, alone.
 
-        What is read is compared with the manifest where there is one; `options` are those of `load.read_file`.
+        What is read is compared with the manifest where the folder is a `CheckpointFolder`; `options` are those of `load.read_file`.
         """
         from accelerate.checkpoint.reader import CheckpointReader
 
-        folder, path = load.with_manifest(self.folder), os.path.join(self.folder, self.name)
+        folder = self.folder if isinstance(self.folder, CheckpointFolder) else None
+        path = os.path.join(self.folder, self.name)
         if self.layout == "sharded":
             return CheckpointReader.in_folder(path, folder and folder.below(self.name))
         if self.layout == "zero":
             from accelerate.checkpoint import zero
 
-            engine = zero.Folder(path, check=folder and folder.below(self.name).check_file)
-            return engine.model() if self.kind == "model" else engine.optimizer()
+            return zero.stored(path, self.kind, folder and folder.below(self.name).check_file)
         if self.layout == "full":
-            files = self.files()
+            listing = _manifest(self.folder)
+            entries = {} if listing is None else listing.detailed(self.folder, self.files())
             if folder is not None:
-                folder.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
-            entries = [] if folder is None else folder.detailed(files).values()
-            aliases = {alias: kept for entry in entries for alias, kept in entry.aliases.items()}
+                folder.check(dict.fromkeys([*self.files(), manifest.PARAMETER_NAMES]))
+            aliases = {alias: kept for entry in entries.values() for alias, kept in entry.aliases.items()}
             held = {
                 os.path.join(self.folder, file): load.read_file(self.folder, file, mapped=True, **options)
-                for file in files
+                for file in self.files()
             }
             return CheckpointReader.in_files(held, aliases)
         rank, size = state.rank_and_size()
@@ -110,6 +110,21 @@ class Found:
         if self.layout == "local":
             return re.fullmatch(re.escape(self.name) + r"_rank\d+\.bin", file) is not None
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
+
+    def verify(self) -> None:
+        """Compare all of its files with what a manifest says of them, if there is one. Any rank, alone."""
+        if (listing := _manifest(self.folder)) is None:
+            return
+        own = self.files() if self.layout == "full" else ()
+        chosen = {file for file in listing.files if self.has(file) or file in own}
+        if lines := problems(self.folder, listing, deep=True, only=chosen.__contains__):
+            raise damaged(self.folder, lines)
+
+
+def _manifest(folder: str) -> Manifest | None:
+    if isinstance(folder, CheckpointFolder):
+        return folder.listing
+    return Manifest.read(folder) if os.path.isfile(os.path.join(folder, NAME)) else None
 
 
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:

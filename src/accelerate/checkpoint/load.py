@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
+# From this many bytes on, huge pages and mappings pay.
+_LARGE = 4 << 20
+
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -209,17 +212,13 @@ class CheckpointFolder(str):
         reader, readers = self.place if shared else (0, 1)
         names = {self._prefix + name: ranges for name, ranges in wanted.items()}
         try:
-            entries = self.detailed(names)
+            entries = self._detailed(name for name in names if name in self.listing.files)
             own = self._shares(entries, names, reader, readers)
             self.bring({name: (entries[name].size, own[name] if entries[name].digests else None) for name in own})
         except DamagedCheckpoint as error:
             self.wrong.append(str(error))
             return [str(error)]
-        lines = [
-            line
-            for name, pieces in own.items()
-            for line in manifest.differences(self._root, name, entries[name], pieces, durable.threads())
-        ]
+        lines = [line for name, numbers in own.items() for line in _changed(self._root, name, entries[name], numbers)]
         self.wrong += lines
         return lines
 
@@ -238,9 +237,9 @@ class CheckpointFolder(str):
             own.setdefault(name, []).append(piece)
         return own
 
-    def detailed(self, names: Iterable[str]) -> dict[str, FileEntry]:
-        """Return full entries of the listed ones among names in the manifest; the part of a rank is read once."""
-        names = [name for name in names if name in self.listing.files]
+    def _detailed(self, names: Iterable[str]) -> dict[str, FileEntry]:
+        """Return full entries; the part of a rank is read once."""
+        names = list(names)
         ranks = {self.listing.files[name].rank for name in names if name not in self._entries}
         theirs = [name for name, entry in self.listing.files.items() if entry.rank in ranks]
         parts = [name for name in map(manifest.part_file, ranks) if name in self.listing.files]
@@ -249,12 +248,10 @@ class CheckpointFolder(str):
         return {name: self._entries[name] for name in names}
 
 
-def with_manifest(folder: Path) -> CheckpointFolder | None:
-    """Return a folder that compares what is read with its manifest; None if it has none. Any rank, alone."""
-    if isinstance(folder, CheckpointFolder):
-        return folder
+def with_manifest(folder: Path) -> Path:
+    """Return a folder that compares what is read with its manifest, if it has one. Any rank, alone."""
     has_one = os.path.isfile(os.path.join(folder, manifest.NAME))
-    return CheckpointFolder(os.fspath(folder), Manifest.read(folder)) if has_one else None
+    return CheckpointFolder(os.fspath(folder), Manifest.read(folder)) if has_one else folder
 
 
 def _pieces(entry: FileEntry, ranges: Iterable[tuple[int, int]] | None) -> Iterable[int]:
@@ -264,6 +261,25 @@ def _pieces(entry: FileEntry, ranges: Iterable[tuple[int, int]] | None) -> Itera
     if ranges is None:
         return range(-(-entry.size // durable.CHUNK))
     return {piece for start, stop in ranges for piece in range(start // durable.CHUNK, -(-stop // durable.CHUNK))}
+
+
+def _changed(folder: str, name: str, entry: FileEntry, pieces: Sequence[int]) -> list[str]:
+    """Return a line if pieces of a file are not what was written."""
+    path = os.path.join(folder, *name.split("/"))
+    try:
+        if (size := os.stat(path).st_size) != entry.size:
+            return [manifest.difference(name, entry.size, size)]
+        if not entry.digests:
+            return manifest.changed(name, entry, durable.of_file(path, durable.threads())[1])
+        found = durable.digests(path, [piece * durable.CHUNK for piece in pieces], entry.size, durable.threads())
+    except OSError as error:
+        return [f"{name} could not be read: {error}"]
+    for piece, digest in zip(pieces, found, strict=True):
+        if digest.hex() != (written := entry.digests[32 * piece : 32 * piece + 32]):
+            return [
+                f"{name} has changed: the checksum of its piece {piece} is {digest.hex()}, but {written} was written"
+            ]
+    return []
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ nobody gathers them. docs/checkpoint-format.md describes the format. Nothing her
 """
 
 import contextlib
-import functools
 import json
 import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any, get_args, get_origin
@@ -258,11 +257,10 @@ class Manifest:
         """Return the text, `more` values first, with a line for each value and file, for people and `diff`."""
         values = {**more, **vars(self), "checksum": _CHECKSUM}
         lines = [f" {json.dumps(key)}: {json.dumps(values[key])}" for key in (*more, *_MANIFEST) if key != "files"]
-        return "{\n" + ",\n".join([*lines, _text_of_files(self.files)]) + "\n}\n"
+        files = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(self.files.items())]
+        return "{\n" + ",\n".join(lines) + ',\n "files": {\n' + ",\n".join(files) + "\n }\n}\n"
 
     @classmethod
-    # A rank that finds a checkpoint and then loads it parses the text once: of many ranks, that has megabytes.
-    @functools.lru_cache(maxsize=1)
     def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
         """Return the manifest of a text that is not trusted; DamagedCheckpoint if it is none, or of a later format."""
         try:
@@ -293,13 +291,10 @@ class Manifest:
         DamagedCheckpoint if a part is not what the manifest says.
         """
         found = {name: self.files[name] for name in names}
-        # The publisher has no part, nor has any rank in format 1.
-        ranks = sorted(rank for rank in {entry.rank for entry in found.values()} if part_file(rank) in self.files)
-        texts = parts(folder, ranks)
-        for rank in ranks:
-            part = self.files[part_file(rank)]
-            origin = os.path.join(folder, part_file(rank))
-            entries = {part_file(rank): part, **parsed_part(texts.get(rank), rank, origin, part.checksum)}
+        for rank in sorted({entry.rank for entry in found.values()}):
+            if (part := self.files.get(part_file(rank))) is None:  # the publisher, and every rank in format 1
+                continue
+            entries = {part_file(rank): part, **read_part(folder, rank, part.checksum)}
             for name in [name for name, entry in found.items() if entry.rank == rank]:
                 if (entry := entries.get(name)) is None or entry.brief() != found[name].brief():
                     raise DamagedCheckpoint(
@@ -317,23 +312,22 @@ class Manifest:
 def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> FileEntry:
     """Write a rank's part of the manifest into a staged folder, durably; return the entry of it."""
     os.makedirs(os.path.join(folder, PARTS_FOLDER), exist_ok=True)
+    lines = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(entries.items())]
     with durable.durable(os.path.join(folder, part_file(rank))) as file:
-        file.write(f"{{\n{_text_of_files(entries)}\n}}\n".encode())
+        file.write(('{\n "files": {\n' + ",\n".join(lines) + "\n }\n}\n").encode())
     return FileEntry.of(file, rank)
 
 
-def _text_of_files(entries: Mapping[str, FileEntry]) -> str:
-    lines = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(entries.items())]
-    return ' "files": {\n' + ",\n".join(lines) + "\n }"
-
-
 def parts(folder: Path, ranks: Iterable[int]) -> dict[int, bytes]:
-    """Return the parts in a local folder that can be read, by rank."""
+    """Return the parts in a staged folder, by rank."""
 
     # By name: the listing of a network's file system may be older than what other nodes have written.
     def read(rank: int) -> bytes | None:
-        with contextlib.suppress(OSError), open(os.path.join(folder, part_file(rank)), "rb") as file:
-            return file.read()
+        try:
+            with open(os.path.join(folder, part_file(rank)), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
 
     ranks = list(ranks)
     found = zip(ranks, durable.each(read, ranks, _READERS), strict=True)
@@ -344,24 +338,31 @@ def gathered(parts: Mapping[int, bytes]) -> dict[str, FileEntry]:
     """Return what the root says of the parts of ranks, and of the files that these list."""
     found = {}
     for rank, text in parts.items():
-        found[part_file(rank)] = FileEntry.made(len(text), _digests(text), rank)
-        found |= {name: entry.brief() for name, entry in parsed_part(text, rank, part_file(rank)).items()}
+        checksum = durable.Checksum()
+        checksum.update(text)
+        found[part_file(rank)] = FileEntry.made(len(text), checksum.digests(), rank)
+        listed = parsed_part(text, rank, None, part_file(rank))
+        found |= {name: entry.brief() for name, entry in listed.items()}
     return found
 
 
-def _digests(text: bytes) -> list[bytes]:
-    written = durable.Checksum()
-    written.update(text)
-    return written.digests()
-
-
-def parsed_part(text: bytes | None, rank: int, origin: str, checksum: str | None = None) -> dict[str, FileEntry]:
-    """Return what the text of a part says, which is not trusted; None is one that could not be read. DamagedCheckpoint if it is no part."""
+def read_part(folder: Path, rank: int, checksum: str | None = None) -> dict[str, FileEntry]:
+    """Return what a rank's part in a local folder says; DamagedCheckpoint if it is none, or does not have the checksum."""
+    path = os.path.join(folder, part_file(rank))
     try:
-        if text is None:
-            raise ValueError("it could not be read")
-        if checksum is not None and (found := durable.combined(_digests(text))) != checksum:
-            raise ValueError(f"its checksum is {found}, but {checksum} was written")
+        with open(path, "rb") as file:
+            return parsed_part(file.read(), rank, checksum, path)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
+
+
+def parsed_part(text: bytes, rank: int, checksum: str | None, origin: str) -> dict[str, FileEntry]:
+    """Return what the text of a part says, which is not trusted."""
+    try:
+        written = durable.Checksum()
+        written.update(text)
+        if checksum is not None and written.hexdigest() != checksum:
+            raise ValueError(f"its checksum is {written.hexdigest()}, but {checksum} was written")
         files = _entries(_checked(json.loads(text), {"files": dict[str, Any]}, ("files",))["files"])
         if foreign := [name for name, entry in files.items() if entry.rank != rank]:
             raise ValueError(f"{foreign[0]!r:.80} is of another rank")
@@ -392,7 +393,14 @@ _CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
 # The keys of each mapping, in the order of the file, and the types of their values. Other keys are ignored.
 _MANIFEST = {one.name: one.type for one in fields(Manifest)}
 _MANIFEST |= {"mesh": dict[str, int], "checksum": dict[str, Any], "files": dict[str, Any]}
-_FILE = {one.name: one.type for one in fields(FileEntry)} | {"tensors": dict[str, Any], "aliases": dict[str, str]}
+_FILE = {
+    "size": int,
+    "checksum": str,
+    "rank": int,
+    "digests": str,
+    "tensors": dict[str, Any],
+    "aliases": dict[str, str],
+}
 _TENSOR = {"shape": list[int], "dtype": str}
 
 
@@ -451,42 +459,34 @@ def is_of(value: Any, kind: Any) -> bool:
 # -- comparing it with the files ---------------------------------------------------------------------------------------
 
 
-def problems(folder: Path, manifest: Manifest, *, deep: bool = False) -> list[str]:
+def problems(
+    folder: Path, manifest: Manifest, *, deep: bool = False, only: Callable[[str], bool] | None = None
+) -> list[str]:
     """Return a line for each file of a checkpoint that is wrong, none if it is whole; `deep` reads the files."""
-    files = sorted(manifest.files.items())
-    found = [line for name, entry in files for line in differences(folder, name, entry, None if deep else ())]
-    # A reader would take these files for parts of the checkpoint.
-    listed = {name.split("/")[0] for name in manifest.files}
-    with contextlib.suppress(OSError):
-        extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
-        found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
+    found = []
+    for name in filter(only, sorted(manifest.files)):
+        entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
+        try:
+            size = os.stat(path).st_size if os.path.isfile(path) else None
+            if size != entry.size:
+                found.append(difference(name, entry.size, size))
+            elif deep:
+                found += changed(name, entry, durable.of_file(path)[1])
+        except OSError as error:
+            found.append(f"{name} could not be read: {error}")
+    if only is None:
+        # A reader would take these files for parts of the checkpoint.
+        listed = {name.split("/")[0] for name in manifest.files}
+        with contextlib.suppress(OSError):
+            extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
+            found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
     return found
 
 
-def differences(
-    folder: Path, name: str, entry: FileEntry, pieces: Sequence[int] | None = None, threads: int = 2
-) -> list[str]:
-    """Return a line if a file has another size than was written, or if some of its pieces, all for None, have changed."""
-    path = os.path.join(folder, *name.split("/"))
-    try:
-        size = os.stat(path).st_size if os.path.isfile(path) else None
-        if size != entry.size:
-            return [difference(name, entry.size, size)]
-        if pieces == ():
-            return []
-        if not entry.digests:
-            digest = durable.of_file(path, threads)[1]
-            line = f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written"
-            return [line] if digest != entry.checksum else []
-        pieces = range(-(-size // durable.CHUNK)) if pieces is None else pieces
-        found = durable.digests(path, [piece * durable.CHUNK for piece in pieces], size, threads)
-    except OSError as error:
-        return [f"{name} could not be read: {error}"]
-    for piece, digest in zip(pieces, found, strict=True):
-        if digest.hex() != (written := entry.digests[32 * piece : 32 * piece + 32]):
-            what = f"the checksum of its piece {piece} is {digest.hex()}, but {written} was written"
-            return [f"{name} has changed: {what}"]
-    return []
+def changed(name: str, entry: FileEntry, digest: str) -> list[str]:
+    """Return what is wrong with a file of this checksum; nothing if that is what was written."""
+    line = f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written"
+    return [line] if digest != entry.checksum else []
 
 
 def difference(name: str, written: int, size: int | None) -> str:
@@ -502,10 +502,9 @@ def files_below(folder: Path) -> dict[str, int]:
     return {os.path.relpath(path, folder).replace(os.sep, "/"): os.path.getsize(path) for path in paths}
 
 
-def first_of(lines: Sequence[str], most: int = 10, count: int = 0) -> list[str]:
-    """Return the first lines of a list for a message, and how many more there are, of `count` where that says more."""
-    more = max(len(lines), count) - most
-    return [*lines[:most], *([f"and {more} more"] if more > 0 else [])]
+def first_of(lines: Sequence[str]) -> list[str]:
+    """Return the first lines of a list for a message, and how many more there are."""
+    return [*lines[:10], *([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])]
 
 
 def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:

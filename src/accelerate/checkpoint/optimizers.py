@@ -310,7 +310,10 @@ def read_whole_optimizer(
     FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
     """
     file = manifest.optimizer_file(index)
-    found = find(folder, "optimizer", index, "full")
+    if os.path.exists(os.path.join(folder, file)):
+        found = Found(os.fspath(folder), file, "full", index, "optimizer")
+    else:
+        found = find(folder, "optimizer", index)
     model, _ = state.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model)
     if found is not None and goal is not None and found.layout in ("sharded", "zero"):

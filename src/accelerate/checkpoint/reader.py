@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import IO, Any
 
 import torch
@@ -65,7 +64,8 @@ class CheckpointReader:
     folder: CheckpointFolder | None = None
     _wanted: dict[str, Any] = field(default_factory=dict)
     _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    _later: Callable[[], Any] | None = None
+    _later: tuple[dcp.LoadPlan, dcp.LoadPlanner] | None = None
+    _early: dict[str, Any] = field(default_factory=dict)
     _reading: Any = field(default_factory=threading.Lock)
 
     @classmethod
@@ -131,13 +131,15 @@ class CheckpointReader:
 
     def finish(self) -> None:
         """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
+        if self._later is not None:
+            self._read(*self._later)
         with torch.no_grad():
-            if self._later is not None:
-                self._later()
-            for first, *others in self._over.values():
+            for key, (first, *others) in self._over.items():
+                if key in self._early:
+                    part(first).copy_(part(self._early[key]))
                 for memory in others:  # names of one stored tensor
                     memory.copy_(first)
-        self._over, self._later = {}, None
+        self._over, self._later, self._early = {}, None, {}
 
     def fill(self) -> dict[str, Any]:
         """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
@@ -148,18 +150,15 @@ class CheckpointReader:
         if wanted:
             self._read(*self._planned(wanted))
         if self._over:
-            over = {key: first for key, (first, *_) in self._over.items()}
-            plan, planner = self._planned(over)
-            self._later = partial(self._read, plan, planner)
-            in_shards = isinstance(self.reader, dcp.FileSystemReader)
-            files = {self._place(item).relative_path for item in plan.items} if in_shards else set()
-            if len(files) > _HELD:
-                early = {key: like(first) for key, first in over.items()}
-                self._read(*self._planned(early))
-                self._later = lambda: [part(first).copy_(part(early[key])) for key, first in over.items()]
-            elif files:
-                with _damage_named(self.origin):
-                    self.reader.fs.hold(self.origin, files)
+            self._later = self._planned({key: first for key, (first, *_) in self._over.items()})
+            if isinstance(self.reader, dcp.FileSystemReader):
+                files = {self._place(item).relative_path for item in self._later[0].items}
+                if len(files) <= _HELD:
+                    with _damage_named(self.origin):
+                        self.reader.fs.hold(self.origin, files)
+                else:
+                    self._early, self._later = {key: like(first) for key, (first, *_) in self._over.items()}, None
+                    self._read(*self._planned(self._early))
         return wanted
 
     def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, dcp.LoadPlanner]:

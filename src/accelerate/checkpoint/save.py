@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import formats, manifest
-from accelerate.checkpoint.barrier import Group, SaveBarrier, caught, default_store
+from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.state import POSITIONS, Common, keeps_state
 from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
@@ -257,10 +257,10 @@ class Save:
 
     def _attempt(self, step: Callable[[], Any]) -> Any:
         """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
-        result = None
-        if self.problem is None:
-            result, self.problem = caught(step)
-        return result
+        try:
+            return step() if self.problem is None else None
+        except BaseException as error:  # a rank that leaves without a word is waited for
+            self.problem = error
 
     def _meet(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Take a step of the barrier with all ranks, unless one of them has failed: then nothing is saved."""

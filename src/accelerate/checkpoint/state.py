@@ -20,7 +20,6 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.checkpoint import formats, manifest
-from accelerate.checkpoint.barrier import caught
 from accelerate.config.enums import DistributedType
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.resume import is_stateful
@@ -44,7 +43,11 @@ def rank_and_size() -> tuple[int, int]:
 
 def together(work: Callable[[], T]) -> T:
     """Do something without collectives on every rank; raise its error where it fails, RuntimeError elsewhere."""
-    result, error = caught(work)
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
     failed = torch.tensor(error is not None)
     if rank_and_size()[1] > 1:  # what went wrong travels only if something did
         failed = comm.for_type(DistributedType.MULTI_CPU).all_reduce(failed, "max")

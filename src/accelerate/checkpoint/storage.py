@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import LOCK_PREFIX, NAME, DamagedCheckpoint, Manifest, number_of, problems
+from accelerate.checkpoint.manifest import (
+    LOCK_PREFIX,
+    NAME,
+    DamagedCheckpoint,
+    Manifest,
+    number_of,
+    problems,
+)
 from accelerate.runtime.durable import STAGING_PREFIX, durable, exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from accelerate.checkpoint import load
 from accelerate.modules.unwrap import canonical_name
 
 if TYPE_CHECKING:
+    from accelerate.checkpoint.layouts import Kind
     from accelerate.checkpoint.reader import CheckpointReader
 
 # What DeepSpeed writes beside the folders of its engines.
@@ -79,6 +80,12 @@ def shard_files(folder: str) -> list[str]:
     found = {name: re.fullmatch(_SHARD, name) for name in os.listdir(folder)}
     ranks = {int(match[2]): name for name, match in found.items() if match}
     return [os.path.join(folder, ranks[rank]) for rank in sorted(ranks)]
+
+
+def stored(folder: str, kind: "Kind", check: Check | None = None) -> "CheckpointReader":
+    """Return the model or the optimizer in an engine's folder. Any rank, alone."""
+    engine = Folder(folder, check=check)
+    return engine.model() if kind == "model" else engine.optimizer()
 
 
 class _Files(Sequence[dict[str, Any]]):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.barrier import Group, SaveBarrier, caught, default_store
+from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.optimizers import Deferred
@@ -341,18 +341,27 @@ def _read_together(
     Raises:
         _Damaged: its files are not what was written.
     """
-    _, problem = caught(lambda: chosen.verify(accelerator.process_index, accelerator._backend.saves_shards))
-    if not _may_go_on(barrier, chosen, problem):
-        return None
-    contents, problem = caught(lambda: _read(accelerator, chosen.folder, options, model_options))
-    with contextlib.ExitStack() as undoing:
-        if contents is not None:
-            undoing.callback(contents.undo)
-        # Before any rank gives its objects anything: they may have collectives of their own.
-        if not _may_go_on(barrier, chosen, problem):
-            return None
-        undoing.pop_all()
-    return contents
+    problem, contents = None, None
+    try:
+        chosen.verify(accelerator.process_index, accelerator._backend.saves_shards)
+    except BaseException as error:  # the other ranks would wait for a rank that leaves now
+        problem = error
+    if _may_go_on(barrier, chosen, problem):
+        try:
+            contents = _read(accelerator, chosen.folder, options, model_options)
+        except BaseException as error:
+            problem = error
+        try:
+            # Before any rank gives its objects anything: they may have collectives of their own.
+            if _may_go_on(barrier, chosen, problem):
+                return contents
+        except BaseException:
+            if contents is not None:
+                contents.undo()
+            raise
+    if contents is not None:
+        contents.undo()
+    return None
 
 
 def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | None) -> bool:
@@ -375,16 +384,22 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
 
 def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
     """Give the objects their states if none refuses its own on any rank, else give back what they had."""
-    _, problem = caught(lambda: contents.begin(**model_options))
+    problem = None
+    try:
+        contents.begin(**model_options)
+    except BaseException as error:
+        problem = error
     try:
         barrier.share(problem=problem)
     except BaseException:
         contents.undo()
         raise
-    attributes, problem = caught(contents.complete)
-    barrier.share(problem=problem)  # no rank may go on while another has other states
-    for name, value in attributes.items():
-        setattr(accelerator, name, value)
+    try:
+        for name, value in contents.complete().items():
+            setattr(accelerator, name, value)
+    except BaseException as error:  # no rank may go on while another has other states
+        problem = error
+    barrier.share(problem=problem)
     barrier.leave()
 
 

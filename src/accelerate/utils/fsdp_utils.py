@@ -378,8 +378,9 @@ def load_fsdp_model(
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = layouts.layout_of(fsdp_plugin, "model", use_dcp)
+    folder = load.with_manifest(input_dir)
     state, own, layout, _ = states.together(
-        lambda: layouts.read_for_model(model, input_dir, model_index, prefer, getter=getter)
+        lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter)
     )
     return states.apply_model(model, state, own, setter, layout)
 
@@ -444,8 +445,9 @@ def load_fsdp_optimizer(
         DamagedCheckpoint: a file is damaged; the optimizer is as it was.
     """
     prefer = layouts.layout_of(fsdp_plugin, "optimizer", use_dcp)
+    folder = load.with_manifest(input_dir)
     state = states.together(
-        lambda: optimizers.read_for_optimizer(optimizer, model, input_dir, optimizer_index, prefer).state
+        lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer).state
     )
     # What it keeps as it is may be memory of the file.
     states.inner_optimizer(optimizer).load_state_dict(load.in_memory(state))

@@ -397,7 +397,7 @@ def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
     assert len(folder.wrong) == 1
     os.remove(tmp_path / "shards")
     assert folder.differences({"shards": None}) == []  # each piece was hashed
-    with pytest.raises(DamagedCheckpoint, match="shards is missing"):
+    with pytest.raises(DamagedCheckpoint, match="shards could not be read"):
         CheckpointFolder(str(tmp_path), listing).check_file("shards")
 
 
