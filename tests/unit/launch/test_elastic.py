@@ -1,9 +1,9 @@
 """Torch's elastic launcher with our agent: real processes, small ones that do not import torch."""
 
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from unittest.mock import Mock
@@ -191,9 +191,14 @@ def test_a_forked_process_has_no_processes_to_forward_signals_to(tmp_path):
     assert caught.value.failures[0].exitcode in (-signal.SIGTERM, 1)
 
 
-def _start(folder, mark):
-    program = ("-c", "import time; time.sleep(300)", mark)
-    elastic.start(sys.executable, program, os.environ, 8, Rendezvous(), folder)
+# A program of its own: of a fork of this process, which has threads, a lock of theirs may never be released.
+_EIGHT = """
+import os, sys
+from accelerate.launch import elastic
+from accelerate.launch.plan import Rendezvous
+program = ("-c", "import time; time.sleep(300)", sys.argv[2])
+elastic.start(sys.executable, program, os.environ, 8, Rendezvous(), sys.argv[1])
+"""
 
 
 def _marked(mark):
@@ -205,13 +210,12 @@ def _marked(mark):
 @pytest.mark.parametrize("begun", [1, 3, 8])
 def test_a_launcher_that_is_killed_while_it_starts_ranks_leaves_none(tmp_path, begun):
     mark = f"rank-of-{os.getpid()}-{begun}"
-    launcher = multiprocessing.get_context("fork").Process(target=_start, args=(str(tmp_path), mark))
-    launcher.start()
+    launcher = subprocess.Popen([sys.executable, "-c", _EIGHT, str(tmp_path), mark])
     children = psutil.Process(launcher.pid).children
     while len(children()) < begun + 1:  # the first one is the guard
-        assert launcher.is_alive()
+        assert launcher.poll() is None
     launcher.kill()
-    launcher.join()
+    launcher.wait()
     deadline = time.monotonic() + 10
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
