@@ -156,9 +156,8 @@ def _writer(
         def rename(self, *paths: durable.Path) -> None:
             return
 
-    made = dcp.FileSystemWriter(
-        folder, sync_files=False, thread_count=files
-    )  # what is created syncs when it is closed
+    # No sync by the writer: what CreatedFiles creates syncs when it is closed.
+    made = dcp.FileSystemWriter(folder, sync_files=False, thread_count=files)
     made.fs = CreatedFiles()
     return made
 

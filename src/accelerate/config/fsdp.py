@@ -208,7 +208,8 @@ class FullyShardedDataParallelPlugin:
             means = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
             if name not in means:
                 instead = (
-                    "Set reshard_after_forward; ParallelismConfig(dp_replicate_size=...) makes replicas of shards"
+                    "Set reshard_after_forward; replicas of shards come from "
+                    "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
                 )
                 raise ValueError(f"sharding_strategy={name} does not exist with fsdp_version=2. {instead}.")
             self.reshard_after_forward = means[name]

@@ -65,7 +65,10 @@ class TorchTensorParallelConfig:
             raise ValueError(f"plan is {self.plan!r}; give {wanted}, or None for the model's own plan.")
         needed = BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
         if is_transformers_available() and compare_versions("transformers", "<", needed):
-            raise ValueError(f"Tensor parallelism needs transformers {needed} or later; update it.")
+            raise ValueError(
+                f"Tensor parallelism needs transformers {needed} or later, an older one is installed. Update it with "
+                "`pip install -U transformers`."
+            )
         if self.enable_async_tp:
             warn_user("enable_async_tp has no effect: asynchronous tensor parallelism is not supported yet.")
 

@@ -114,21 +114,13 @@ def prepare_data_loader(
     layout = layouts[process_index]
     # A caller who asks for one part among several processes divides nothing, as a sampler may have done it.
     own = ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
+    divided = already_sharded  # where it is declared, what the data itself says is not asked
     if is_stream(dataloader):
-        divided = (
-            not shard_iterable_dataset
-            or already_sharded
-            or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
-        )
+        divided = divided or not shard_iterable_dataset
+        divided = divided or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
     else:
-        divided = already_sharded or _is_divided(dataloader, own)
-    reading = _reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
-    if reading == plan.SPLIT_ALREADY and layout.num_shards > 1 and not (already_sharded or is_stream(dataloader)):
-        warn_user(
-            f"The loader's {_division(dataloader)}, so it is read as it is: each process reads exactly what its own sampler "
-            "gives. `prepare` divides a plain loader; or say that it is divided, with "
-            "DataLoaderConfiguration(already_sharded=True)."
-        )
+        divided = divided or _is_divided(dataloader, own)
+    reading = _reading(dataloader, layout.num_shards, divided, already_sharded, dispatch_batches, put_on_device)
     dispatch = reading == plan.DISPATCHED
     readers = _readers(dispatch_readers, dataloader, layouts, slice_fn_for_dispatch) if dispatch else (0,)
     reading = plan.PER_NODE if len(readers) > 1 else reading
@@ -191,8 +183,10 @@ def plan_of(loader: DataLoader) -> DataPlan:
     return loader.plan
 
 
-def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool | None, put_on_device: bool) -> str:
-    """How the data is read; warns where the parts of some processes would not be read."""
+def _reading(
+    dataloader: DataLoader, shards: int, divided: bool, declared: bool, dispatch: bool | None, put_on_device: bool
+) -> str:
+    """How the data is read; warns of parts that nobody would read, and of a division that was found, not declared."""
     dataset, stream = dataloader.dataset, is_stream(dataloader)
     if dispatch and not put_on_device:
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches arrive on a process's device.")
@@ -204,6 +198,12 @@ def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool 
             )
         return plan.DISPATCHED
     if divided:
+        if shards > 1 and not (declared or stream):
+            warn_user(
+                f"The loader's {_division(dataloader)}, so it is read as it is: each process reads exactly what its own "
+                "sampler gives. `prepare` divides a plain loader; or say that it is divided, with "
+                "DataLoaderConfiguration(already_sharded=True)."
+            )
         return plan.SPLIT_ALREADY
     if not stream:
         return plan.OWN_SHARD
