@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.manifest import Manifest, generators_file, model_file
+from accelerate.checkpoint.manifest import Manifest, model_file
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -32,9 +32,6 @@ def write(folder: Path, *, weights=None, safe=True, aliases=None, age=0.0, model
     else:
         entry = formats.write_torch(folder / file, weights)
     files = {file: entry, "optimizer.bin": formats.write_torch(folder / "optimizer.bin", {"state": {}})}
-    files[generators_file(0)] = formats.write_safetensors(
-        folder / generators_file(0), {"torch": torch.zeros(8, dtype=torch.uint8)}
-    )
     created = (datetime.now(timezone.utc) - timedelta(seconds=age)).isoformat(timespec="seconds")
     Manifest(files, created=created, **told).write(folder)
     return folder

@@ -240,7 +240,7 @@ def details(storage: CheckpointStorage) -> Details:
 
 def _tensors_of(storage: CheckpointStorage, name: str, entry: FileEntry) -> Mapping[str, TensorEntry] | None:
     """The tensors of a file of weights, as far as they are known without reading it whole."""
-    if manifest.is_generators_file(name):
+    if manifest.is_ours_alone(name):
         return None
     if entry.tensors is not None or not isinstance(storage, LocalStorage):
         return entry.tensors  # a remote file would have to come here whole

@@ -21,7 +21,7 @@ from torch import nn
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.background import copied
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
-from accelerate.checkpoint.state import POSITIONS, Common, inner_optimizer, keeps_state
+from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.runtime import durable
@@ -30,9 +30,6 @@ from accelerate.utils import other
 logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
-
-# From this many bytes on, huge pages and mappings pay.
-_LARGE = 4 << 20
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -136,21 +133,6 @@ def loads_by_name(model: Any) -> bool:
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of torch's own, as FSDP registers them."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.")
-
-
-def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
-    """What a rank keeps for itself; its generators from the file without pickle where there is one."""
-    from safetensors import safe_open
-
-    file = manifest.random_states_file(process_index)
-    states = read_file(folder, file)
-    if not isinstance(states, dict | None):
-        raise RuntimeError(f"{folder}/{file} is damaged: it holds a {type(states).__name__}, not a dict of states.")
-    path = os.path.join(folder, manifest.generators_file(process_index))
-    if not os.path.exists(path):
-        return states
-    with _reported(path), safe_open(path, framework="pt") as opened:
-        return {**(states or {}), **resume.decode_generators(mapped_file(path), opened.metadata() or {})}
 
 
 # -- what is read is what was written --------------------------------------------------------------------------------------
@@ -495,10 +477,13 @@ def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None 
 
     FileNotFoundError names a missing file; ValueError an interrupted epoch whose loader has other data now.
     """
-    own = _read_own(folder, common.process_index)
-    random = own if own is not None else _read_own(folder, 0)
-    contents = Contents(folder, common, random=random, is_new=own is None)
     read = partial(read_file, folder, load_kwargs=load_kwargs)
+    own, first = (manifest.random_states_file(rank) for rank in (common.process_index, 0))
+    is_new = (random := read(own)) is None
+    random = read(first) if is_new else random
+    if not isinstance(random, dict | None):
+        raise RuntimeError(f"{folder}/{own} is damaged: it holds a {type(random).__name__}, not a dict of states.")
+    contents = Contents(folder, common, random=random, is_new=is_new)
     for obj, file, what in common.shared():
         state = read(file, what)
         if state is None and obj is common.scaler:
@@ -506,12 +491,13 @@ def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None 
         else:
             contents.objects.append((obj, state, file))
     # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
-    positions = (random or {}).pop(POSITIONS, None) or []
+    positions, states = ((random or {}).pop(key, None) or empty for key, empty in ((POSITIONS, []), (LOADERS, {})))
     for index, loader in enumerate(common.loaders()):
         state, position = None, None
         if keeps_state(loader):
-            state = read(manifest.dataloader_file(index, common.process_index))
-            state = read(manifest.dataloader_file(index)) if state is None else state
+            file = manifest.dataloader_file(index)
+            # Former formats have a file of each rank.
+            state = states.get(index) or read(f"rank{common.process_index}_{file}") or read(file)
         if index < len(positions) and isinstance(loader, PreparedLoader):
             position = positions[index]
         if position is not None and loader.continue_after_load:

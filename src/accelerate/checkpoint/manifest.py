@@ -12,9 +12,9 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from accelerate.runtime import durable
 from accelerate.runtime.durable import Path, is_inside
@@ -84,10 +84,9 @@ def scheduler_file(index: int) -> str:
     return indexed("scheduler", index, ".bin")
 
 
-def dataloader_file(index: int, process_index: int | None = None) -> str:
-    """Return the name of the file with a stateful loader's state: one rank's, or with None the one that all ranks can use."""
-    whose = "" if process_index is None else f"rank{process_index}_"
-    return indexed(f"{whose}dl_state_dict", index, ".bin")
+def dataloader_file(index: int) -> str:
+    """Return the name of the file with a stateful loader's state, which all ranks can use."""
+    return indexed("dl_state_dict", index, ".bin")
 
 
 def custom_file(index: int) -> str:
@@ -105,19 +104,9 @@ def random_states_file(process_index: int) -> str:
     return f"random_states_{process_index}.pkl"
 
 
-def generators_file(process_index: int) -> str:
-    """Return the name of the file with the random generators of one rank, which only we write."""
-    return f"generators_{process_index}.safetensors"
-
-
 def part_file(process_index: int) -> str:
     """Return the name of a rank's part of the manifest."""
     return f"{PARTS_FOLDER}/{process_index}.json"
-
-
-def is_part_file(name: str) -> bool:
-    """Say whether a file is a rank's part of the manifest."""
-    return name.startswith(f"{PARTS_FOLDER}/")
 
 
 def numbered_folder(number: int) -> str:
@@ -131,9 +120,9 @@ def number_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_generators_file(name: str) -> bool:
-    """Say whether a file has the name of a rank's random generators."""
-    return re.fullmatch(r"generators_\d+\.safetensors", name) is not None
+def is_ours_alone(name: str) -> bool:
+    """Say whether an entry of a folder shows that `save_state` wrote it, with a manifest; format 1 had files of generators."""
+    return name == PARTS_FOLDER or re.fullmatch(r"generators_\d+\.safetensors", name) is not None
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -205,13 +194,6 @@ class FileEntry:
             values["tensors"] = {name: entry.to_json() for name, entry in self.tensors.items()}
         return {key: value for key, value in values.items() if value is not None}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "FileEntry":
-        """Return the entry that `to_json` returned, on another rank; what a manifest says has been checked."""
-        if (tensors := values.get("tensors")) is not None:
-            tensors = {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in tensors.items()}
-        return cls(**{**values, "tensors": tensors})
-
 
 def library_versions() -> dict[str, str]:
     """Return the versions of what writes a checkpoint here."""
@@ -240,6 +222,7 @@ class Manifest:
         mesh: sizes of the mesh dims by name, or None without a mesh.
         step: the run's count of batches within the accumulation window, as upstream counts.
         iteration: number of the checkpoint in its run.
+        text: what it was read from; another save has another one.
     """
 
     files: Mapping[str, FileEntry]
@@ -252,6 +235,7 @@ class Manifest:
     mesh: dict[str, int] | None = None
     step: int = 0
     iteration: int = 0
+    text: str | bytes = field(default="", repr=False, compare=False)
 
     def to_json(self, **more: Any) -> str:
         """Return the text, `more` values first, with a line for each value and file, for people and `diff`."""
@@ -269,7 +253,7 @@ class Manifest:
                 raise ValueError(f"format {values['format']} is newer than {FORMAT}; update accelerate to read it")
             if values.pop("checksum") != _CHECKSUM or values.get("world_size") == 0:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
-            return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])})
+            return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])}, text=text)
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
@@ -363,7 +347,7 @@ def parsed_part(text: bytes, rank: int, checksum: str | None, origin: str) -> di
         written.update(text)
         if checksum is not None and written.hexdigest() != checksum:
             raise ValueError(f"its checksum is {written.hexdigest()}, but {checksum} was written")
-        files = _entries(_checked(json.loads(text), {"files": dict[str, Any]}, ("files",))["files"])
+        files = _entries(_checked(json.loads(text), {"files": (dict,)}, ("files",))["files"])
         if foreign := [name for name, entry in files.items() if entry.rank != rank]:
             raise ValueError(f"{foreign[0]!r:.80} is of another rank")
         return files
@@ -390,70 +374,74 @@ def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
 
 
 _CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
-# The keys of each mapping, in the order of the file, and the types of their values. Other keys are ignored.
-_MANIFEST = {one.name: one.type for one in fields(Manifest)}
-_MANIFEST |= {"mesh": dict[str, int], "checksum": dict[str, Any], "files": dict[str, Any]}
-_FILE = {
-    "size": int,
-    "checksum": str,
-    "rank": int,
-    "digests": str,
-    "tensors": dict[str, Any],
-    "aliases": dict[str, str],
+# The keys of each mapping, in the order of the file, and the types of their values and of what is in these. Other keys are ignored.
+_MANIFEST = {
+    "format": (int,),
+    "created": (str,),
+    "versions": (dict, str),
+    "save": (str,),
+    "world_size": (int,),
+    "strategy": (str,),
+    "mesh": (dict, int),
+    "step": (int,),
+    "iteration": (int,),
+    "checksum": (dict,),
+    "files": (dict,),
 }
-_TENSOR = {"shape": list[int], "dtype": str}
+_FILE = {
+    "size": (int,),
+    "checksum": (str,),
+    "rank": (int,),
+    "digests": (str,),
+    "tensors": (dict,),
+    "aliases": (dict, str),
+}
+_TENSOR = {"shape": (list, int), "dtype": (str,)}
+
+
+def is_of(value: Any, kind: type, inner: type | None = None) -> bool:
+    """Say whether a value of JSON has a type, and all that is in it another one; no number is below zero."""
+    if type(value) is not kind:
+        return False
+    inside = list(value.values() if kind is dict else value) if inner else [value]
+    inner = inner or kind
+    return {inner}.issuperset(map(type, inside)) and (inner is not int or min(inside, default=0) >= 0)
 
 
 def _checked(data: Any, types: Mapping[str, Any], required: Iterable[str], where: str = "") -> dict[str, Any]:
     """Return the known values of a mapping that is not trusted, after comparing each with its type; null is no value."""
-    if not isinstance(data, dict):
+    if type(data) is not dict:
         raise ValueError(f"{where}{data!r:.80} is no mapping")
     values = {key: data[key] for key in types if data.get(key) is not None}
-    if missing := [key for key in required if key not in values]:
-        raise ValueError(f"{where}there is no {missing[0]}")
+    for key in required:
+        if key not in values:
+            raise ValueError(f"{where}there is no {key}")
     for key, value in values.items():
-        if not is_of(value, types[key]):
+        if not is_of(value, *types[key]):
             raise ValueError(f"{where}{key} cannot be {value!r:.80}")
     return values
 
 
 def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
-    """Return entries that are not trusted by name."""
-    if outside := [name for name in files if name == NAME or not is_inside(name)]:
-        raise ValueError(f"the file name {outside[0]!r:.80} leads out of the folder")
-    if hostile := [name for name, entry in files.items() if not _may_be_called(name, entry)]:
-        raise ValueError(f"the file name {hostile[0]!r:.80} is not that of the rank that wrote it")
-    return {name: FileEntry.from_json(_checked_file(name, one)) for name, one in files.items()}
-
-
-def _may_be_called(name: str, entry: Any) -> bool:
-    """Say whether a file in the folder of parts is the part of the rank that wrote it, so that a reader takes no other file for it."""
-    return not is_part_file(f"{name}/") or not isinstance(entry, dict) or name == part_file(entry.get("rank") or 0)
-
-
-def _checked_file(name: str, data: Any) -> dict[str, Any]:
-    """Return what `FileEntry.from_json` takes."""
-    entry = _checked(data, _FILE, ("size", "checksum"), f"{name}: ")
-    if digests := entry.get("digests"):
-        if len(digests) != 32 * -(-entry["size"] // durable.CHUNK) or not re.fullmatch("[0-9a-f]+", digests):
-            raise ValueError(f"{name}: digests cannot be {digests!r:.80}")
-        if durable.combined([bytes.fromhex(digests)]) != entry["checksum"]:
-            raise ValueError(f"{name}: digests are not those of the checksum {entry['checksum']!r:.80}")
-    for one in entry.get("tensors", {}).values():
-        _checked(one, _TENSOR, _TENSOR, f"{name}: ")
-    return entry
-
-
-def is_of(value: Any, kind: Any) -> bool:
-    """Say whether a value of JSON has a type, with all that is in it; no number is below zero."""
-    if kind is Any:
-        return True
-    if kind is int:
-        return type(value) is int and value >= 0
-    if not isinstance(value, get_origin(kind) or kind):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return kind is str or all(is_of(one, get_args(kind)[-1]) for one in inner)
+    """Return the entries of files, of which neither the names nor what they say is trusted."""
+    found = {}
+    for name, data in files.items():
+        if name == NAME or not is_inside(name):
+            raise ValueError(f"the file name {name!r:.80} leads out of the folder")
+        values = _checked(data, _FILE, ("size", "checksum"), f"{name}: ")
+        # A reader must take no other file for the part of a rank.
+        if f"{name}/".startswith(f"{PARTS_FOLDER}/") and name != part_file(values.get("rank", 0)):
+            raise ValueError(f"the file name {name!r:.80} is not that of the rank that wrote it")
+        if digests := values.get("digests"):
+            if len(digests) != 32 * -(-values["size"] // durable.CHUNK) or not re.fullmatch("[0-9a-f]+", digests):
+                raise ValueError(f"{name}: digests cannot be {digests!r:.80}")
+            if durable.combined([bytes.fromhex(digests)]) != values["checksum"]:
+                raise ValueError(f"{name}: digests are not those of the checksum {values['checksum']!r:.80}")
+        if "tensors" in values:
+            checked = {key: _checked(one, _TENSOR, _TENSOR, f"{name}: ") for key, one in values["tensors"].items()}
+            values["tensors"] = {key: TensorEntry(tuple(one["shape"]), one["dtype"]) for key, one in checked.items()}
+        found[name] = FileEntry(**values)
+    return found
 
 
 # -- comparing it with the files ---------------------------------------------------------------------------------------

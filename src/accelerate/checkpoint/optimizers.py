@@ -38,7 +38,8 @@ def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
             groups = json.load(file).get(str(index))
     except (ValueError, AttributeError):
         groups = False
-    if groups is not None and not manifest.is_of(groups, list[list[str]]):
+    is_listed = manifest.is_of(groups, list, list) and all(manifest.is_of(names, list, str) for names in groups)
+    if groups is not None and not is_listed:
         raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
     return groups
 

@@ -17,7 +17,7 @@ import torch
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.state import POSITIONS, Common, keeps_state
+from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, keeps_state
 from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
@@ -166,18 +166,15 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
     with planned(folder, save_on_each_node) as plan:
         for file, state in shared.items() if plan.writes_shared else ():
             plan.add_object(file, state)
-        # The writer of shared files leaves its states under the plain names, the only ones that others read.
-        rank = None if plan.writes_shared else common.process_index
+        own = {"step": step, **resume.collect_generators(common.device), POSITIONS: positions, LOADERS: {}}
         for index, loader in enumerate(loaders):
             if keeps_state(loader):
                 state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
-                plan.add_object(manifest.dataloader_file(index, rank), state)
-        generators = resume.collect_generators(common.device)
-        if plan is folder:
-            # Beside the file that upstream reads. It also shows that a manifest belongs to the folder.
-            tensors, metadata = resume.encode_generators(generators)
-            plan.add_tensors(manifest.generators_file(common.process_index), tensors, metadata=metadata)
-        own = {"step": step, **generators, POSITIONS: positions}
+                # The writer of shared files leaves its states in files of their own, which other programs and new ranks read.
+                if plan.writes_shared:
+                    plan.add_object(manifest.dataloader_file(index), state)
+                else:
+                    own[LOADERS][index] = state
         plan.add_object(manifest.random_states_file(common.process_index), own)
 
 
@@ -289,7 +286,7 @@ class Save:
     def _publish(self, own: dict[str, FileEntry], listed: dict[str, FileEntry], written: int) -> None:
         if not self.storage.shared:  # other nodes have uploaded theirs
             listed = manifest.gathered(self.storage.parts(range(self.group.world_size)))
-        seen = sum(manifest.is_part_file(name) for name in listed)
+        seen = sum(name.startswith(f"{manifest.PARTS_FOLDER}/") for name in listed)
         if not self.group.each_node and seen != written:
             raise OSError(
                 f"Of the {written} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "

@@ -159,8 +159,8 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 # -- what is no model and no optimizer ---------------------------------------------------------------------------------
 
-# Where a rank's file keeps the positions of its loaders. Other readers of the file look only for keys they know.
-POSITIONS = "dataloader_positions"
+# Where a rank's file keeps the positions of its loaders, and the states of stateful ones. Other readers look only for keys they know.
+POSITIONS, LOADERS = "dataloader_positions", "dataloader_states"
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def refuse_unfinished(entries: Collection[str]) -> None:
     """Raise DamagedCheckpoint if the names in a folder say that it must not be loaded: a save there has not ended."""
     if any(entry.startswith(manifest.INCOMPLETE_MARKER) for entry in entries):
         raise DamagedCheckpoint("its saving did not come to its end")
-    if NAME not in entries and any(manifest.is_generators_file(entry) for entry in entries):
+    if NAME not in entries and any(map(manifest.is_ours_alone, entries)):
         raise DamagedCheckpoint(f"its manifest {NAME} is missing")
 
 

@@ -7,10 +7,9 @@ running; so a restored loader draws the same order again, whatever else has used
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -379,63 +378,11 @@ def collect_generators(device: torch.device) -> dict[str, Any]:
     return {key: get() for key, (_, get, _) in _sources(device).items()}
 
 
-def encode_generators(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return states as tensors, and as JSON metadata what else belongs to them. Any rank, alone."""
-    tensors: dict[str, torch.Tensor] = {}
-    more: dict[str, Any] = {key: {} for key in states}
-    for key, state in states.items():
-        if key == "random_state":
-            version, words, gauss = state
-            tensors[key], more[key] = torch.tensor(words), {"version": version, "gauss": gauss}
-        elif key == "numpy_random_seed" and isinstance(state, tuple):
-            kind, words, position, has_gauss, gauss = state
-            tensors[key] = torch.from_numpy(words.astype(np.int64))
-            more[key] = {"kind": kind, "position": position, "has_gauss": has_gauss, "gauss": gauss}
-        elif isinstance(state, torch.Tensor):
-            tensors[key] = state.cpu()
-        elif isinstance(state, (list, tuple)):  # of every device
-            tensors |= {f"{key}.{index}": part.cpu() for index, part in enumerate(state)}
-            more[key] = {"devices": len(state)}
-        else:  # the seed of torch_xla, or what another bit generator of numpy holds
-            more[key] = {"value": plain_states(state)}
-    return tensors, {"format": "pt", "generators": json.dumps(more)}
-
-
-def decode_generators(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the states that `encode_generators` was given; for an unreadable one, the error."""
-    try:
-        described = dict(json.loads(metadata["generators"]))
-    except (KeyError, ValueError, TypeError) as error:
-        problem = ValueError(f"the description of the generators is unreadable ({type(error).__name__}: {error})")
-        return dict.fromkeys(_sources(torch.device("cpu")), problem)
-    found = {}
-    for key, more in described.items():
-        try:
-            found[key] = _decoded(key, more, tensors)
-        except Exception as error:
-            found[key] = error
-    return found
-
-
-def _decoded(key: str, more: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    if "version" in more:
-        return more["version"], tuple(tensors[key].tolist()), more["gauss"]
-    if "kind" in more:
-        words = tensors[key].numpy().astype(np.uint32)
-        return more["kind"], words, more["position"], more["has_gauss"], more["gauss"]
-    if "devices" in more:
-        return [tensors[f"{key}.{index}"] for index in range(more["devices"])]
-    return more["value"] if "value" in more else tensors[key]
-
-
 def restore_generators(states: dict[str, Any], device: torch.device, origin: str) -> None:
     """Set every generator that the states have; warn about one that cannot be set. Any rank, alone."""
     for key, (name, _, set_state) in _sources(device).items():
-        state = states.get(key, KeyError("it is not there"))
         try:
-            if isinstance(state, Exception):
-                raise state
-            set_state(state)
+            set_state(states[key])
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             logger.warning(

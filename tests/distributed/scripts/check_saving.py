@@ -31,7 +31,7 @@ def check_the_manifest_lists_what_every_rank_wrote():
         assert set(manifest.files) == files_below(folder).keys() - {"accelerate_manifest.json"}
         assert manifest.world_size == world() and manifest.strategy == ("ddp" if world() > 1 else "single")
         for each in range(world()):
-            assert manifest.files[f"generators_{each}.safetensors"].rank == each
+            assert manifest.files[f"random_states_{each}.pkl"].rank == each
             assert manifest.files[f"of_rank_{each}.txt"].size == 4
         assert os.listdir(home) == ["c"]
 
@@ -219,8 +219,8 @@ def every_node_has_its_own():
     here = Path(disk, "checkpoints", "checkpoint_1")
     assert os.listdir(here.parent) == [here.name], os.listdir(here.parent)
     manifest = Manifest.read(here)
-    assert {f"generators_{rank()}.safetensors", "model.safetensors", "optimizer.bin"} <= set(manifest.files)
-    assert f"generators_{1 - rank()}.safetensors" not in manifest.files
+    assert {f"random_states_{rank()}.pkl", "model.safetensors", "optimizer.bin"} <= set(manifest.files)
+    assert f"random_states_{1 - rank()}.pkl" not in manifest.files
     saved = job.everything()
     job.steps(2)
     assert job.accelerator.load_state() == here and not differing(job.everything(), saved)
@@ -240,7 +240,7 @@ def every_node_has_its_own():
     assert not differing(job.everything(), before)
     # The number of the next one is the same everywhere.
     if rank() == 1:
-        damaged = Path(disk, "checkpoints", "checkpoint_6", "generators_0.safetensors")
+        damaged = Path(disk, "checkpoints", "checkpoint_6", ".incomplete")
         damaged.parent.mkdir()
         damaged.touch()
     job.accelerator.save_state()

@@ -51,7 +51,6 @@ class Site:
         """Let the manifest have the sizes and checksums of what is there; in one of four cases there is none, as in older versions."""
         if self.draw.random() >= manifest:
             (self.folder / NAME).unlink()
-            (self.folder / "generators_0.safetensors").unlink()
             return
         values = json.loads((self.folder / NAME).read_text())
         for name, entry in values["files"].items():
@@ -218,18 +217,18 @@ def nonsense_in_torch_format(site: Site) -> str | None:
 @kind()
 def bad_length_of_header(site: Site) -> None:
     """The header of a safetensors file lies about its own length, or is cut."""
-    path = site.pick(WEIGHTS, "generators_0.safetensors")
+    path = site.pick(WEIGHTS)
     data = path.read_bytes()
     lengths = [0, 1, len(data), 2**31, 2**60, 2**63, 2**64 - 1]
     lying = [length.to_bytes(8, "little") + data[8:] for length in lengths]
     path.write_bytes(site.draw.choice([*lying, *(data[:end] for end in (0, 1, 7, 8, 9, 100))]))
-    site.seal(0.75 if path.name == WEIGHTS else 1)
+    site.seal()
 
 
 @kind()
 def bad_header(site: Site) -> None:
     """The header of a safetensors file lies about where tensors are and what they are, lets them overlap, or is none."""
-    path = site.pick(WEIGHTS, "generators_0.safetensors")
+    path = site.pick(WEIGHTS)
     data = path.read_bytes()
     body = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:body])
@@ -245,4 +244,4 @@ def bad_header(site: Site) -> None:
     text = b"[" * 100_000 if site.draw.random() < 0.1 else json.dumps(site.draw.choice(wrong)).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[body:])
-    site.seal(0.75 if path.name == WEIGHTS else 1)
+    site.seal()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 import checkpoint_samples as samples
 from accelerate.checkpoint.convert import export
 from accelerate.checkpoint.formats import write_weights
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file, weight_map
+from accelerate.checkpoint.manifest import NAME, PARTS_FOLDER, DamagedCheckpoint, weight_map
 from cases import cases
 from sharded_io import same
 
@@ -130,7 +130,6 @@ def test_the_layout_that_the_manifest_lists(tmp_path):
     export(source, tmp_path / "out")
     assert same(loaded(tmp_path / "out"), samples.tensors())
     (source / NAME).unlink()
-    (source / generators_file(0)).unlink()
     with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0 and model\.safetensors\. Nothing says"):
         export(source, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
@@ -159,6 +158,7 @@ def test_damaged_and_incomplete_ones(tmp_path, caplog):
     with pytest.raises(DamagedCheckpoint, match="model.safetensors has changed"):
         export(source, tmp_path / "out")
     (source / NAME).unlink()
+    (source / PARTS_FOLDER).mkdir()
     with pytest.raises(DamagedCheckpoint, match="manifest .* is missing"):
         export(source, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no such folder"):

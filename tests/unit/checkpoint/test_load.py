@@ -324,8 +324,10 @@ def test_each_rank_finds_its_own_state_and_a_new_one_the_shared_one(tmp_path, mo
     for index in (0, 1):
         monkeypatch.setattr(PartialState, "is_main_process", index == 0)
         save(tmp_path, Object(index * 10), index)
-    assert {"dl_state_dict.bin", "rank1_dl_state_dict.bin"} < set(os.listdir(tmp_path))
+    assert {"dl_state_dict.bin", "random_states_1.pkl"} < set(os.listdir(tmp_path))
     assert [restored(tmp_path, Object(), index).value for index in (0, 1, 2)] == [0, 10, 0]
+    torch.save(Object(20).state_dict(), tmp_path / "rank2_dl_state_dict.bin")  # as former formats had it
+    assert restored(tmp_path, Object(), 2).value == 20
     restored(tmp_path, DataLoader([1, 2])), restored(tmp_path, shard())  # of which the checkpoint says nothing
 
 

@@ -285,8 +285,10 @@ def test_kinds_of_folders(tmp_path):
     assert made.state().kind == "incomplete" and not made.state().loads
     (folder / NAME).unlink()
     assert made.state().kind == "foreign" and made.state().loads
-    (folder / manifest.generators_file(0)).touch()
-    assert made.state().kind == "incomplete" and "manifest" in made.state().reason
+    for ours in (manifest.PARTS_FOLDER, "generators_0.safetensors"):  # the latter in format 1
+        (folder / ours).touch()
+        assert made.state().kind == "incomplete" and "manifest" in made.state().reason
+        (folder / ours).unlink()
     (tmp_path / "f").touch()
     assert LocalStorage(tmp_path / "f").state().kind == "absent"
     with pytest.raises(NotADirectoryError, match="is one"):
