@@ -155,7 +155,6 @@ def export(
         folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
         part = dataclasses.replace(part, folder=folder)
         _refuse_links_out(folder)
-        part.verify()
         if found.manifest is None:
             logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
         elif found.kind != "complete":
@@ -225,9 +224,7 @@ def merge_fsdp_weights(
                 f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
             )
         _refuse_links_out(str(source))
-        found = Found(str(source.parent), source.name, "sharded")
-        found.verify()
-        stored = found.open()
+        stored = Found(str(source.parent), source.name, "sharded").open()
         target.mkdir(parents=True, exist_ok=True)
         path = target / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
         values = layouts.model_values(stored)

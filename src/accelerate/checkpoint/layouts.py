@@ -22,7 +22,7 @@ from torch import nn
 
 from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.load import CheckpointFolder
-from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint, Manifest, damaged, problems
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
@@ -58,40 +58,40 @@ class Found:
     def open(self, **options: Any) -> "CheckpointReader":
         """Return what it holds: for a local layout what this rank wrote. Any rank, alone.
 
-        What is read is compared with the manifest where the folder is a `CheckpointFolder`; `options` are those of `load.read_file`.
+        What is read is compared with the manifest, if there is one; `options` are those of `load.read_file`.
         """
         from accelerate.checkpoint.reader import CheckpointReader
 
-        folder = self.folder if isinstance(self.folder, CheckpointFolder) else None
+        folder = load.with_manifest(self.folder)
+        known = folder if isinstance(folder, CheckpointFolder) else None
         path = os.path.join(self.folder, self.name)
         if self.layout == "sharded":
-            return CheckpointReader.in_folder(path, folder and folder.below(self.name))
+            return CheckpointReader.in_folder(path, known and known.below(self.name))
         if self.layout == "zero":
             from accelerate.checkpoint import zero
 
-            return zero.stored(path, self.kind, folder and folder.below(self.name).check_file)
+            return zero.stored(path, self.kind, known and known.below(self.name).check_file)
         if self.layout == "full":
-            listing = _manifest(self.folder)
-            entries = {} if listing is None else listing.detailed(self.folder, self.files())
-            if folder is not None:
-                folder.check(dict.fromkeys([*self.files(), manifest.PARAMETER_NAMES]))
-            aliases = {alias: kept for entry in entries.values() for alias, kept in entry.aliases.items()}
-            held = {
-                os.path.join(self.folder, file): load.read_file(self.folder, file, mapped=True, **options)
-                for file in self.files()
-            }
-            return CheckpointReader.in_files(held, aliases)
+            files, aliases = self.files(), {}
+            if known:
+                known.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
+                entries = known.listing.detailed(known, files).values()
+                aliases = {alias: kept for entry in entries for alias, kept in entry.aliases.items()}
+            held = [load.read_file(folder, file, mapped=True, **options) for file in files]
+            return CheckpointReader.in_files(
+                {os.path.join(folder, file): one for file, one in zip(files, held, strict=True)}, aliases
+            )
         rank, size = state.rank_and_size()
-        written = sum(map(self.has, os.listdir(self.folder) if folder is None else folder.listing.files))
+        written = sum(map(self.has, known.listing.files if known else os.listdir(folder)))
         if written != size:
             raise RuntimeError(
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
                 f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
             )
         file = manifest.rank_file(self.name, rank)
-        if folder is not None:
-            folder.check({file: None})
-        return CheckpointReader(f"{self.name} of rank {rank}", load.mapped_file(os.path.join(self.folder, file)))
+        if known:
+            known.check_file(file)
+        return CheckpointReader(f"{self.name} of rank {rank}", load.mapped_file(os.path.join(folder, file)))
 
     def files(self) -> list[str]:
         """Return the files of a whole layout: itself, or those that it lists."""
@@ -110,21 +110,6 @@ class Found:
         if self.layout == "local":
             return re.fullmatch(re.escape(self.name) + r"_rank\d+\.bin", file) is not None
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
-
-    def verify(self) -> None:
-        """Compare all of its files with what a manifest says of them, if there is one. Any rank, alone."""
-        if (listing := _manifest(self.folder)) is None:
-            return
-        own = self.files() if self.layout == "full" else ()
-        chosen = {file for file in listing.files if self.has(file) or file in own}
-        if lines := problems(self.folder, listing, deep=True, only=chosen.__contains__):
-            raise damaged(self.folder, lines)
-
-
-def _manifest(folder: str) -> Manifest | None:
-    if isinstance(folder, CheckpointFolder):
-        return folder.listing
-    return Manifest.read(folder) if os.path.isfile(os.path.join(folder, NAME)) else None
 
 
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:

@@ -232,8 +232,9 @@ class CheckpointFolder(str):
 
 def with_manifest(folder: Path) -> Path:
     """Return a folder that compares what is read with its manifest, if it has one. Any rank, alone."""
-    has_one = os.path.isfile(os.path.join(folder, manifest.NAME))
-    return CheckpointFolder(os.fspath(folder), Manifest.read(folder)) if has_one else folder
+    if isinstance(folder, CheckpointFolder) or not os.path.isfile(os.path.join(folder, manifest.NAME)):
+        return folder
+    return CheckpointFolder(os.fspath(folder), Manifest.read(folder))
 
 
 def _pieces(entry: FileEntry, ranges: Iterable[tuple[int, int]] | None) -> Iterable[int]:
