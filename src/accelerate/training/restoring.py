@@ -10,10 +10,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
@@ -27,6 +27,7 @@ from accelerate.training.prepared import Facade
 logger = logging.getLogger(__name__)
 
 Folder = str | os.PathLike[str]
+T = TypeVar("T")
 
 # How often a load starts over because another save has taken the place of the checkpoint that it was reading.
 _ATTEMPTS = 100
@@ -215,7 +216,6 @@ class _Chosen:
     Attributes:
         folder: this rank's local folder of it.
         save: the name of the save, None where it could not be read.
-        text: the manifest when it was chosen, None without one.
         problems: what is wrong with this machine's copy, found by its leader.
         following: the next automatic number.
     """
@@ -223,7 +223,6 @@ class _Chosen:
     storage: CheckpointStorage
     folder: str
     save: str | None
-    text: bytes | None
     problems: list[str]
     following: int | None
 
@@ -242,14 +241,9 @@ class _Chosen:
         if group.each_node and following is not None:  # a machine may have one more
             leads = group.rank == barrier.leader()
             following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
-        text = None
-        with contextlib.suppress(OSError):
-            text = Path(folder, manifest.NAME).read_bytes()
-        with contextlib.suppress(DamagedCheckpoint):  # another save takes the place
-            if text is not None:
-                listing = Manifest.from_json(text, os.path.join(folder, manifest.NAME))
-                folder = CheckpointFolder(folder, listing, _place(search.accelerator), storage.bring)
-        return cls(storage, folder, save, text, problems, following)
+        with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
+            folder = CheckpointFolder(folder, Manifest.read(folder), _place(search.accelerator), storage.bring)
+        return cls(storage, folder, save, problems, following)
 
     @property
     def listing(self) -> Manifest | None:
@@ -269,7 +263,8 @@ class _Chosen:
             text = None
         if self.wrong and not self.storage.shared:  # a local copy of it stays as it was
             return _name_of(self.storage.state()) != self.save
-        return text != self.text or self.save not in (None, self.listing.save if self.listing else "")
+        known, save = (self.listing.text, self.listing.save) if self.listing else (None, "")
+        return text != known or self.save not in (None, save)
 
     def verify(self, rank: int, by_parts: bool) -> None:
         """Hash this rank's share of the files that all ranks of the machine read, and the files of its own. Any rank, alone.
@@ -341,27 +336,26 @@ def _read_together(
     Raises:
         _Damaged: its files are not what was written.
     """
-    problem, contents = None, None
+    _, problem = _attempted(lambda: chosen.verify(accelerator.process_index, accelerator._backend.saves_shards))
+    if not _may_go_on(barrier, chosen, problem):
+        return None
+    contents, problem = _attempted(lambda: _read(accelerator, chosen.folder, options, model_options))
+    may_go_on = False
     try:
-        chosen.verify(accelerator.process_index, accelerator._backend.saves_shards)
-    except BaseException as error:  # the other ranks would wait for a rank that leaves now
-        problem = error
-    if _may_go_on(barrier, chosen, problem):
-        try:
-            contents = _read(accelerator, chosen.folder, options, model_options)
-        except BaseException as error:
-            problem = error
-        try:
-            # Before any rank gives its objects anything: they may have collectives of their own.
-            if _may_go_on(barrier, chosen, problem):
-                return contents
-        except BaseException:
-            if contents is not None:
-                contents.undo()
-            raise
-    if contents is not None:
-        contents.undo()
-    return None
+        # Before any rank gives its objects anything: they may have collectives of their own.
+        may_go_on = _may_go_on(barrier, chosen, problem)
+        return contents if may_go_on else None
+    finally:
+        if contents is not None and not may_go_on:
+            contents.undo()
+
+
+def _attempted(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Take a step; return its result, or why it failed: the other ranks would wait for one that leaves before they are told."""
+    try:
+        return step(), None
+    except BaseException as error:
+        return None, error
 
 
 def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | None) -> bool:
@@ -384,23 +378,17 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
 
 def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
     """Give the objects their states if none refuses its own on any rank, else give back what they had."""
-    problem = None
-    try:
-        contents.begin(**model_options)
-    except BaseException as error:
-        problem = error
+    _, problem = _attempted(lambda: contents.begin(**model_options))
     try:
         barrier.share(problem=problem)
     except BaseException:
         contents.undo()
         raise
-    try:
-        for name, value in contents.complete().items():
-            setattr(accelerator, name, value)
-    except BaseException as error:  # no rank may go on while another has other states
-        problem = error
-    barrier.share(problem=problem)
+    attributes, problem = _attempted(contents.complete)
+    barrier.share(problem=problem)  # no rank may go on while another has other states
     barrier.leave()
+    for name, value in attributes.items():
+        setattr(accelerator, name, value)
 
 
 def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
