@@ -12,37 +12,26 @@ from accelerate.utils import fsdp_utils
 
 
 def _plugin(layout):
-    kind = {
-        "full": "FULL_STATE_DICT",
-        "sharded": "SHARDED_STATE_DICT",
-        "local": "LOCAL_STATE_DICT",
-        None: "SHARDED_STATE_DICT",
-    }
-    plugin = FullyShardedDataParallelPlugin(state_dict_type=kind[layout])
-    return plugin, layout != "local"
+    return FullyShardedDataParallelPlugin(state_dict_type=f"{(layout or 'sharded').upper()}_STATE_DICT")
 
 
 def save_model(model, folder, index=0, layout="sharded"):
-    plugin, use_dcp = _plugin(layout)
-    fsdp_utils.save_fsdp_model(plugin, None, model, os.fspath(folder), index, use_dcp=use_dcp)
+    fsdp_utils.save_fsdp_model(_plugin(layout), None, model, os.fspath(folder), index)
 
 
 def load_model(model, folder, index=0, prefer=None, strict=True):
     if not strict:
-        read, own, layout, _ = layouts.read_for_model(model, folder, index, prefer, strict)
-        return state.apply_model(model, read, own, layout=layout, strict=strict)
-    plugin, use_dcp = _plugin(prefer)
-    return fsdp_utils.load_fsdp_model(plugin, None, model, os.fspath(folder), index, use_dcp=use_dcp)
+        read, own, _ = layouts.read_for_model(model, folder, index, prefer, strict)
+        return state.apply_model(model, read, own, strict=strict)
+    return fsdp_utils.load_fsdp_model(_plugin(prefer), None, model, os.fspath(folder), index)
 
 
 def save_optimizer(optimizer, model, folder, index=0, layout="sharded"):
-    plugin, use_dcp = _plugin(layout)
-    fsdp_utils.save_fsdp_optimizer(plugin, None, optimizer, model, os.fspath(folder), index, use_dcp=use_dcp)
+    fsdp_utils.save_fsdp_optimizer(_plugin(layout), None, optimizer, model, os.fspath(folder), index)
 
 
 def load_optimizer(optimizer, model, folder, index=0):
-    plugin, use_dcp = _plugin(None)
-    fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, os.fspath(folder), index, use_dcp=use_dcp)
+    fsdp_utils.load_fsdp_optimizer(_plugin(None), None, optimizer, model, os.fspath(folder), index)
 
 
 def write_names(optimizer, model, folder):

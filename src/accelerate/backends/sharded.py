@@ -29,7 +29,6 @@ class ShardedModel:
 
     model: nn.Module
     own: states.ModelState
-    layout: Layout
     adapter_only: bool = False
     finish: Callable[[], None] | None = None
 
@@ -53,7 +52,7 @@ class ShardedModel:
         options: dict[str, Any] = {}
         if self.adapter_only:
             options["setter"] = functools.partial(fsdp_utils._set_model_state_dict, adapter_only=True)
-        return states.apply_model(self.model, state, self.own, layout=self.layout, strict=strict, **options)
+        return states.apply_model(self.model, state, self.own, strict=strict, **options)
 
 
 class Sharded(Backend):
@@ -103,9 +102,9 @@ class Sharded(Backend):
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    def layout(self, accelerator: Run, kind: layouts.Kind, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps the shards; without `use_dcp`, in a file per rank."""
-        return layouts.layout_of(accelerator.state.fsdp_plugin, kind, use_dcp)
+    def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
+        """Return how a checkpoint keeps the shards."""
+        return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
@@ -114,33 +113,34 @@ class Sharded(Backend):
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write the shards of a model. All ranks."""
-        plugin, model = accelerator.state.fsdp_plugin, accelerator.prepared.models[index]
-        use_dcp = options.get("use_dcp", True)
-        layouts.save_model(plugin, model, folder, index, use_dcp, _getter(options.get("adapter_only", False)))
+        values = states.model_state(
+            accelerator.prepared.models[index], _getter(options.get("adapter_only", False))
+        ).values
+        layouts.write(values, folder, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
 
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any
     ) -> tuple[ShardedModel, dict[str, Any]]:
         """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
         adapter_only = options.get("adapter_only", False)
-        prefer, strict = self.layout(accelerator, "model"), options.get("strict", True)
+        prefer, strict = self.layout(accelerator), options.get("strict", True)
         over = not adapter_only and loads_by_name(model)
-        state, own, layout, finish = layouts.read_for_model(
+        state, own, finish = layouts.read_for_model(
             model, folder, index, prefer, strict, over=over, getter=_getter(adapter_only)
         )
-        return ShardedModel(model, own, layout, adapter_only, finish), state
+        return ShardedModel(model, own, adapter_only, finish), state
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
         state = states.optimizer_state(optimizer, model_of(optimizer, accelerator.prepared.models))
-        layouts.write(state, folder, "optimizer", index, self.layout(accelerator, "optimizer"))
+        layouts.write(state, folder, "optimizer", index, self.layout(accelerator))
 
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any
     ) -> optimizers.Deferred:
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
         model = model_of(optimizer, accelerator.prepared.models)
-        prefer = self.layout(accelerator, "optimizer")
+        prefer = self.layout(accelerator)
         over = uses_torch_load(states.inner_optimizer(optimizer))
         return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, over=over)
 
@@ -165,7 +165,7 @@ class TensorParallel(Sharded):
         """Clip each element of the parts that this rank has. All ranks."""
         norms.clip_grad_value(parameters, clip_value)
 
-    def layout(self, accelerator: Run, kind: str, use_dcp: bool = True) -> Layout:
+    def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps what is split: gathered, as from any other run."""
         return "full"
 

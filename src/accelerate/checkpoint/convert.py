@@ -62,18 +62,12 @@ def _names(storage: CheckpointStorage, listing: Manifest | None) -> Collection[s
 def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found | None:
     """Return where a model or optimizer lies; raise if layouts that different runs may have written are side by side."""
     found = layouts.candidates(folder, files, kind, index)
-    whole = [one for one in found if one.layout != "local"]
-    if len(whole) > 1:
+    if len(found) > 1:
         raise ValueError(
-            f"{folder!r} has {kind} {index} more than once: {' and '.join(one.name for one in whole)}. Nothing says which of "
+            f"{folder!r} has {kind} {index} more than once: {' and '.join(one.name for one in found)}. Nothing says which of "
             "them counts; move the others away."
         )
-    if found and not whole:
-        raise ValueError(
-            f"{found[0].name}_rank*.bin in {folder!r} hold what each rank had, which only those ranks can put together. "
-            "Load it there, and save it with SHARDED_STATE_DICT and use_dcp=True."
-        )
-    return whole[0] if whole else None
+    return found[0] if found else None
 
 
 def _refuse_links_out(folder: str, names: Collection[str] = ()) -> None:

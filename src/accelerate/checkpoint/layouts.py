@@ -4,7 +4,6 @@
   FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them.
 - sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.shards`).
 - zero: a folder `pytorch_model` of DeepSpeed's files, a model with its optimizer (`checkpoint.zero`). Only its engines write it.
-- local: a file per rank, ``pytorch_model_fsdp_rank0.bin``, that only the same number of ranks in the same layout can load.
 
 Parameters have the names that the user wrote (see `checkpoint.state`), so each strategy reads what any other wrote, on any number of
 ranks. Everything is read before anything changes.
@@ -20,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from accelerate._warn import warn_user
 from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
+from accelerate.checkpoint.state import Layout, ModelState, is_spread, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
 from accelerate.runtime import torch_private
@@ -45,7 +45,7 @@ class Found:
     """Where a model or optimizer lies in a checkpoint.
 
     Attributes:
-        name: of the file, index of files, or folder; for a local layout the start of the names of the ranks' files.
+        name: of the file, index of files, or folder.
         index: which of the models or optimizers it is.
     """
 
@@ -56,7 +56,7 @@ class Found:
     kind: Kind = "model"
 
     def open(self, **options: Any) -> "CheckpointReader":
-        """Return what it holds: for a local layout what this rank wrote. Any rank, alone.
+        """Return what it holds. Any rank, alone.
 
         What is read is compared with the manifest, if there is one; `options` are those of `load.read_file`.
         """
@@ -71,27 +71,13 @@ class Found:
             from accelerate.checkpoint import zero
 
             return zero.stored(path, self.kind, known and known.below(self.name).check_file)
-        if self.layout == "full":
-            files, aliases = self.files(), {}
-            if known:
-                known.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
-                entries = known.listing.detailed(known, files).values()
-                aliases = {alias: kept for entry in entries for alias, kept in entry.aliases.items()}
-            held = [load.read_file(folder, file, mapped=True, **options) for file in files]
-            return CheckpointReader.in_files(
-                {os.path.join(folder, file): one for file, one in zip(files, held, strict=True)}, aliases
-            )
-        rank, size = state.rank_and_size()
-        written = sum(map(self.has, known.listing.files if known else os.listdir(folder)))
-        if written != size:
-            raise RuntimeError(
-                f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
-                f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
-            )
-        file = manifest.rank_file(self.name, rank)
+        files, aliases = self.files(), {}
         if known:
-            known.check_file(file)
-        return CheckpointReader(f"{self.name} of rank {rank}", load.mapped_file(os.path.join(folder, file)))
+            known.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
+            entries = known.listing.detailed(known, files).values()
+            aliases = {alias: kept for entry in entries for alias, kept in entry.aliases.items()}
+        held = {os.path.join(folder, file): load.read_file(folder, file, mapped=True, **options) for file in files}
+        return CheckpointReader.in_files(held, aliases)
 
     def files(self) -> list[str]:
         """Return the files of a whole layout: itself, or those that it lists."""
@@ -107,8 +93,6 @@ class Found:
 
     def has(self, file: str) -> bool:
         """Say whether a file belongs to it, beside those that an index lists."""
-        if self.layout == "local":
-            return re.fullmatch(re.escape(self.name) + r"_rank\d+\.bin", file) is not None
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
 
 
@@ -128,18 +112,24 @@ def whole_names(index: int) -> list[tuple[str, str]]:
 def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
     """Return where a model or optimizer lies among a checkpoint's `files`, in each layout; the usual one first.
 
-    Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors.
+    Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors. ValueError if there is nothing
+    but upstream's files of what each rank had.
     """
     files, (shards, gathered) = set(files), usual_names(kind, index)
-    whole, prefixes = [gathered], [shards]
+    whole = [gathered]
     if kind == "model":
         safe, pickled = whole_names(index)
         whole += pickled if files.isdisjoint(safe) else safe
-        prefixes += [FSDP_MODEL_NAME] if index == 0 else []
     found: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
     found += [(file, "full") for file in whole if file in files]
     found += [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
-    found += [(prefix, "local") for prefix in prefixes if manifest.rank_file(prefix, 0) in files]
+    of_ranks = {f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())}
+    if not found and (local := of_ranks & files):
+        raise ValueError(
+            f"{min(local)!r} in {os.fspath(folder)!r} and the files beside it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
+            "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
+            "it with SHARDED_STATE_DICT."
+        )
     return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in found]
 
 
@@ -267,8 +257,6 @@ def like(
 
     With ``over``, that is the tensor itself, which `CheckpointReader.finish` changes.
     """
-    if not hasattr(value, "stored_key"):  # of this rank's own file
-        return state.filled_like(own, value)
     if value.size() != own.size():
         return None
     if over:
@@ -279,38 +267,26 @@ def like(
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
 
 
-def layout_of(plugin: "FullyShardedDataParallelPlugin", kind: Kind, use_dcp: bool = True) -> Layout:
-    """Return how a checkpoint keeps the shards; ``use_dcp=False`` asks for a file per rank."""
-    chosen = plugin.state_dict_type.name
-    if chosen == "FULL_STATE_DICT":
-        return "full"
-    return "sharded" if use_dcp and (kind == "optimizer" or chosen == "SHARDED_STATE_DICT") else "local"
+def layout_of(plugin: "FullyShardedDataParallelPlugin", use_dcp: bool = True) -> Layout:
+    """Return how a checkpoint keeps the shards. It is never a file per rank, which no other ranks could load."""
+    name = plugin.state_dict_type.name
+    if name == "LOCAL_STATE_DICT" or not use_dcp:
+        warn_user(
+            f"state_dict_type={name} with use_dcp={use_dcp} asks for a file per rank, which only as many ranks in the same layout could "
+            "load; shards are written instead, and any number of ranks loads them. SHARDED_STATE_DICT says so without a warning."
+        )
+    return "full" if name == "FULL_STATE_DICT" and use_dcp else "sharded"
 
 
-def save_model(
-    plugin: "FullyShardedDataParallelPlugin", model: nn.Module, folder: Path, index: int, use_dcp: bool, getter: Any
-) -> None:
-    """Write a model's state as `layout_of` says; `getter` is that of `state.model_state`. All ranks."""
-    flat = plugin.state_dict_type.name == "LOCAL_STATE_DICT" and state.is_fsdp1(model)
-    values = state.model_state(model, getter, "local" if flat else "sharded").values
-    write(values, folder, "model", index, layout_of(plugin, "model", use_dcp), flat)
-
-
-def write(
-    values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layout: Layout = "sharded", flat: bool = False
-) -> None:
+def write(values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layout: Layout = "sharded") -> None:
     """Write a state into a folder that all ranks see, or put it into a plan. All ranks; failures are raised on all.
 
-    ValueError for a folder with a manifest. `flat`: a local state of FSDP1's flat parameters.
+    ValueError for a folder with a manifest.
     """
-    rank, size = state.rank_and_size()
     shards, name = usual_names(kind, index)
-    stem = FSDP_MODEL_NAME if flat and index == 0 else shards
     if layout == "full":
         values = state.gathered(values)
-    elif layout == "local":
-        values, name = mapped_leaves(values, state.plain_part), manifest.rank_file(stem, rank)
-    owns = layout == "local" or rank == 0
+    owns = layout == "full" and state.rank_and_size()[0] == 0
     if isinstance(folder, SavePlan):
         if layout == "sharded":
             folder.add_shards(shards, {kind: values})
@@ -322,12 +298,8 @@ def write(
         os.makedirs(folder, exist_ok=True)
         if os.path.exists(os.path.join(folder, NAME)):
             raise ValueError(f"{os.fspath(folder)!r} is a checkpoint of save_state. Save to another folder.")
-        if owns and layout != "sharded":
-            formats.write_torch(os.path.join(folder, name), values, rank)
-        current = [manifest.rank_file(stem, number) for number in range(size)]
-        for file in os.listdir(folder) if layout == "local" and rank == 0 else ():
-            if Found(os.fspath(folder), stem, "local").has(file) and file not in current:
-                os.unlink(os.path.join(folder, file))  # of a save on more ranks
+        if owns:
+            formats.write_torch(os.path.join(folder, name), values)
 
     together(put)
     if layout == "sharded":
@@ -357,24 +329,22 @@ def read_for_model(
     strict: bool = True,
     over: bool = False,
     **getter: Any,
-) -> tuple[dict[str, Any], ModelState, Layout, Callable[[], None] | None]:
+) -> tuple[dict[str, Any], ModelState, Callable[[], None] | None]:
     """Read a model's state, whatever wrote it, as `apply_model` takes it. All ranks; what fails is raised where it fails.
 
     With `over`, for a verified checkpoint and a model that cannot refuse it, it is read later, over what there is.
-    Returns the state, the model's own, the layout of both, and what reads over the model's own; None if it is read.
+    Returns the state, the model's own, and what reads over the model's own; None if it is read.
     """
 
     def opened() -> "CheckpointReader":
         return required(folder, "model", index, prefer).open()
 
-    # FSDP1 takes the states of flat parameters, and others, by different collectives.
+    # FSDP1 takes the states by collectives.
     stored = together(opened) if state.is_fsdp1(model) else opened()
-    flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
-    layout: Layout = "local" if flat else "sharded"
-    own = state.model_state(model, layout=layout, **getter)
+    own = state.model_state(model, **getter)
     over = over and isinstance(folder, CheckpointFolder) and state.is_models_memory(own, model)
     read = read_model(own, stored, state.tied_names(model), strict, over)
-    return read, own, layout, stored.finish if over else None
+    return read, own, stored.finish if over else None
 
 
 # -- reading into whole models and their optimizers --------------------------------------------------------------------
@@ -390,7 +360,7 @@ def read_whole_model(
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     found = find(folder, "model", index, "full")
-    if found is None or found.layout == "local":
+    if found is None:
         raise FileNotFoundError(
             f"Model {index} ({type(model).__name__}) has no weights: {manifest.model_file(index)} is missing in "
             f"{os.fspath(folder)!r}. Prepare the models that were saved, in the same order, or load another folder."

@@ -74,11 +74,6 @@ def optimizer_file(index: int) -> str:
     return indexed("optimizer", index, ".bin")
 
 
-def rank_file(stem: str, rank: int) -> str:
-    """Return the name of the file with what one rank has of a model or an optimizer, which is called `stem`."""
-    return f"{stem}_rank{rank}.bin"
-
-
 def scheduler_file(index: int) -> str:
     """Return the name of the file with a scheduler's state."""
     return indexed("scheduler", index, ".bin")

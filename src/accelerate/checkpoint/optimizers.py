@@ -236,19 +236,17 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
             # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
             return stored.whole(value) if value.is_meta else formats.own_copy(value)
         before = present.get(key)
-        if goal.over and hasattr(value, "stored_key") and _takes(before, value, own):
+        if goal.over and _takes(before, value, own):
             return stored.over(value, before)
         if not is_spread(own) and not is_spread(value):
             made = stored.whole(value) if _may_belong(value.shape, own.shape) else None
         else:
             made = like(own, value, stored)
-            if made is None and isinstance(before, torch.Tensor) and hasattr(value, "stored_key"):
+            if made is None and isinstance(before, torch.Tensor):
                 made = like(before, value, stored)
         if made is None:
-            known = hasattr(value, "stored_key")
-            here, there = [tuple(one.size() if known else state.part(one).shape) for one in (own, value)]
             raise RuntimeError(
-                f"{key} of {name} has the shape {there} in {stored.origin}, and the parameter {here}; nothing was loaded. If such "
+                f"{key} of {name} has the shape {tuple(value.size())} in {stored.origin}, and the parameter {tuple(own.size())}; nothing was loaded. If such "
                 "values differ from their parameters, let the optimizer step once before loading: that shows their shards."
             )
         return made
@@ -335,4 +333,4 @@ def read_whole_optimizer(
             return raw
     from accelerate.checkpoint.reader import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
 
-    return state.numbered(read_optimizer(goal, CheckpointReader(os.path.join(folder, file), raw), found))
+    return state.numbered(read_optimizer(goal, CheckpointReader.in_files({os.path.join(folder, file): raw}), found))

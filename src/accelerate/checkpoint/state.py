@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate import comm
-from accelerate.checkpoint import formats, manifest
+from accelerate.checkpoint import manifest
 from accelerate.config.enums import DistributedType
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.resume import is_stateful
@@ -28,7 +28,7 @@ from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
 
-Layout = Literal["full", "sharded", "local", "zero"]
+Layout = Literal["full", "sharded", "zero"]
 T = TypeVar("T")
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -129,16 +129,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _fsdp1(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """Let FullyShardedDataParallel give and take states of one layout; for other models nothing happens."""
+def _fsdp1(model: nn.Module) -> Iterator[None]:
+    """Let FullyShardedDataParallel give and take states of shards; for other models nothing happens."""
     if not is_fsdp1(model):
         yield
         return
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     # Not FULL_STATE_DICT on rank 0: torch frees the gathered memory before it was copied, where it is the host's.
-    kind = StateDictType.LOCAL_STATE_DICT if layout == "local" else StateDictType.SHARDED_STATE_DICT
-    with FullyShardedDataParallel.state_dict_type(model, kind):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         yield
 
 
@@ -210,15 +209,15 @@ class ModelState:
 
 
 @quietly()
-def model_state(model: nn.Module, getter: Callable[..., Any] | None = None, layout: Layout = "sharded") -> ModelState:
+def model_state(model: nn.Module, getter: Callable[..., Any] | None = None) -> ModelState:
     """Return a model's state by the names the user wrote, each rank with its shards. It is no copy. All ranks.
 
-    A `getter` takes the model and ``sd_options``, torch's options or None; ``"local"`` is for FSDP1's flat parameters.
+    A `getter` takes the model and ``sd_options``, torch's options or None.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = None if is_fsdp1(model) else StateDictOptions()
-    with _fsdp1(model, layout):
+    with _fsdp1(model):
         if getter is not None:
             state = getter(model, sd_options=options)
         else:
@@ -290,7 +289,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     if is_fsdp1(model):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        with _fsdp1(model, "sharded"):
+        with _fsdp1(model):
             raw = FullyShardedDataParallel.optim_state_dict(_unwrapped(model), inner, group=_group(model))
         return renamed(raw, canonical_name)
     raw = inner.state_dict()
@@ -381,33 +380,11 @@ def part(value: Any) -> torch.Tensor:
 
 
 @quietly()
-def plain_part(value: Any) -> Any:
-    """Return a value as plain data: of a ShardedTensor, which is none, what this rank has of it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return part(value).cpu() if is_sharded_tensor(value) else value.detach()
-
-
-@quietly()
-def filled_like(value: Any, stored: torch.Tensor) -> torch.Tensor | None:
-    """Return `like` with what a rank wrote of its own; None if that is sharded in another way. Any rank, alone."""
-    made, theirs = like(value, stored.dtype), part(stored)
-    both = is_dtensor(stored) and is_dtensor(value)
-    if both and (stored.size(), stored.placements) != (value.size(), value.placements):
-        return None
-    if part(made).shape != theirs.shape:
-        return None
-    part(made).copy_(theirs)
-    return made
-
-
-@quietly()
 def apply_model(
     model: nn.Module,
     state: Mapping[str, Any],
     own: ModelState,
     setter: Callable[..., Any] | None = None,
-    layout: Layout = "sharded",
     strict: bool = True,
 ) -> Any:
     """Give a model a state, sharded as its own, by the user's names; return missing and unexpected keys. All ranks.
@@ -416,11 +393,6 @@ def apply_model(
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    if layout == "local":  # loading a state dict refuses flat parameters; those of the state dict are no copies
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                formats.copied_over(part(own.values[name]), part(value))
-        return torch_private.IncompatibleKeys([], [])
     options, missing = StateDictOptions(strict=strict), []
     if is_fsdp1(model):
         options = None
@@ -428,7 +400,7 @@ def apply_model(
             missing = [name for name in own.values if name not in state]
             state = {**{name: own.values[name] for name in missing}, **state}
     state = {own.own.get(name, name): value for name, value in state.items()}
-    with _fsdp1(model, layout):
+    with _fsdp1(model):
         if setter is not None:
             keys = setter(model, state, sd_options=options)
         elif options is None:
@@ -454,7 +426,7 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
         for name in itertools.chain.from_iterable(_names_in_modules(optimizer, model))
     }
     raw = renamed(state, lambda name: names.get(name, name))
-    with _fsdp1(model, "sharded"):
+    with _fsdp1(model):
         inner = inner_optimizer(optimizer)
         return FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
 

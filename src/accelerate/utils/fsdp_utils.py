@@ -325,22 +325,23 @@ def save_fsdp_model(
     """Save a sharded model. Every rank calls it.
 
     Args:
-        fsdp_plugin: its `state_dict_type` chooses what is written. SHARDED_STATE_DICT: the folder `pytorch_model_fsdp_0`, to
-            which each rank writes its part, and which any number of ranks can load. FULL_STATE_DICT: one file,
-            `pytorch_model_fsdp.bin`, gathered by rank 0. LOCAL_STATE_DICT: a file per rank.
+        fsdp_plugin: its `state_dict_type` chooses what is written. FULL_STATE_DICT: one file,
+            `pytorch_model_fsdp.bin`, gathered by rank 0. Else the folder `pytorch_model_fsdp_0`, to which each rank writes its
+            part, and which any number of ranks can load.
         accelerator: not used; a checkpoint needs no more than the model knows.
         model: wrapped by torch's FullyShardedDataParallel, or sharded in place; any other model can be saved, too.
         output_dir: the checkpoint's folder, which all ranks see.
         model_index: which of the models it is, from 0.
         adapter_only: only the active adapter, if it is a PEFT model.
-        use_dcp: False writes a file per rank for SHARDED_STATE_DICT, which only the same number of ranks can load.
+        use_dcp: False warns: a file per rank, which only as many ranks could load, is not written.
 
     Raises:
         ValueError: `output_dir` is a checkpoint of `save_state`, whose manifest lists its files.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
-    layouts.save_model(fsdp_plugin, model, output_dir, model_index, use_dcp, getter)
+    layout = layouts.layout_of(fsdp_plugin, use_dcp)
+    layouts.write(states.model_state(model, getter).values, output_dir, "model", model_index, layout)
 
 
 def load_fsdp_model(
@@ -364,7 +365,7 @@ def load_fsdp_model(
         input_dir: the checkpoint's folder, which all ranks see.
         model_index: which of the models it is, from 0.
         adapter_only: the checkpoint holds only the active adapter, if it is a PEFT model.
-        use_dcp: False prefers a file per rank.
+        use_dcp: False warns, as for saving.
 
     Returns:
         The missing and unexpected keys.
@@ -377,12 +378,10 @@ def load_fsdp_model(
 
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
-    prefer = layouts.layout_of(fsdp_plugin, "model", use_dcp)
+    prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = load.with_manifest(input_dir)
-    state, own, layout, _ = states.together(
-        lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter)
-    )
-    return states.apply_model(model, state, own, setter, layout)
+    state, own, _ = states.together(lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter))
+    return states.apply_model(model, state, own, setter)
 
 
 def save_fsdp_optimizer(
@@ -404,13 +403,13 @@ def save_fsdp_optimizer(
         model: the model that it updates.
         output_dir: the checkpoint's folder, which all ranks see.
         optimizer_index: which of the optimizers it is, from 0.
-        use_dcp: False writes a file per rank instead of the folder, which only the same number of ranks can load.
+        use_dcp: False warns: a file per rank is not written.
 
     Raises:
         ValueError: the optimizer has a parameter that the model does not have, or `output_dir` is a checkpoint of `save_state`.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
-    layout = layouts.layout_of(fsdp_plugin, "optimizer", use_dcp)
+    layout = layouts.layout_of(fsdp_plugin, use_dcp)
     layouts.write(states.optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
 
 
@@ -437,14 +436,14 @@ def load_fsdp_optimizer(
         input_dir: the checkpoint's folder, which all ranks see.
         optimizer_index: which of the optimizers it is, from 0.
         adapter_only: not used: the state is that of the parameters which the optimizer has.
-        use_dcp: False prefers a file per rank.
+        use_dcp: False warns, as for saving.
 
     Raises:
         FileNotFoundError: the folder has no such optimizer.
         RuntimeError: it is the state of other parameters, or reading failed on some rank; the optimizer is as it was.
         DamagedCheckpoint: a file is damaged; the optimizer is as it was.
     """
-    prefer = layouts.layout_of(fsdp_plugin, "optimizer", use_dcp)
+    prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = load.with_manifest(input_dir)
     state = states.together(
         lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer).state

@@ -368,8 +368,3 @@ def meshes_of_two_dims():
         for layout in ("sharded", "full"):
             trial(writer, layout, 4, *readers)
     trial("fsdp2", "sharded", 2, (4, "hsdp2 fsdp2-tp fsdp1-hybrid"))
-
-
-def check_a_file_per_rank():
-    for writer in ("fsdp1", "fsdp1-flat", "fsdp2", "tp"):
-        trial(writer, "local", 2, (2, writer))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 import sharded_io
 from accelerate import Accelerator
 from accelerate.checkpoint import convert, layouts, reader, shards, state
-from accelerate.checkpoint.manifest import DamagedCheckpoint, rank_file
+from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 from cases import cases
@@ -75,10 +75,16 @@ def test_the_layout_that_was_asked_for_is_taken(tmp_path):
         assert same(dict(found.state_dict()), dict(model.state_dict()))
 
 
-def test_local_files_of_the_first_model_have_no_number():
-    files = {rank_file("pytorch_model_fsdp", 0)}
-    assert [found.layout for found in layouts.candidates("", files, "model", 0)] == ["local"]
-    assert layouts.candidates("", files, "model", 1) == []
+@pytest.mark.parametrize("file", ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank0.bin"])
+def test_files_of_single_ranks_are_refused_and_not_written(tmp_path, file):
+    """As upstream writes them with LOCAL_STATE_DICT, or use_dcp=False."""
+    (tmp_path / file).touch()
+    fails(tmp_path, *job(), ValueError, f"{file}.*what each rank had.*on as many ranks.*SHARDED_STATE_DICT")
+    for kind, use_dcp in (("LOCAL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
+        plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
+        with pytest.warns(UserWarning, match="only as many ranks"):
+            fsdp_utils.save_fsdp_model(plugin, None, Net(), str(tmp_path / kind), use_dcp=use_dcp)
+        assert os.listdir(tmp_path / kind) == ["pytorch_model_fsdp_0"]
 
 
 def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
@@ -101,7 +107,7 @@ def test_a_checkpoint_with_a_manifest_is_not_saved_into(tmp_path):
     Accelerator(cpu=True).save_state(str(tmp_path))
     before = os.listdir(tmp_path)
     model, optimizer = job()
-    for layout in ("sharded", "full", "local"):
+    for layout in ("sharded", "full"):
         with pytest.raises(ValueError, match="Save to another folder"):
             save(model, optimizer, tmp_path, layout)
     assert os.listdir(tmp_path) == before
@@ -132,7 +138,7 @@ def fails(folder, model, optimizer, kind, match, what="model"):
     assert same(before, state_of(model, optimizer))
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full", "local"])
+@pytest.mark.parametrize("layout", ["sharded", "full"])
 def test_another_model(tmp_path, layout):
     save(*job(), tmp_path, layout)
     wide = job(width=5)
@@ -173,14 +179,6 @@ def test_nothing_there(tmp_path):
     model, optimizer = job()
     fails(tmp_path, model, optimizer, FileNotFoundError, "pytorch_model_fsdp_0")
     fails(tmp_path, model, optimizer, FileNotFoundError, "optimizer_0", "optimizer")
-
-
-def test_another_number_of_ranks_for_local_files(tmp_path):
-    save(*job(), tmp_path, "local")
-    (tmp_path / "pytorch_model_fsdp_0_rank1.bin").touch()
-    fails(tmp_path, *job(), RuntimeError, "written by 2 ranks")
-    save(*job(), tmp_path, "local")
-    assert not (tmp_path / "pytorch_model_fsdp_0_rank1.bin").exists()
 
 
 class Bomb:

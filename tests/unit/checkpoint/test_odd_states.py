@@ -19,7 +19,7 @@ from accelerate.checkpoint.save import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 
-LAYOUTS = ["sharded", "full", "local", "sharded to full", "full to sharded"]
+LAYOUTS = ["sharded", "full", "sharded to full", "full to sharded"]
 
 
 def job(seed=0, **options):
@@ -131,7 +131,7 @@ def test_extra_states(tmp_path, layout, extra):
     assert torch.equal(other[0].weight, model[0].weight)
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full", "local"])
+@pytest.mark.parametrize("layout", ["sharded", "full"])
 def test_what_a_manifest_says_is_compared(tmp_path, layout):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     model, optimizer = job()

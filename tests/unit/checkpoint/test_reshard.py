@@ -135,7 +135,8 @@ def test_two_layouts_at_once_and_files_of_single_ranks(tmp_path, full, trained):
     """As in a folder that two programs have saved to; `export` refuses in the same words."""
     (full / "accelerate_manifest.json").unlink()
     sharded_io.save_model(job(1)[0], full, layout="sharded")
-    sharded_io.save_model(trained[0], tmp_path / "local", layout="local")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "pytorch_model_fsdp_0_rank0.bin").touch()
     twice = "model 0 more than once: pytorch_model_fsdp_0 and model.safetensors"
     for folder, match in ((full, twice), (tmp_path / "local", "what each rank had")):
         refused(folder, tmp_path / "new", ValueError, match)
