@@ -166,7 +166,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
     with planned(folder, save_on_each_node) as plan:
         for file, state in shared.items() if plan.writes_shared else ():
             plan.add_object(file, state)
-        own = {"step": step, **resume.collect_generators(common.device), POSITIONS: positions, LOADERS: {}}
+        own = {"step": step, **resume.collect_generators(common.device), POSITIONS: positions}
         for index, loader in enumerate(loaders):
             if keeps_state(loader):
                 state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
@@ -174,7 +174,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
                 if plan.writes_shared:
                     plan.add_object(manifest.dataloader_file(index), state)
                 else:
-                    own[LOADERS][index] = state
+                    own.setdefault(LOADERS, {})[index] = state
         plan.add_object(manifest.random_states_file(common.process_index), own)
 
 
