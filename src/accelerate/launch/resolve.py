@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accelerate.launch.cluster import Cluster
 
 # Where none of these is set, no scheduler and no MPI launcher has anything to say.
-_SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID")
 
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
