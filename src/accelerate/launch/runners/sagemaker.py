@@ -44,14 +44,14 @@ _JOB = {**dict.fromkeys(config_file.SAGEMAKER_KEYS), **_ARGUMENTS, "region": "us
 _Inputs = dict[str, str] | None
 
 
-def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
+def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the job that would be started, as the arguments of its estimator and the variables of its container."""
     _, arguments, inputs = _described(plan)
     variables = arguments.pop("environment")
     arguments["hyperparameters"] = masked(arguments["hyperparameters"])
     keywords = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     words = ("sagemaker.huggingface.HuggingFace", *keywords, *([f"inputs={inputs!r}"] if inputs else []))
-    return [Process("SageMaker job", words, variables)]
+    return Process("SageMaker job", words, variables)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:

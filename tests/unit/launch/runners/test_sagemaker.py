@@ -113,7 +113,7 @@ def test_profile_machines_and_further_arguments(sdk, launch, written, tmp_path):
 
 
 def test_dry_run_starts_nothing_and_hides_secrets(sdk, launch):
-    (process,) = runners.processes(launch(KEYS, arguments="--hf_token alsosecret --lr 1"))
+    process = runners.process(launch(KEYS, arguments="--hf_token alsosecret --lr 1"))
     text = repr(process)
     assert "secret" not in text and "AKID" not in text and "'lr': 1" in text
     assert process.label == "SageMaker job" and sdk.calls == []
