@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
+from accelerate.config.options.engines import ONLY_FSDP_1
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
@@ -33,14 +34,8 @@ _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
 # Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
 _REMOTE = ("sagemaker", "tpu_pod")
 # Options that only one version of FSDP reads, and what the other has in their place.
-_OF_ONE_VERSION = {
-    "fsdp_sharding_strategy": ("1", "--fsdp_reshard_after_forward says whether gathered parameters are freed"),
-    "fsdp_forward_prefetch": ("1", "version 2 has no such switch"),
-    "fsdp_backward_prefetch": ("1", "version 2 always prefetches"),
-    "fsdp_use_orig_params": ("1", "version 2 always keeps the original parameters"),
-    "fsdp_sync_module_states": ("1", "--fsdp_cpu_ram_efficient_loading sends the weights of the first process"),
-    "fsdp_reshard_after_forward": ("2", "--fsdp_sharding_strategy says what is sharded"),
-}
+_OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
+_OF_ONE_VERSION["fsdp_reshard_after_forward"] = ("2", "fsdp_sharding_strategy says what is sharded")
 # Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
 _OF_A_FILE = (
     *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),

@@ -108,6 +108,14 @@ DEEPSPEED_OPTIONS = (
     ),
 )
 
+# Options that only version 1 of FSDP reads, and what version 2 has in their place.
+ONLY_FSDP_1 = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward says whether gathered parameters are freed",
+    "fsdp_forward_prefetch": "version 2 has no such switch",
+    "fsdp_backward_prefetch": "version 2 always fetches the next weights during the backward pass",
+    "fsdp_use_orig_params": "version 2 always keeps the original parameters",
+    "fsdp_sync_module_states": "version 2 needs no switch to give all processes the same weights",
+}
 
 _fsdp = rows("FSDP Arguments", "fsdp_", section="fsdp_config", feature="fsdp", env="FSDP_*", style=LOWER)
 _fsdp_1 = partial(_fsdp, when=_FSDP_1)
