@@ -126,7 +126,8 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
         elif not environ.keys().isdisjoint(option.variables) and (value := option.read(environ)) is not None:
             values[name] = Resolved(value, Source.ENVIRONMENT, f"environment variable {option.variables[0]}")
         elif file and name in file.values:
-            values[name] = Resolved(file.values[name], Source.FILE, f"configuration file {file.path}")
+            line = f":{file.lines[name]}" if file.lines.get(name) else ""
+            values[name] = Resolved(file.values[name], Source.FILE, f"configuration file {file.path}{line}")
         else:
             values[name] = Resolved(option.default)
     # The worker always reads these two, so they need a value even where nothing sets them.

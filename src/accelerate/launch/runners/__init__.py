@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import PREFIX, LaunchError, to_stderr
 from accelerate.launch.guard import bound
-from accelerate.launch.plan import LaunchPlan, Source, worker_environment
+from accelerate.launch.plan import LaunchPlan, Resolved, Source, worker_environment
 from accelerate.launch.secrets import command, masked
 from accelerate.runtime.ranks import SCHEMES
 
@@ -105,11 +105,9 @@ def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
 
 def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
     """Return what would be started, the source of each setting, and the command and variables of each process."""
-    from accelerate.diagnostics.table import table  # only --dry-run needs it
-
     environ = os.environ if environ is None else environ
     lines = [f"{summary(plan)} would be started {RUNNERS[plan.runner]}.", *_meeting(plan)]
-    lines += ["", table(["SETTING", "VALUE", "SOURCE"], _settings(plan)), ""]
+    lines += ["", settings_table(plan.settings), ""]
     lines += _process(plan, process(plan), environ)
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
@@ -137,19 +135,21 @@ def _meeting(plan: LaunchPlan) -> list[str]:
     return lines
 
 
-def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
-    """Return the settings that are not defaults, and those that every rank receives."""
+def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str:
+    """Return the settings that somebody sets and those that every rank receives, or all, and where each comes from, as a table."""
+    from accelerate.diagnostics.table import table  # a launch needs none
+
     rows = []
-    for name, resolved in plan.settings.items():
+    for name, resolved in settings.items():
         option = BY_NAME[name]
         received = option.feature is None and option.encode(resolved.value)
-        if resolved.source is not Source.DEFAULT or received:
+        if every or resolved.source is not Source.DEFAULT or received:
             value = masked(resolved.value, name)
             rows.append((name, "yes" if value is True else "no" if value is False else str(value), resolved.origin))
     own = {name for name, _, _ in rows}
     if "use_deepspeed" in own and not own & {"zero_stage", "deepspeed_config_file"}:
         rows.append(("zero_stage", "2", "default"))  # of DeepSpeedPlugin
-    return rows
+    return table(["SETTING", "VALUE", "SOURCE"], rows)
 
 
 def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> list[str]:
