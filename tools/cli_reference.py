@@ -46,8 +46,6 @@ Every command, every argument. **+** marks what this package has and upstream's 
 - Exit status: 0 is success; 1 a run that failed; 2 a request that cannot be run, with the reason on stderr; 130 an interrupt
   (Ctrl-C); 141 an output that nobody reads any more. `accelerate launch` ends with the status of the process that failed first.
 - `accelerate --version` prints the version.
-- Completion in a shell: `pip install argcomplete`, then `eval "$(register-python-argcomplete accelerate)"` in the shell's start
-  file.
 """
 
 LAUNCH_HEAD = """\

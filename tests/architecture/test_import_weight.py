@@ -69,4 +69,4 @@ for words in ([], *([name] for name in COMMANDS), ["config", "default"]):
 
 
 def test_help_loads_nothing_heavy():
-    assert loaded_by(HELP, [*HEAVY, *OPTIONAL, "argcomplete", "difflib"]) == []
+    assert loaded_by(HELP, [*HEAVY, *OPTIONAL, "difflib"]) == []

@@ -183,6 +183,8 @@ def test_processes_get_processors_of_their_own(run, script, options):
 
 # What torch adds when it starts a process, with values that no plan has.
 STARTED = {"ACCELERATE_LAUNCHER_PID", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+STARTED |= {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"}
+STARTED |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"}
 STARTED |= {f"TORCHELASTIC_{name}" for name in ("ERROR_FILE", "RUN_ID", "SIGNALS_TO_HANDLE", "USE_AGENT_STORE")}
 
 
@@ -194,10 +196,11 @@ def test_what_is_started_is_what_was_planned(run, script, tmp_path, environment,
     for name in set(os.environ) - set(environment):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", environment["HF_HOME"])
-    planned = runners.processes(resolve(launch_command_parser().parse_args(["--cpu", *options, "script.py"])))
-    for process in planned:
-        real = json.loads((tmp_path / f"rank{process.environment.get('RANK', '')}").read_text())
-        wanted = {name: value for name, value in process.environment.items() if not name.startswith("PYTEST_")}
+    plan = resolve(launch_command_parser().parse_args(["--cpu", *options, "script.py"]))
+    planned = runners.process(plan).environment
+    wanted = {name: value for name, value in planned.items() if not name.startswith("PYTEST_")}
+    started = [json.loads(path.read_text()) for path in tmp_path.glob("rank*")]
+    for real in started:
         assert {name: real.get(name) for name in wanted} == wanted
-        assert set(real) - set(process.environment) <= STARTED | {"LC_CTYPE"}
-    assert len(planned) == len(list(tmp_path.glob("rank*")))
+        assert set(real) - set(planned) <= {"LC_CTYPE", *(STARTED if plan.elastic else ())}
+    assert len(started) == plan.num_processes

@@ -1,20 +1,13 @@
-# PYTHON_ARGCOMPLETE_OK
-"""The console script `accelerate`: it imports only the command that was asked for.
-
-It completes command lines in a shell, through argcomplete, which is optional: `eval "$(register-python-argcomplete accelerate)"` in the
-shell's start file switches it on. While the shell asks, argcomplete's variable is in the environment.
-"""
+"""The console script `accelerate`: it imports only the command that was asked for."""
 
 import argparse
 import importlib
-import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
 from accelerate import __version__
-from accelerate.commands.utils import COMPLETING, CustomArgumentParser, as_program, or_exit
+from accelerate.commands.utils import CustomArgumentParser, as_program, or_exit
 from accelerate.launch.config_file import nearest
 
 
@@ -45,8 +38,6 @@ COMMANDS: dict[str, Command] = {
 def main() -> None:
     """Run the command that stands on the command line; status 2 if it cannot be run, 1 without one, or its own."""
     with as_program("accelerate"):
-        if COMPLETING in os.environ:
-            complete(_parser_of_all())
         name, *rest = sys.argv[1:] or [None]
         if name in COMMANDS:
             _run(COMMANDS[name], f"accelerate {name}", rest)
@@ -85,44 +76,6 @@ def _without_command(word: str | None) -> NoReturn:
     near = nearest(word.lower().replace("_", "-"), COMMANDS)
     hint = f"did you mean {near}?" if near else f"choose one of {', '.join(COMMANDS)}."
     parser.error(f"{word!r} is no command; {hint}")
-
-
-def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell how the word under the cursor may go on, and end the process.
-
-    One spelling of each option is offered: the one with underscores, unless the word has hyphens already. After a
-    script, whose options follow, none is. What has no words of its own is completed by the names of files.
-    """
-    try:
-        import argcomplete
-    except ImportError:
-        raise SystemExit(1) from None  # the shell would show an error in the middle of the line
-    from accelerate.config.options import BY_NAME
-
-    *words, word = os.environ.get("COMP_LINE", "").split(" ")
-    over = any(each.endswith(".py") for each in words)
-    unwanted = []
-    for action in _actions(parser):
-        unwanted += [flag for flag in action.option_strings if over or ("-" in flag[2:]) != ("-" in word[2:])]
-        if words_of := getattr(BY_NAME.get(action.dest), "words", None):
-            action.completer = argcomplete.ChoicesCompleter(words_of)
-    argcomplete.autocomplete(parser, always_complete_options=False, exclude=unwanted)
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in dict.fromkeys(action.choices.values()):
-                yield from _actions(inner)
-
-
-def _parser_of_all() -> argparse.ArgumentParser:
-    parser = CustomArgumentParser("accelerate", allow_abbrev=False)
-    subparsers = parser.add_subparsers()
-    for row in COMMANDS.values():
-        getattr(importlib.import_module(f"accelerate.commands.{row.module}"), row.parser)(subparsers)
-    return parser
 
 
 if __name__ == "__main__":

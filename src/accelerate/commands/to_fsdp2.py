@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.commands.utils import make_parser
-from accelerate.config.options.engines import FSDP_OPTIONS
+from accelerate.config.options.engines import FSDP_OPTIONS, ONLY_FSDP_1
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
@@ -28,17 +28,10 @@ _RESHARDS = {name: name in ("FULL_SHARD", "HYBRID_SHARD") for name in FSDP_SHARD
 _COPIES = "For copies of a sharded model set dp_replicate_size and dp_shard_size in parallelism_config."
 _WHOLE = "To keep the whole model on every process, set distributed_type to MULTI_GPU instead."
 _LOST = {"NO_SHARD": _WHOLE, "HYBRID_SHARD": _COPIES, "HYBRID_SHARD_ZERO2": _COPIES}
-# Why a setting is dropped.
-_DROPPED = {
-    "fsdp_backward_prefetch": "does not exist in FSDP 2: it always fetches the next weights during the backward pass",
-    "fsdp_forward_prefetch": "is not possible yet with FSDP 2: it has no such switch",
-    "fsdp_sync_module_states": "does not exist in FSDP 2: it needs no switch to give all processes the same weights",
-    "fsdp_use_orig_params": "does not exist in FSDP 2: it always keeps the original parameters",
-}
 # A key of FSDP 1 to the key of FSDP 2, or to why there is none.
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
     **{option.name: option.name for option in FSDP_OPTIONS},
-    **dict.fromkeys(_DROPPED, ConversionStatus.REMOVED),
+    **dict.fromkeys(ONLY_FSDP_1, ConversionStatus.REMOVED),
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
 }
@@ -105,7 +98,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     for key, value in old.items():
         target = ARGUMENT_KEY_MAPPING.get(key, key)
         if isinstance(target, ConversionStatus):
-            logger.warning("%s %s. It is dropped.", key, _DROPPED[key])
+            logger.warning("%s is dropped: %s.", key, ONLY_FSDP_1[key])
         elif key not in ARGUMENT_VALUE_MAPPING:
             new[target] = value
         elif value is not None:

@@ -18,9 +18,6 @@ from accelerate.launch.errors import RunError
 
 T = TypeVar("T")
 
-# Set while a shell asks for completions.
-COMPLETING = "_ARGCOMPLETE"
-
 # The system's words for a path that cannot be used; every other error of the system is an error of the run.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -41,8 +38,8 @@ class CustomArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):
 class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
     """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were given.
 
-    It completes words for a shell, where argcomplete is installed. Parsed arguments carry `nondefault`, the names of all
-    arguments that stood on the command line, so that resolution can tell a choice from a default of the same value.
+    Parsed arguments carry `nondefault`, the names of all arguments that stood on the command line, so that resolution can tell
+    a choice from a default of the same value.
     """
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
@@ -54,11 +51,7 @@ class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse the command line, or answer a shell that asks how a word of it goes on."""
-        if args is None and COMPLETING in os.environ:
-            from accelerate.commands.accelerate_cli import complete  # only a shell needs it
-
-            complete(self)
+        """Parse the command line; an unknown option is answered by the parser of its subcommand."""
         words = sys.argv[1:] if args is None else list(args)
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:

@@ -1,7 +1,6 @@
-"""The settings of Megatron-LM: from arguments and environment variables to the arguments that it parses."""
+"""The settings of Megatron-LM, which this version does not run: its plugin can be made and read, and what completes it raises."""
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +8,6 @@ from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options import of_feature
 from accelerate.config.options.schema import to_bool
-from accelerate.utils.imports import is_megatron_lm_available
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,154 +42,39 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return register
 
 
-def find_parser(model_type: str) -> Parser:
-    """Return the parser of a model type, else that of the longest name in it; a ValueError lists the known ones."""
-    wanted = model_type.lower()
-    fitting = [name for name in MODEL_CONFIGS_TO_MEGATRON_PARSERS if name in wanted]
-    if not fitting:
-        known = ", ".join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))
-        hint = "`add_model_config_to_megatron_parser` registers another"
-        raise ValueError(f"model_type is {model_type!r}; known are {known}. {hint}.")
-    return MODEL_CONFIGS_TO_MEGATRON_PARSERS[max(fitting, key=len)]
-
-
-# What Megatron-LM calls the sizes of a network, and what the configurations of models call them.
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-_USUAL_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-_NAMES_OF_GPT2 = ("n_layer", "n_embd", "n_head", "n_positions")
-_NAMES_OF_T5 = ("num_layers", "d_model", "num_heads", "n_positions")
-
-
-def _set(
-    plugin: "MegatronLMPlugin", model: Any, type_name: str, names: Sequence[str] = _USUAL_NAMES, **particular: Any
-) -> None:
-    """Write the arguments that every type of model has, and those that are particular to one."""
-    plugin.megatron_lm_default_args.update(
-        {size: getattr(model.config, name) for size, name in zip(_SIZES, names, strict=True)},
-        orig_vocab_size=model.config.vocab_size,
-        model_return_dict=model.config.return_dict,
-        model_type_name=type_name,
-        pretraining_flag=True,
-    )
-    plugin.megatron_lm_default_args.update(particular)
-
-
-def _columns(batch_data: Batch, key: str = "input_ids") -> int | None:
-    """Return the length of the sequences in a batch's (batch, sequence) tensor."""
-    return None if batch_data is None else batch_data[key].shape[1]
-
-
-def _length(plugin: "MegatronLMPlugin", batch_data: Batch, limit: int, *given: int | None) -> int:
-    """Resolve `plugin.seq_length`: what is given, else the length in a batch, else the limit of the model."""
-    plugin.seq_length = next(length for length in (*given, _columns(batch_data), limit) if length is not None)
-    return plugin.seq_length
-
-
-def _long_context(plugin: "MegatronLMPlugin", config: Any, batch_data: Batch) -> dict[str, Any]:
-    """Return what decoders need whose position limit is far above what they train on."""
-    given = (plugin.seq_length, plugin.decoder_seq_length, getattr(config, "max_sequence_length", None))
-    length = _length(plugin, batch_data, config.max_position_embeddings, *given)
-    return {"seq_length": length, "return_logits": plugin.return_logits}
+def _later(what: str) -> NotImplementedError:
+    instead = "FullyShardedDataParallelPlugin, or ParallelismConfig(tp_size=...) for tensor parallelism"
+    return NotImplementedError(f"{what} completes a run of Megatron-LM, which is not available yet. Use {instead}.")
 
 
 @add_model_config_to_megatron_parser("megatron-bert")
 def parse_bert_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a BERT. A class whose name contains MaskedLM is pretrained, any other is fine-tuned."""
-    plugin, limit = megatron_lm_plugin, model.config.max_position_embeddings
-    _set(
-        plugin,
-        model,
-        "bert",
-        seq_length=_length(plugin, batch_data, limit, plugin.encoder_seq_length, plugin.seq_length),
-        pretraining_flag="maskedlm" in type(model).__name__.lower(),
-        num_labels=model.config.num_labels,
-    )
+    """Read the sizes of a BERT. Not available yet: a NotImplementedError."""
+    raise _later("parse_bert_config")
 
 
 @add_model_config_to_megatron_parser("gpt2")
 def parse_gpt2_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a GPT-2."""
-    plugin, limit = megatron_lm_plugin, model.config.n_positions
-    length = _length(plugin, batch_data, limit, plugin.decoder_seq_length, plugin.seq_length)
-    particular = {"return_logits": plugin.return_logits, "tokenizer_type": "GPT2BPETokenizer"}
-    _set(plugin, model, "gpt", _NAMES_OF_GPT2, seq_length=length, **particular)
+    """Read the sizes of a GPT-2. Not available yet: a NotImplementedError."""
+    raise _later("parse_gpt2_config")
 
 
 @add_model_config_to_megatron_parser("t5")
 def parse_t5_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a T5, whose lengths are those of `input_ids` and `labels`."""
-    plugin, limit = megatron_lm_plugin, model.config.n_positions
-    for name, key in (("encoder_seq_length", "input_ids"), ("decoder_seq_length", "labels")):
-        if getattr(plugin, name) is None:
-            setattr(plugin, name, limit if batch_data is None else _columns(batch_data, key))
-    lengths = {"encoder_seq_length": plugin.encoder_seq_length, "decoder_seq_length": plugin.decoder_seq_length}
-    _set(plugin, model, "t5", _NAMES_OF_T5, **lengths)
+    """Read the sizes of a T5. Not available yet: a NotImplementedError."""
+    raise _later("parse_t5_config")
 
 
 @add_model_config_to_megatron_parser("llama")
 def parse_llama_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a Llama."""
-    particular = _long_context(megatron_lm_plugin, model.config, batch_data)
-    _set(megatron_lm_plugin, model, "gpt", tokenizer_type="Llama2Tokenizer", **particular)
+    """Read the sizes of a Llama. Not available yet: a NotImplementedError."""
+    raise _later("parse_llama_config")
 
 
 @add_model_config_to_megatron_parser("glm4_moe")
 def parse_glm4_moe_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a GLM-4.5 mixture of experts. Source: https://arxiv.org/abs/2508.06471"""
-    config = model.config
-    head_size = config.hidden_size // config.num_attention_heads
-    _set(
-        megatron_lm_plugin,
-        model,
-        "gpt",
-        tokenizer_type="HuggingFaceTokenizer",
-        original_model_type=config.model_type,
-        pretraining_flag=False,
-        ffn_hidden_size=config.intermediate_size,
-        kv_channels=getattr(config, "head_dim", head_size),
-        group_query_attention=True,
-        num_query_groups=config.num_key_value_heads,
-        qk_layernorm=getattr(config, "use_qk_norm", False),
-        add_bias_linear=False,
-        add_qkv_bias=getattr(config, "attention_bias", True),
-        normalization="RMSNorm",
-        norm_epsilon=getattr(config, "rms_norm_eps", 1e-5),
-        swiglu=True,
-        use_flash_attn=True,
-        position_embedding_type="rope",
-        rope_type="rope",
-        rotary_base=config.rope_theta,
-        rotary_percent=getattr(config, "partial_rotary_factor", 0.5),
-        untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", False),
-        **_long_context(megatron_lm_plugin, config, batch_data),
-        **_glm4_experts(config),
-        **{name: getattr(config, name) for name in _GLM4_OPTIONAL if hasattr(config, name)},
-    )
-
-
-_GLM4_OPTIONAL = ("eos_token_id", "bf16", "fp8", "fp8_param", "fp8_param_gather", "fp8_recipe")
-
-
-def _glm4_experts(config: Any) -> dict[str, Any]:
-    dense = config.first_k_dense_replace
-    return {
-        "num_experts": config.n_routed_experts,
-        "moe_layer_freq": [int(layer >= dense) for layer in range(config.num_hidden_layers)],
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * getattr(config, "n_shared_experts", 1),
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-        "moe_router_pre_softmax": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_router_dtype": "fp32",
-        "moe_aux_loss_coeff": 0,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": True,
-        "moe_permute_fusion": True,
-    }
+    """Read the sizes of a GLM-4.5 mixture of experts. Not available yet: a NotImplementedError."""
+    raise _later("parse_glm4_moe_config")
 
 
 # Fields that options stand for, and the defaults that the option table does not have.
@@ -216,11 +99,6 @@ _RENAMED = {
     "sequence_parallelism": "sequence_parallel",
     "gradient_clipping": "clip_grad",
 }
-_OF_SCHEDULE = (
-    *("train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
-    *("lr_decay_iters", "lr_decay_samples", "lr_decay_style", "min_lr"),
-    *("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
-)
 
 
 @at_public_path
@@ -228,8 +106,8 @@ _OF_SCHEDULE = (
 class MegatronLMPlugin:
     """How Megatron-LM runs the training.
 
-    `megatron_lm_default_args` holds the arguments for Megatron-LM; the `set_*` methods complete it while objects are
-    prepared. A field of the first two groups that is None falls back to the environment variable MEGATRON_LM_<FIELD>,
+    This version has no Megatron-LM: a plugin can be made and its settings read, and `Accelerator` refuses it. The `set_*`
+    methods, which complete `megatron_lm_default_args` while objects are prepared, raise a NotImplementedError. A field of the first two groups that is None falls back to the environment variable MEGATRON_LM_<FIELD>,
     which `accelerate launch` sets.
 
     Parallelism: `tp_degree`, `pp_degree`, `context_parallel_size`, `expert_model_parallel_size`,
@@ -259,13 +137,12 @@ class MegatronLMPlugin:
 
     Raises:
         ValueError: a variable or argument cannot be read.
-        ImportError: `set_all_logging_options` without Megatron-LM.
+        NotImplementedError: `set_all_logging_options` beside `tensorboard_dir`.
 
     Example:
         >>> plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4)
-        >>> plugin.set_training_args(micro_batch_size=3, dp_degree=2)
-        >>> plugin.megatron_lm_default_args["global_batch_size"]
-        24
+        >>> plugin.megatron_lm_default_args["tensor_model_parallel_size"]
+        2
 
     Source: https://github.com/NVIDIA/Megatron-LM, https://arxiv.org/abs/1909.08053
     """
@@ -359,82 +236,28 @@ class MegatronLMPlugin:
             self.recompute_method = "uniform" if self.recompute_method is None else self.recompute_method
             self.recompute_num_layers = 1 if self.recompute_num_layers is None else self.recompute_num_layers
 
+    # -- while objects are prepared, which this version cannot do: each is a NotImplementedError ------------------
+
     def set_network_size_args(self, model: "nn.Module", batch_data: Batch = None) -> None:
-        """Read the network's sizes from the model's configuration.
-
-        Args:
-            model: a transformers model.
-            batch_data: a batch with `input_ids` (and `labels`) of shape (batch, sequence), whose length counts where no
-                sequence length is set.
-
-        Raises:
-            ValueError: there is no parser for the model's type.
-        """
-        find_parser(model.config.model_type)(self, model, batch_data)
+        """Read the network's sizes from the model's configuration. Not available yet: a NotImplementedError."""
+        raise _later("set_network_size_args")
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Switch on fp16 or bf16; anything else changes nothing."""
-        if mixed_precision in ("fp16", "bf16"):
-            self.megatron_lm_default_args[mixed_precision] = True
-        if mixed_precision == "bf16":  # gradients are reduced in float32, which torch's wrapper does not do
-            self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
+        """Switch on fp16 or bf16. Not available yet: a NotImplementedError."""
+        raise _later("set_mixed_precision")
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Set the batch sizes: samples that a rank works on at a time, times data-parallel ranks."""
-        self.data_parallel_size = dp_degree
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
-        for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
-            self.megatron_lm_default_args[name] = getattr(self, name)
+        """Set the batch sizes. Not available yet: a NotImplementedError."""
+        raise _later("set_training_args")
 
     def set_optimizer_type(self, optimizer: "Optimizer") -> None:
-        """Take over the kind and options of a torch Adam or SGD, for Megatron-LM's own one; else a ValueError."""
-        name = type(optimizer).__name__
-        options = getattr(optimizer, "defaults", {})
-        arguments = self.megatron_lm_default_args
-        if "adam" in name.lower():
-            beta1, beta2 = options["betas"]
-            arguments.update(optimizer="adam", adam_beta1=beta1, adam_beta2=beta2, adam_eps=options["eps"])
-        elif "sgd" in name.lower():
-            arguments.update(optimizer="sgd", sgd_momentum=options["momentum"])
-        else:
-            raise ValueError(f"The optimizer is a {name}; Megatron-LM has Adam and SGD.")
-        arguments.update(lr=options["lr"], weight_decay=options["weight_decay"])
+        """Take over the kind and options of a torch optimizer. Not available yet: a NotImplementedError."""
+        raise _later("set_optimizer_type")
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take over the lengths of a `MegatronLMDummyScheduler`, where `train_iters` and warm-up are not set; numbers of samples give way to it.
-
-        Args:
-            scheduler: has `total_num_steps` and `warmup_num_steps`, counted in batches of one process.
-
-        Raises:
-            ValueError: a length is missing, or `set_training_args` was not called.
-        """
-        if self.train_iters is None:
-            self.train_iters = self._per_replica(scheduler.total_num_steps, "total_num_steps")
-            self.train_samples = None
-        if self.lr_warmup_iters is None and self.lr_warmup_fraction is not None:
-            self.lr_warmup_iters = self.lr_warmup_samples = 0  # Megatron-LM accepts one of the three
-        elif self.lr_warmup_iters is None:
-            self.lr_warmup_iters = self._per_replica(scheduler.warmup_num_steps, "warmup_num_steps")
-            self.lr_warmup_samples = 0
-        self.megatron_lm_default_args.update({name: getattr(self, name) for name in _OF_SCHEDULE})
-
-    def _per_replica(self, steps: int | None, name: str) -> int:
-        if steps is None:
-            raise ValueError(f"{name} of the MegatronLMDummyScheduler is not set.")
-        if "data_parallel_size" not in self.megatron_lm_default_args:
-            raise ValueError(f"{name} cannot be divided among replicas before `set_training_args` was called.")
-        return steps // self.megatron_lm_default_args["data_parallel_size"]
+        """Take over the lengths of a `MegatronLMDummyScheduler`. Not available yet: a NotImplementedError."""
+        raise _later("set_scheduler_args")
 
     def set_tensorboard_logging_options(self) -> None:
-        """Switch on everything that Megatron-LM can write to TensorBoard; an ImportError where it is not installed."""
-        if not is_megatron_lm_available():
-            raise ImportError("set_all_logging_options needs Megatron-LM; install it, or use other_megatron_args.")
-        from megatron.training.arguments import _add_logging_args
-
-        parser = argparse.ArgumentParser(add_help=False)
-        _add_logging_args(parser)
-        for action in parser._actions:
-            if action.dest.startswith("log_") and isinstance(action.const, bool):
-                self.megatron_lm_default_args[action.dest] = True
+        """Switch on what Megatron-LM can write to TensorBoard. Not available yet: a NotImplementedError."""
+        raise _later("set_tensorboard_logging_options")

@@ -44,22 +44,23 @@ class Hardware:
 def detect(environ: Mapping[str, str]) -> Hardware:
     """Find the devices of this machine that the variables leave visible.
 
-    The driver's own library counts NVIDIA GPUs in a millisecond. Torch is imported only if it was built for other
-    devices, a vendor's plug-in is installed, a GPU is split (MIG), or that library is missing and CUDA's is not.
+    The driver's own library says in a millisecond that there is no NVIDIA GPU, or a single one. Torch, which several processes need
+    anyway, is asked where there are more or a variable selects among them, if it was built for other devices, a vendor's plug-in
+    is installed, or that library is missing and CUDA's is not.
     """
     if "torch" in sys.modules or sys.platform == "darwin" or any(map(importlib.util.find_spec, _PLUGINS.split())):
         return _ask_torch()
     # What torch was built for, from its version file, since importing torch would cost a second.
     text = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py").read_text(encoding="utf-8")
     kinds = set(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"][^'\"]", text, re.M))
-    count = _nvidia_gpus(environ) if kinds == {"cuda"} else 0
-    if kinds - {"cuda"} or count is None:
+    count = _nvidia_gpus() if kinds == {"cuda"} else 0
+    if kinds - {"cuda"} or count not in (0, 1) or (count and "CUDA_VISIBLE_DEVICES" in environ):
         return _ask_torch()
-    return Hardware("cuda", count, "CUDA_VISIBLE_DEVICES") if count else Hardware("cpu", 0)
+    return Hardware("cuda", 1, "CUDA_VISIBLE_DEVICES") if count else Hardware("cpu", 0)
 
 
-def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
-    """Count the visible NVIDIA GPUs; None if only torch can do so."""
+def _nvidia_gpus() -> int | None:
+    """Count the NVIDIA GPUs of this machine; None if only torch can do so."""
     library = _library("libnvidia-ml.so.1", "nvml.dll")
     status = library and library.nvmlInit_v2()
     if status != 0:
@@ -67,10 +68,7 @@ def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
         return None if status != _NO_DRIVER and _library("libcuda.so.1", "nvcuda.dll") else 0
     try:
         count = ctypes.c_uint()
-        failed = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0
-        if failed or any(_is_split(library, index) for index in range(count.value)):
-            return None
-        return _visible(environ.get("CUDA_VISIBLE_DEVICES"), count.value)
+        return count.value if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else None
     finally:
         library.nvmlShutdown()
 
@@ -80,23 +78,6 @@ def _library(posix: str, windows: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(posix if os.name == "posix" else windows)
     except OSError:
         return None
-
-
-def _is_split(library: ctypes.CDLL, index: int) -> bool:
-    handle, now, pending = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint()
-    if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-        return True
-    failed = library.nvmlDeviceGetMigMode(handle, ctypes.byref(now), ctypes.byref(pending))
-    return failed == 0 and now.value == 1
-
-
-def _visible(selection: str | None, count: int) -> int | None:
-    """Count the devices that `CUDA_VISIBLE_DEVICES` leaves; None where it holds more than the numbers of some of them."""
-    if selection is None:
-        return count
-    entries = [entry.strip() for entry in selection.split(",")] if selection.strip() else []
-    plain = all(entry.isdigit() and int(entry) < count for entry in entries) and len({*entries}) == len(entries)
-    return len(entries) if plain else None
 
 
 def _ask_torch() -> Hardware:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
+from accelerate.config.options.engines import ONLY_FSDP_1
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
@@ -26,21 +27,15 @@ if TYPE_CHECKING:
     from accelerate.launch.cluster import Cluster
 
 # Where none of these is set, no scheduler and no MPI launcher has anything to say.
-_SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID")
 
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
 # Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
 _REMOTE = ("sagemaker", "tpu_pod")
 # Options that only one version of FSDP reads, and what the other has in their place.
-_OF_ONE_VERSION = {
-    "fsdp_sharding_strategy": ("1", "--fsdp_reshard_after_forward says whether gathered parameters are freed"),
-    "fsdp_forward_prefetch": ("1", "version 2 has no such switch"),
-    "fsdp_backward_prefetch": ("1", "version 2 always prefetches"),
-    "fsdp_use_orig_params": ("1", "version 2 always keeps the original parameters"),
-    "fsdp_sync_module_states": ("1", "--fsdp_cpu_ram_efficient_loading sends the weights of the first process"),
-    "fsdp_reshard_after_forward": ("2", "--fsdp_sharding_strategy says what is sharded"),
-}
+_OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
+_OF_ONE_VERSION["fsdp_reshard_after_forward"] = ("2", "fsdp_sharding_strategy says what is sharded")
 # Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
 _OF_A_FILE = (
     *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),
@@ -131,7 +126,8 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
         elif not environ.keys().isdisjoint(option.variables) and (value := option.read(environ)) is not None:
             values[name] = Resolved(value, Source.ENVIRONMENT, f"environment variable {option.variables[0]}")
         elif file and name in file.values:
-            values[name] = Resolved(file.values[name], Source.FILE, f"configuration file {file.path}")
+            line = f":{file.lines[name]}" if file.lines.get(name) else ""
+            values[name] = Resolved(file.values[name], Source.FILE, f"configuration file {file.path}{line}")
         else:
             values[name] = Resolved(option.default)
     # The worker always reads these two, so they need a value even where nothing sets them.

@@ -70,7 +70,9 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "variables.fsdp1_FSDP_SYNC_*", "variables.fsdp1_FSDP_CPU_RAM_*"),
         ("", "", "variables.<*_ACCELERATE_USE_FSDP|partial_ACCELERATE_USE_DEEPSPEED>(*"),
         ("ImportError", None, "variables.*_ACCELERATE_USE_DEEPSPEED(*"),
-        ("NotImplementedError", None, "variables.*_ACCELERATE_USE_MEGATRON_LM(*"),
+        ("NotImplementedError", None, "variables.*_ACCELERATE_USE_MEGATRON_LM(*",
+         "numerics.<parsed|own_parser|optimizer_settings|training_settings>(*",
+         "plugins.MegatronLMPlugin_set_all_logging_options(*"),
         ("", "ValueError", "merging.fsdp2(*load_full*")],
     "`reshard_after_forward` of an FSDP 1 plugin": [
         ("", "", "plugins.FullyShardedDataParallelPlugin_reshard_after_forward_1(*")],

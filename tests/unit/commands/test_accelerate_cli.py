@@ -1,16 +1,11 @@
-"""The console script: commands, help, what a shell is offered, and answers to requests that cannot be run."""
+"""The console script: commands, help, and answers to requests that cannot be run."""
 
 import argparse
 import importlib
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from accelerate import __version__
-from accelerate.commands import accelerate_cli
 from accelerate.commands.accelerate_cli import COMMANDS
 from cases import cases
 
@@ -82,57 +77,3 @@ def test_unknown_command(accelerate, word, answer):
 def test_usage_errors_have_no_traceback(accelerate, words, problem):
     status, _, err = accelerate(*words.split())
     assert status == 2 and problem in err and "Traceback" not in err
-
-
-def test_without_argcomplete_nothing_is_said(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    with pytest.raises(SystemExit):
-        accelerate_cli.complete(parser_of("launch"))
-    assert capsys.readouterr() == ("", "")
-
-
-# Asks as bash asks, a line after the other.
-ASKS = """
-import argcomplete, json, os, sys
-from accelerate.commands import accelerate_cli, launch
-plain = argcomplete.autocomplete
-argcomplete.autocomplete = lambda *args, **options: plain(*args, exit_method=sys.exit, **options)
-sys.argv = ["accelerate"]
-for number, line in enumerate(json.load(sys.stdin)):
-    point, answer = str(len(line)), f"answer{number}"
-    os.environ.update(COMP_LINE=line, COMP_POINT=point, _ARGCOMPLETE_STDOUT_FILENAME=answer)
-    try:
-        (launch if line.startswith("accelerate-launch ") else accelerate_cli).main()
-    except SystemExit as end:
-        assert not end.code, (line, end.code)
-assert "torch" not in sys.modules
-"""
-COMPLETIONS = {
-    "accelerate la": ["launch "],
-    "accelerate ": sorted(COMMANDS),
-    "accelerate launch --mixed_precision ": ["bf16", "fp16", "fp8", "no"],
-    "accelerate launch --num_p": ["--num_processes "],
-    "accelerate launch --cpu --num_processes 2 --num_m": ["--num_machines "],
-    "accelerate launch train.py --num_p": [""],  # the script's own
-    "accelerate-launch --mixed_p": ["--mixed_precision "],
-    "accelerate config sh": ["show "],
-    "accelerate launch tr": ["train.py "],
-    "accelerate launch sub/m": ["sub/more.py "],
-    "accelerate launch --config_file c": ["c.json", "c.yaml"],
-    "accelerate env --conf": ["--config_file "],
-}
-
-
-def test_in_a_shell(place):
-    pytest.importorskip("argcomplete", reason="completion is optional: pip install argcomplete")
-    with open(accelerate_cli.__file__, encoding="utf-8") as file:
-        assert "PYTHON_ARGCOMPLETE_OK" in file.read(1024), "the marker for shells that complete everything"
-    (place / "sub").mkdir()
-    for name in ("train.py", "c.yaml", "c.json", "notes.txt", "sub/more.py"):
-        (place / name).touch()
-    asking = {"_ARGCOMPLETE": "1", "COMP_TYPE": "9", "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
-    streams = {"input": json.dumps(list(COMPLETIONS)), "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run([sys.executable, "-c", ASKS], env={**os.environ, **asking}, **streams)
-    assert done.returncode == 0, done.stderr
-    answers = [(place / f"answer{number}").read_text().split("\v") for number in range(len(COMPLETIONS))]
-    assert {line: sorted(words) for line, words in zip(COMPLETIONS, answers, strict=True)} == COMPLETIONS

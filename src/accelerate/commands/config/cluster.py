@@ -49,7 +49,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("Several processes on CPUs", "MULTI_CPU"),
     Kind("XPUs of Intel", "MULTI_XPU", "xpu", "XPU"),
     Kind("Gaudi processors of Intel (HPU)", "MULTI_HPU", "hpu", "HPU"),
-    Kind("GPUs of NVIDIA or AMD", "MULTI_GPU", "cuda", "GPU", (*_SHARDED, ("MEGATRON_LM", "Megatron-LM"))),
+    Kind("GPUs of NVIDIA or AMD", "MULTI_GPU", "cuda", "GPU"),
     Kind("NPUs of Ascend", "MULTI_NPU", "npu", "NPU"),
     Kind("MLUs of Cambricon", "MULTI_MLU", "mlu", "MLU"),
     Kind("SDAA devices of Tecorigin", "MULTI_SDAA", "sdaa", "device"),

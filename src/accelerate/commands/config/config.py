@@ -1,23 +1,20 @@
 """`accelerate config`, the interview; `show`, the settings of a launch and their sources; `validate`, what is wrong with a file."""
 
 import argparse
-import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from accelerate._warn import printable
 from accelerate.commands.config import config_utils
-from accelerate.commands.config.interview import Asker, as_text, check
+from accelerate.commands.config.interview import Asker, check
 from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.secrets import masked
 
 # What only the parser of `accelerate launch` needs to explain.
-_OWN = ("help", "config_file", "all", "json")
+_OWN = ("help", "config_file", "all")
 
 
 def get_user_input() -> Any:
@@ -99,59 +96,26 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
         parser,
         show_command,
         parents=parents,
-        usage="accelerate config show [--config_file FILE] [--all] [--json] [options of accelerate launch]",
+        usage="accelerate config show [--config_file FILE] [--all] [options of accelerate launch]",
         epilog="Command line over environment over configuration file over default. Every option of `accelerate launch` is "
         "accepted, so a command line can be tried before it is run; `accelerate launch --dry_run` shows the processes too.",
         formatter_class=_OwnOptions,
     )
     add_options(command)
-    command.add_argument("--all", action="store_true", help="Settings that have their defaults, too.")
-    command.add_argument("--json", action="store_true", help="As JSON, for programs.")
+    command.add_argument("--all", action="store_true", help="Settings that nobody sets, too.")
     return command
 
 
 def show_command(args: argparse.Namespace) -> None:
     """Run `accelerate config show`."""
-    from accelerate.diagnostics.table import table  # not for --help
-    from accelerate.launch import resolve
+    from accelerate.launch import resolve, runners  # not for --help
 
     values, file = resolve.merge(args, os.environ)
-    notes = list(file.unused) if file else []
     resolve.choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
-    rows = [row for row in _rows(values, file) if args.all or row["source"] != "default"]
-    path = str(file.path) if file else None
-    if args.json:
-        print(json.dumps({"config_file": path, "settings": rows, "notes": notes}, indent=2, default=str))
-        return
-    print(f"configuration file: {path or f'none ({files.default_path()} does not exist)'}")
-    if not rows:
-        print("Nothing is set: every setting has its default. `--all` lists them.")
-    else:
-        cells = [(row["name"], as_text(row["value"]), row["where"] or row["source"], row["effect"]) for row in rows]
-        print(table(["setting", "value", "from", "effect"], cells))
-    for note in notes:
+    print(f"configuration file: {file.path if file else f'none ({files.default_path()} does not exist)'}")
+    print(runners.settings_table(values, every=args.all))
+    for note in file.unused if file else ():
         print(f"note: {note}")
-
-
-def _rows(values: Mapping[str, Any], file: Any) -> list[dict[str, Any]]:
-    from accelerate.config.options import BY_NAME, FEATURES
-    from accelerate.launch.plan import Source
-
-    rows = []
-    for name, resolved in values.items():
-        feature = FEATURES.get(BY_NAME[name].feature or "")
-        off = feature is not None and not feature.is_on(values[feature.switch].value)
-        line = file.lines.get(name) if file and resolved.source is Source.FILE else None
-        rows.append(
-            {
-                "name": name,
-                "value": masked(resolved.value, name),
-                "source": resolved.source.name.lower().replace("_", " "),
-                "where": f"{file.path}:{line}" if line else resolved.detail,
-                "effect": f"none without {feature.request}" if off else "",
-            }
-        )
-    return rows
 
 
 def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -13,11 +13,8 @@ from accelerate.commands.config.interview import Asker, Interview
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import CHAPTERS, OPTIONS, Option
 from accelerate.config.options.schema import Check, matching, rows
-from accelerate.launch.errors import LaunchError
-from accelerate.launch.runners.sagemaker import create_role
 from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
 
-ROLE_NAME = "accelerate_sagemaker_execution_role"
 _KINDS = {
     "NO": "One process, or what the script starts itself",
     "DATA_PARALLEL": "Data parallelism of SageMaker",
@@ -40,7 +37,7 @@ _REGION, _JOB_NAMES = r"[a-z]{2}(-[a-z]+)+-\d+", r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,
 _OPTIONS: tuple[Option, ...] = (
     _row("profile", "What is the name of the profile?", offer="default"),
     _row("region", "In which region of AWS should the jobs run?", check=_like(_REGION, "us-east-1")),
-    _row("iam_role_name", "What is the name of the role?"),
+    _row("iam_role_name", "Which role of IAM, one that exists, should the jobs have (its name or ARN)?"),
     _row("image_uri", "What is the address of the image?"),
     _row("sagemaker_inputs_file", _FILES.format("inputs", "address"), optional=True),
     _row("sagemaker_metrics_file", _FILES.format("metrics", "expression"), optional=True),
@@ -77,7 +74,7 @@ def ask_sagemaker(asker: Asker, previous: Mapping[str, Any] | None = None) -> Sa
         keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         asker.say(f"  Keys are never written to the file. `accelerate launch` takes them from {keys}.")
     talk.ask("region", os.environ.get("AWS_DEFAULT_REGION") or "us-east-1")
-    _ask_role(talk)
+    talk.ask("iam_role_name")
     if asker.yes("Do you have a Docker image of your own?", bool(was.get("image_uri"))):
         talk.ask("image_uri")
     talk.ask("sagemaker_inputs_file")
@@ -93,17 +90,3 @@ def ask_sagemaker(asker: Asker, previous: Mapping[str, Any] | None = None) -> Sa
         talk.ask(name)
     kept = {key: was[key] for key in ("pytorch_version", "transformers_version", "py_version") if key in was}
     return SageMakerConfig(ComputeEnvironment.AMAZON_SAGEMAKER, kind, use_cpu=False, **kept, **talk.content())
-
-
-def _ask_role(talk: Interview) -> None:
-    choices = ["A role that exists", f"A new role, {ROLE_NAME}, with the permissions that a training job needs"]
-    if talk.asker.choose("Which role of IAM should the jobs have?", choices) == 1:
-        try:
-            made = create_role(ROLE_NAME, talk.values.get("profile"), talk.values["region"])
-        except LaunchError as error:
-            talk.asker.say(f"  {error}")
-        else:
-            talk.asker.say(f"  {'Made' if made else 'Found'} the role {ROLE_NAME}.")
-            talk.values["iam_role_name"] = ROLE_NAME
-            return
-    talk.ask("iam_role_name")

@@ -57,7 +57,6 @@ SECTIONS: dict[str, str | None] = {
 
 # The chapters of the interview, in order. Besides options and chapters, `when` may ask for `kind` (a word of `distributed_type`
 # without the engines), `distributed_type` and `picks_devices`, which the interview finds out itself.
-_MEGATRON = {"distributed_type": ("MEGATRON_LM",)}
 _DEEPSPEED = {"distributed_type": ("DEEPSPEED",)}
 CHAPTERS: tuple[Chapter, ...] = (
     Chapter("machines"),
@@ -69,8 +68,6 @@ CHAPTERS: tuple[Chapter, ...] = (
     ),
     Chapter("deepspeed", when=_DEEPSPEED),
     Chapter("fsdp", when={"distributed_type": ("FSDP",)}),
-    Chapter("megatron", when=_MEGATRON),
-    Chapter("megatron details", "Should further settings of Megatron-LM be made?", when=_MEGATRON),
     Chapter(
         "parallelism",
         "Should several kinds of parallelism be combined (ParallelismConfig)?",

@@ -30,8 +30,6 @@ _OFFLOAD = "none cpu nvme"
 _ZERO, _ZERO_3 = {"zero_stage": (1, 2, 3)}, {"zero_stage": (3,)}
 _LOGS_IN = {"deepspeed_multinode_launcher": [word for word in DEEPSPEED_MULTINODE_LAUNCHERS if word != "standard"]}
 _FSDP_1, _FSDP_2 = {"fsdp_version": ("1",)}, {"fsdp_version": ("2",)}
-_STAGES = {"megatron_lm_pp_degree": SEVERAL}
-_RECOMPUTES, _FULL = {"megatron_lm_recompute_activations": ("true",)}, {"megatron_lm_recompute_granularity": ("full",)}
 
 _deepspeed = rows(
     "DeepSpeed Arguments", section="deepspeed_config", feature="deepspeed", env="ACCELERATE_DEEPSPEED_*", style=LOWER
@@ -110,6 +108,14 @@ DEEPSPEED_OPTIONS = (
     ),
 )
 
+# Options that only version 1 of FSDP reads, and what version 2 has in their place.
+ONLY_FSDP_1 = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward says whether gathered parameters are freed",
+    "fsdp_forward_prefetch": "version 2 has no such switch",
+    "fsdp_backward_prefetch": "version 2 always fetches the next weights during the backward pass",
+    "fsdp_use_orig_params": "version 2 always keeps the original parameters",
+    "fsdp_sync_module_states": "version 2 needs no switch to give all processes the same weights",
+}
 
 _fsdp = rows("FSDP Arguments", "fsdp_", section="fsdp_config", feature="fsdp", env="FSDP_*", style=LOWER)
 _fsdp_1 = partial(_fsdp, when=_FSDP_1)
@@ -169,55 +175,44 @@ FSDP_OPTIONS = (
 )
 
 
+# No interview asks about Megatron-LM, which this version does not run.
 _megatron = rows(
     "Megatron-LM Arguments", "megatron_lm_", section="megatron_lm_config", feature="megatron", env="MEGATRON_LM_*"
 )
-_degree = partial(_megatron, default=1, check=at_least(1))
-_recommended = partial(_megatron, style=LOWER, words=TRUE_OR_FALSE, offer="true")
-_detail = partial(_megatron, chapter="megatron details")
-_detail_bool = partial(_detail, default=False)
-_detail_word = partial(_detail, style=LOWER)
-_detail_truth = partial(_detail_word, words=TRUE_OR_FALSE)
-_detail_int = partial(_detail, type="int", check=at_least(1))
-_detail_one = partial(_detail_int, offer=1)
-_dropout = partial(_detail, type="float", optional=True, check=fraction)
+_whole = partial(_megatron, type="int", check=at_least(1))
+_bool = partial(_megatron, default=False)
+_word = partial(_megatron, style=LOWER)
+_truth = partial(_word, words=TRUE_OR_FALSE)
+_dropout = partial(_megatron, type="float", check=fraction)
 
 MEGATRON_OPTIONS = (
-    _degree("tp_degree", "Degree of tensor parallelism."),
-    _recommended(
-        "sequence_parallelism",
-        "Split sequences over the tensor-parallel processes.",
-        when={"megatron_lm_tp_degree": SEVERAL},
-    ),
-    _degree("pp_degree", "Degree of pipeline parallelism."),
-    _megatron("num_micro_batches", "Micro-batches of one pipeline pass.", when=_STAGES, offer=1, check=at_least(1)),
-    _recommended("recompute_activations", "Recompute selected activations."),
-    _recommended("use_distributed_optimizer", "Shard the optimizer over the data-parallel processes."),
+    _whole("tp_degree", "Degree of tensor parallelism.", default=1),
+    _truth("sequence_parallelism", "Split sequences over the tensor-parallel processes."),
+    _whole("pp_degree", "Degree of pipeline parallelism.", default=1),
+    _whole("num_micro_batches", "Micro-batches of one pipeline pass."),
+    _truth("recompute_activations", "Recompute selected activations."),
+    _truth("use_distributed_optimizer", "Shard the optimizer over the data-parallel processes."),
     _megatron("gradient_clipping", "Largest norm of the gradients; 0 is no limit.", default=1.0, check=at_least(0)),
-    _detail_word("recompute_granularity", "What is recomputed.", words="full selective", when=_RECOMPUTES),
-    _detail_word("recompute_method", "How full recomputation is spread.", words="uniform block", when=_FULL),
-    _detail_one("recompute_num_layers", "Layers of one unit of recomputation.", when=_FULL),
-    _detail_word("attention_backend", "Attention kernel.", words="flash fused unfused local auto", offer="auto"),
+    _word("recompute_granularity", "What is recomputed.", words="full selective"),
+    _word("recompute_method", "How full recomputation is spread.", words="uniform block"),
+    _whole("recompute_num_layers", "Layers of one unit of recomputation."),
+    _word("attention_backend", "Attention kernel.", words="flash fused unfused local auto"),
     _dropout("attention_dropout", "Dropout of the attention."),
     _dropout("hidden_dropout", "Dropout of the hidden layers."),
-    _detail_truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32."),
-    _detail_truth("use_rotary_position_embeddings", "Use rotary position embeddings."),
-    _detail_truth("calculate_per_token_loss", "Scale the loss by the number of tokens."),
-    _detail_bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
-    _detail_one("context_parallel_size", "Degree of context parallelism."),
-    _detail_one("expert_model_parallel_size", "Degree of expert parallelism."),
-    _detail_one("expert_tensor_parallel_size", "Degree of tensor parallelism within an expert."),
-    _detail_int("decoder_last_pipeline_num_layers", "Decoder layers of the last pipeline stage.", optional=True),
-    _detail_bool("use_custom_fsdp", "Use Megatron's own FSDP."),
-    _detail_bool("optimizer_cpu_offload", "Run the optimizer on the CPU."),
-    _detail_bool(
-        "overlap_cpu_optimizer_d2h_h2d",
-        "Overlap the CPU optimizer with the copies to and from the GPU.",
-        when={"megatron_lm_optimizer_cpu_offload": (True,)},
-    ),
-    _detail_bool("use_precision_aware_optimizer", "Use the optimizer that keeps its state in low precision."),
-    _detail_bool("no_load_optim", "Do not load the optimizer."),
-    _detail_bool("no_save_optim", "Do not save the optimizer."),
+    _truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32."),
+    _truth("use_rotary_position_embeddings", "Use rotary position embeddings."),
+    _truth("calculate_per_token_loss", "Scale the loss by the number of tokens."),
+    _bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
+    _whole("context_parallel_size", "Degree of context parallelism."),
+    _whole("expert_model_parallel_size", "Degree of expert parallelism."),
+    _whole("expert_tensor_parallel_size", "Degree of tensor parallelism within an expert."),
+    _whole("decoder_last_pipeline_num_layers", "Decoder layers of the last pipeline stage."),
+    _bool("use_custom_fsdp", "Use Megatron's own FSDP."),
+    _bool("optimizer_cpu_offload", "Run the optimizer on the CPU."),
+    _bool("overlap_cpu_optimizer_d2h_h2d", "Overlap the CPU optimizer with the copies to and from the GPU."),
+    _bool("use_precision_aware_optimizer", "Use the optimizer that keeps its state in low precision."),
+    _bool("no_load_optim", "Do not load the optimizer."),
+    _bool("no_save_optim", "Do not save the optimizer."),
 )
 
 

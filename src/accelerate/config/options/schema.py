@@ -62,7 +62,7 @@ class Option:
         words: the words that `accelerate config` offers and `config validate` knows, where a command line takes any text.
         open: other words than these may be right as well.
         special_words: answers, and the words that are offered beside them instead of `words` or `choices`.
-        chapter: where `accelerate config` asks for it, if a file can set it; see `Chapter`.
+        chapter: where `accelerate config` asks for it, if a file can set it and there is such a `Chapter`.
         when: the answers without which it does not ask.
         offer: the value that Enter takes in the interview; None means `default`.
         optional: Enter leaves the option out of the file.

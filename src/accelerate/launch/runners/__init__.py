@@ -2,7 +2,7 @@
 
 A runner is a module of this folder with two functions:
 
-- `processes(plan, environment)` returns what would be started, and starts nothing: `describe`, for `--dry-run`, prints it.
+- `process(plan, environment)` returns what would be started, and starts nothing: `describe`, for `--dry-run`, prints it.
 - `run(plan, environment, replace)` starts it and waits for its end. A failure is raised; `errors.failure_of` turns it into an
   exit status and a line. `replace` becomes the process that is started, where that is possible.
 
@@ -21,13 +21,13 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import PREFIX, LaunchError, to_stderr
 from accelerate.launch.guard import bound
-from accelerate.launch.plan import LaunchPlan, Source, worker_environment
+from accelerate.launch.plan import LaunchPlan, Resolved, Source, worker_environment
 from accelerate.launch.secrets import command, masked
 from accelerate.runtime.ranks import SCHEMES
 
@@ -65,7 +65,7 @@ _FORWARDED = [*_STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUS
 
 @dataclass(frozen=True)
 class Process:
-    """A process that a plan would start; `label` is what it is to the run, such as "rank 3" or "job"."""
+    """What a plan would start, once for each rank or once for all; `label` is what it is to the run, such as "rank 3" or "job"."""
 
     label: str
     command: tuple[str, ...]
@@ -84,9 +84,9 @@ def run(plan: LaunchPlan, replace: bool = False) -> None:
     of(plan).run(plan, environment, replace)
 
 
-def processes(plan: LaunchPlan) -> list[Process]:
-    """Return the processes that a plan would start on this machine, or the commands that start them elsewhere."""
-    return of(plan).processes(plan, worker_environment(plan, os.environ))
+def process(plan: LaunchPlan) -> Process:
+    """Return the process that a plan would start on this machine, or the command that starts processes elsewhere."""
+    return of(plan).process(plan, worker_environment(plan, os.environ))
 
 
 def of(plan: LaunchPlan) -> types.ModuleType:
@@ -105,12 +105,10 @@ def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
 
 def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
     """Return what would be started, the source of each setting, and the command and variables of each process."""
-    from accelerate.diagnostics.table import table  # only --dry-run needs it
-
     environ = os.environ if environ is None else environ
     lines = [f"{summary(plan)} would be started {RUNNERS[plan.runner]}.", *_meeting(plan)]
-    lines += ["", table(["SETTING", "VALUE", "SOURCE"], _settings(plan)), ""]
-    lines += _processes(plan, processes(plan), environ)
+    lines += ["", settings_table(plan.settings), ""]
+    lines += _process(plan, process(plan), environ)
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
@@ -137,39 +135,36 @@ def _meeting(plan: LaunchPlan) -> list[str]:
     return lines
 
 
-def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
-    """Return the settings that are not defaults, and those that every rank receives."""
+def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str:
+    """Return the settings that somebody sets and those that every rank receives, or all, and where each comes from, as a table."""
+    from accelerate.diagnostics.table import table  # a launch needs none
+
     rows = []
-    for name, resolved in plan.settings.items():
+    for name, resolved in settings.items():
         option = BY_NAME[name]
         received = option.feature is None and option.encode(resolved.value)
-        if resolved.source is not Source.DEFAULT or received:
+        if every or resolved.source is not Source.DEFAULT or received:
             value = masked(resolved.value, name)
             rows.append((name, "yes" if value is True else "no" if value is False else str(value), resolved.origin))
     own = {name for name, _, _ in rows}
     if "use_deepspeed" in own and not own & {"zero_stage", "deepspeed_config_file"}:
         rows.append(("zero_stage", "2", "default"))  # of DeepSpeedPlugin
-    return rows
+    return table(["SETTING", "VALUE", "SOURCE"], rows)
 
 
-def _processes(plan: LaunchPlan, started: Sequence[Process], environ: Mapping[str, str]) -> list[str]:
-    own = [set(process.environment.items()) - set(environ.items()) for process in started]
-    common = set.intersection(*own) if len(own) > 1 else set()
-    lines = []
-    if common:
-        lines += ["Each of them gets these variables, and those of this shell:", *_variables(common), ""]
-    for process, variables in zip(started, own, strict=True):
-        first, *others = process.command
-        is_call = plan.runner == "sagemaker"  # of its SDK, and no program with the variables of this shell
-        called = f"{first}({', '.join(others)})" if is_call else shlex.join(command(process.command))
-        lines += [f"{process.label}: {called}", *_variables(variables - common)]
-        gone = sorted(set(environ) - set(process.environment))
-        lines += [f"  without {', '.join(gone)}"] if gone and not is_call else []
-    return lines
-
-
-def _variables(variables: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in sorted(variables)]
+def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> list[str]:
+    """Return the command of a process, and what its variables have beside those of this shell."""
+    first, *others = started.command
+    is_call = plan.runner == "sagemaker"  # of its SDK, and no program with the variables of this shell
+    called = f"{first}({', '.join(others)})" if is_call else shlex.join(command(started.command))
+    own = sorted(set(started.environment.items()) - set(environ.items()))
+    gone = sorted(set(environ) - set(started.environment))
+    lines = [
+        f"{started.label}: {called}",
+        *(f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in own),
+    ]
+    lines += ["  and its rank and size, and where they meet, as torchrun spells them"] if plan.elastic else []
+    return [*lines, f"  without {', '.join(gone)}"] if gone and not is_call else lines
 
 
 # -- programs ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ _BY_FILE = ("pdsh", "openmpi")
 _PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 
-def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
+def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the call of DeepSpeed's launcher that `run` makes, once what it needs is checked."""
     name = _launcher(plan)
     runners.refuse_elastic(plan, f"DeepSpeed's launcher {name}", starts_all=name != "nossh")
@@ -51,21 +51,21 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     variables["MASTER_ADDR"] = str(plan["main_process_ip"] or next(iter(hosts)).rpartition("@")[2])
     variables["MASTER_PORT"] = str(plan["main_process_port"] or DEFAULT_PORT)
     runners.find("deepspeed", variables, "On every machine: pip install 'accelerate[deepspeed]'.")
-    return [Process("DeepSpeed's launcher", tuple(words), variables)]
+    return Process("DeepSpeed's launcher", tuple(words), variables)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
     """Let DeepSpeed's launcher run the processes; this one becomes it where nothing is left to tidy up."""
-    (process,) = processes(plan, environment)
+    call = process(plan, environment)
     if _launcher(plan) not in _BY_FILE:
-        runners.start(process.command, process.environment, replace)
+        runners.start(call.command, call.environment, replace)
         return
     with tempfile.TemporaryDirectory(prefix="accelerate_deepspeed_", ignore_cleanup_errors=True) as private:
         path = os.path.join(private, "variables")
-        if held_back := _write_variables(path, process.environment):
+        if held_back := _write_variables(path, call.environment):
             note = "They would be readable there, or changed by a shell: set them there, or in ~/.deepspeed_env."
             runners.tell(plan, f"not handed on to the other machines: {', '.join(held_back)}. {note}")
-        runners.start(process.command, {**process.environment, "DS_ENV_FILE": path})
+        runners.start(call.command, {**call.environment, "DS_ENV_FILE": path})
 
 
 def _launcher(options: Any) -> str:

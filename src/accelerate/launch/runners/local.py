@@ -19,39 +19,16 @@ from accelerate.launch.runners import Process
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
-def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
-    """Return what `run` starts."""
-    if plan.runner == "single":
-        label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
-        return [Process(label, tuple(plan.command), environment)]
-    count, meet, number = plan.local_processes, plan.rendezvous, plan.rendezvous.machine
-    # Without a port, the system chooses one when the run starts.
-    shared = {"MASTER_ADDR": meet.host, **({"MASTER_PORT": meet.port} if meet.port else {})}
+def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
+    """Return what `run` starts, once or several times: torch's elastic launcher adds a rank, and where they meet."""
+    label = f"each of {plan.local_processes} processes" if plan.local_processes > 1 else "the process"
+    if plan.runner == "single" and plan.num_processes > 1 and "RANK" in plan.extra:
+        label = f"rank {plan.extra['RANK']}"
     if plan.runner == "machines":
         with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
-            address = hardware.local_address(meet.host, meet.port)
+            address = hardware.local_address(plan.rendezvous.host, plan.rendezvous.port)
             environment = {**hardware.gloo_variables(address), **environment}
-    if number is not None:  # else the ranks are not known before the machines have met
-        shared |= {
-            "WORLD_SIZE": plan.num_processes,
-            "LOCAL_WORLD_SIZE": count,
-            "ROLE_NAME": plan["role"],
-            "ROLE_WORLD_SIZE": plan.num_processes,
-            "GROUP_RANK": number,
-            "GROUP_WORLD_SIZE": meet.machines,
-            "TORCHELASTIC_MAX_RESTARTS": plan["max_restarts"],
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }
-    started = []
-    for local in range(count):
-        own, label = {**shared, "LOCAL_RANK": local}, f"local rank {local}"
-        if number is not None:
-            rank = number * count + local
-            own |= {"RANK": rank, "ROLE_RANK": rank}
-            label = f"rank {rank}"
-        variables = {**environment, **{name: str(value) for name, value in own.items()}}
-        started.append(Process(label, tuple(plan.command), variables))
-    return started
+    return Process(label, tuple(plan.command), environment)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:

@@ -26,17 +26,17 @@ _OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
 _LINE = re.compile(r"((?:\w[\w.-]*@)?\w[\w.-]*)(?::([1-9]\d*))?(?:\s+slots=([1-9]\d*)|\s+(?!slots)\w+=\S*)*")
 
 
-def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
+def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the call of mpirun that `run` makes. mpirun is asked for its version; nothing else is started."""
-    return [_call(plan, environment)[1]]
+    return _call(plan, environment)[1]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
     """Let mpirun run the processes; the launcher becomes it where its exit status can be believed."""
-    flavour, process = _call(plan, environment)
+    flavour, call = _call(plan, environment)
     # Hydra, when it is stopped, ends with 0 as often as not: a scheduler would take the job for done.
     believed = flavour == "Open MPI"
-    runners.start(process.command, process.environment, replace and believed, stopped_is_failed=not believed)
+    runners.start(call.command, call.environment, replace and believed, stopped_is_failed=not believed)
 
 
 def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Process]:

@@ -1,6 +1,6 @@
 """A script as a training job of Amazon SageMaker, through the `sagemaker` SDK (version 2) and its Hugging Face containers.
 
-The SDK and boto3 are imported only when a job is started or a role is created.
+The SDK and boto3 are imported only when a job is started.
 
 Sources: https://sagemaker.readthedocs.io/en/stable/frameworks/huggingface/sagemaker.huggingface.html and
 https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-roles.html
@@ -9,10 +9,9 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-roles.html
 import argparse
 import contextlib
 import csv
-import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +24,6 @@ from accelerate.launch.runners import Process
 from accelerate.launch.secrets import masked
 from accelerate.utils import constants
 
-_TRUST = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
-# What a training job itself needs: its image, its data, its logs and metrics. It starts no jobs of its own.
-_ACTIONS = (
-    "cloudwatch:PutMetricData ecr:BatchCheckLayerAvailability ecr:BatchGetImage ecr:GetAuthorizationToken "
-    "ecr:GetDownloadUrlForLayer logs:CreateLogGroup logs:CreateLogStream logs:DescribeLogStreams logs:PutLogEvents "
-    "s3:GetBucketLocation s3:GetObject s3:ListBucket s3:PutObject"
-)
-_PERMISSIONS = {"Effect": "Allow", "Action": _ACTIONS.split(), "Resource": "*"}
 # The `distribution` of an estimator. All machines that SageMaker's own parallelism runs on have eight GPUs.
 _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
     SageMakerDistributedType.DATA_PARALLEL: {"smdistributed": {"dataparallel": {"enabled": True}}},
@@ -53,14 +44,14 @@ _JOB = {**dict.fromkeys(config_file.SAGEMAKER_KEYS), **_ARGUMENTS, "region": "us
 _Inputs = dict[str, str] | None
 
 
-def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
+def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the job that would be started, as the arguments of its estimator and the variables of its container."""
     _, arguments, inputs = _described(plan)
     variables = arguments.pop("environment")
     arguments["hyperparameters"] = masked(arguments["hyperparameters"])
     keywords = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     words = ("sagemaker.huggingface.HuggingFace", *keywords, *([f"inputs={inputs!r}"] if inputs else []))
-    return [Process("SageMaker job", words, variables)]
+    return Process("SageMaker job", words, variables)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
@@ -77,64 +68,28 @@ def run_job(job: Any, args: argparse.Namespace) -> None:
 
 
 def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str, Any], inputs: _Inputs) -> None:
-    with _refusals("start the SageMaker job"):
+    try:
         import boto3
         import sagemaker as sdk
-        from sagemaker.huggingface import HuggingFace
-
-        key_id, secret = (None, None) if job.profile else account
-        session = boto3.Session(key_id, secret, region_name=job.region, profile_name=job.profile)
-        estimator = HuggingFace(**{"sagemaker_session": sdk.Session(boto_session=session), **arguments})
-        try:
-            estimator.fit(inputs=inputs)
-        except sdk.exceptions.UnexpectedStatusException as error:
-            to_stderr(f"{PREFIX}SageMaker: {error}\n")
-            raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
-        except KeyboardInterrupt:
-            ends = "`aws sagemaker stop-training-job --training-job-name NAME` ends it"
-            to_stderr(f"{PREFIX}the job goes on; {ends}.\n")
-            raise
-
-
-def create_role(name: str, profile: str | None = None, region: str | None = None) -> bool:
-    """Create an IAM role with the permissions that a training job needs and no others; False if the name is taken.
-
-    A LaunchError says that boto3 is missing, or that AWS refused; no half-made role stays behind.
-    """
-    with _refusals(f"create the IAM role {name!r}"):
-        import boto3
-
-        client = boto3.Session(profile_name=profile, region_name=region).client("iam")
-        try:
-            client.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(_TRUST))
-        except client.exceptions.EntityAlreadyExistsException:
-            return False
-        try:
-            policy = f"{name}_policy_permission"
-            client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
-        except BaseException:
-            client.delete_role(RoleName=name)  # without permissions it would be taken for a finished one the next time
-            raise
-    return True
-
-
-def _policy(statement: Mapping[str, Any]) -> str:
-    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-
-
-@contextlib.contextmanager
-def _refusals(doing: str) -> Iterator[None]:
-    """Turn refusals of AWS into one line with AWS's own words, which hold no keys, and say which packages are missing."""
-    try:
         from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield
-        except (BotoCoreError, ClientError) as error:
-            raise LaunchError(f"AWS did not let us {doing}: {error}") from None
+        from sagemaker.huggingface import HuggingFace
     except ImportError:
         needed = "pip install 'accelerate[sagemaker]' 'sagemaker<3'"
         raise MissingPackageError(f"SageMaker needs boto3 and version 2 of its SDK: {needed}.") from None
+    try:
+        key_id, secret = (None, None) if job.profile else account
+        session = boto3.Session(key_id, secret, region_name=job.region, profile_name=job.profile)
+        estimator = HuggingFace(**{"sagemaker_session": sdk.Session(boto_session=session), **arguments})
+        estimator.fit(inputs=inputs)
+    except sdk.exceptions.UnexpectedStatusException as error:
+        to_stderr(f"{PREFIX}SageMaker: {error}\n")
+        raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
+    except KeyboardInterrupt:
+        ends = "`aws sagemaker stop-training-job --training-job-name NAME` ends it"
+        to_stderr(f"{PREFIX}the job goes on; {ends}.\n")
+        raise
+    except (BotoCoreError, ClientError) as error:  # AWS's own words hold no keys
+        raise LaunchError(f"AWS did not let us start the SageMaker job: {error}") from None
 
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:

@@ -27,7 +27,7 @@ _MODULE = "accelerate.launch.runners.tpu"
 _FUNCTION = "main"
 
 
-def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
+def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the program that starts the processes of all cores, or the command that reaches the machines of the pod."""
     if plan.runner == "tpu_pod":
         runners.refuse_elastic(plan, "the launcher on each machine of the pod")
@@ -36,7 +36,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
         at = worker.index("accelerate-launch")  # behind sudo
         remote = shlex.join([*worker[:at], "env", *pod_variables(plan["env"] or ()), *worker[at:]])
         command = gcloud_ssh(plan["tpu_name"], plan["tpu_zone"], remote, workers=",".join(plan["vm"] or ["all"]))
-        return [Process("gcloud", tuple(command), environment)]
+        return Process("gcloud", tuple(command), environment)
     runners.refuse_elastic(plan, "torch_xla")
     if plan["no_python"]:
         raise LaunchError("--no_python does not go with --tpu: torch_xla calls a function of a Python script.")
@@ -45,17 +45,17 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     # torch_xla takes one core or all of them.
     words += ["--cores", "1"] if plan.num_processes == 1 else []
     words += ["--module"] if plan["module"] else []
-    return [Process("torch_xla", (*words, "--", plan.script, *plan.script_args), variables)]
+    return Process("torch_xla", (*words, "--", plan.script, *plan.script_args), variables)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
     """Start that program; the launcher may become it."""
-    (process,) = processes(plan, environment)
+    started = process(plan, environment)
     if plan.runner == "tpu_pod":
         runners.find("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
     elif importlib.util.find_spec("torch_xla") is None:
         raise MissingPackageError("--tpu needs torch_xla: pip install torch_xla, on a machine with a TPU.")
-    runners.start(process.command, process.environment, replace)
+    runners.start(started.command, started.environment, replace)
 
 
 def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str, str]:

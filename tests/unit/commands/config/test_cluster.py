@@ -19,7 +19,8 @@ def no_devices(machine):
 
 
 def test_conditions_name_what_is_asked_in_a_chapter_that_exists():
-    assert {option.chapter for option in OPTIONS} <= {chapter.name for chapter in CHAPTERS}
+    unasked = {"megatron"}  # no version of ours runs it
+    assert {option.chapter for option in OPTIONS} - unasked <= {chapter.name for chapter in CHAPTERS}
     known = {"kind", "distributed_type", "picks_devices"}
     known |= {option.name for option in OPTIONS} | {chapter.name for chapter in CHAPTERS if chapter.question}
     special = [option.special_words[0] for option in OPTIONS if option.special_words]

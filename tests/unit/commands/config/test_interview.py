@@ -34,10 +34,6 @@ INTERVIEWS = {
         GPUS,
         f"{HERE} 5 2 0 10.0.0.1 - - - 3 no yes none.json hosts.txt ds.json yes 1 hosts.txt - worker-1:0 no - - - -",
     ),
-    "megatron": (
-        GPUS,
-        f"{HERE} 5 1 4 no 2 yes 2 4 yes no 0 yes 1 2 3 1 0.1 2 - yes no - - 1 1 1 - - yes - no - yes - - no - -",
-    ),
     "a_pod_of_tpus": (
         ("cpu", 0),
         f"{HERE} 11 no 1x train yes pod us-central1-a - - setup.sh,x  pip,install - vm-1 vm-2 - A=1 - 16 2 yes -",
@@ -45,9 +41,9 @@ INTERVIEWS = {
     "transformer_engine": (GPUS, f"{HERE} 5 1 1 no - - - 4 2 yes -1 1 2 2 16 1 true,false,yes -"),
     "sagemaker_by_a_profile": (
         ("cpu", 0),
-        "2 1 team moon eu-west-1 1 my-role no inputs.tsv - 2 yes 3 no 3 2 3 no my_jobs jobs",
+        "2 1 team moon eu-west-1 my-role no inputs.tsv - 2 yes 3 no 3 2 3 no my_jobs jobs",
     ),
-    "sagemaker_by_keys": (("cpu", 0), "2 2 - 1 role yes registry/image:1 - - 1 no p3 ml.p4d.24xlarge - - - -"),
+    "sagemaker_by_keys": (("cpu", 0), "2 2 - role yes registry/image:1 - - 1 no p3 ml.p4d.24xlarge - - - -"),
 }
 # What stands in the file that is replaced; everything but the gates is answered by Enter.
 AGAIN = {

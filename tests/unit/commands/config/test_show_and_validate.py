@@ -1,7 +1,5 @@
 """`accelerate config show`: every value with its source; `validate`: every problem of a file, with its line."""
 
-import json
-
 import pytest
 
 from cases import cases
@@ -18,52 +16,49 @@ def file(place):
 @pytest.fixture
 def show(accelerate):
     def run(*words):
-        status, out, err = accelerate("config", "show", "--json", *words)
+        status, out, err = accelerate("config", "show", *words)
         assert status == 0, err
-        found = json.loads(out)
-        return found, {row["name"]: (row["value"], row["source"], row["where"]) for row in found["settings"]}
+        rows = [line.split(maxsplit=2) for line in out.splitlines()[2:]]
+        return {name: rest for name, *rest in rows}
 
     return run
 
 
 def test_one_setting_from_each_layer(show, file, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    found, rows = show("--config_file", file, "--num_machines", "3", "--all")
-    assert found["config_file"] == "c.yaml"
-    typed = show("--config_file", file, "--fsdp_version", "1")[1]["fsdp_version"]
-    assert typed == ("1", "command line", ""), "a default that was typed is a choice"
+    rows = show("--config_file", file, "--num_machines", "3", "--all")
+    typed = show("--config_file", file, "--fsdp_version", "1")["fsdp_version"]
+    assert typed == ["1", "command line"], "a default that was typed is a choice"
     assert {
-        "num_machines": (3, "command line", ""),
-        "mixed_precision": ("bf16", "environment", "environment variable ACCELERATE_MIXED_PRECISION"),
-        "num_processes": (2, "file", "c.yaml:2"),
-        "fsdp_version": ("2", "file", "c.yaml:5"),
-        "use_fsdp": (True, "file", "c.yaml:1"),
-        "rdzv_backend": ("static", "default", ""),
+        "num_machines": ["3", "command line"],
+        "mixed_precision": ["bf16", "environment variable ACCELERATE_MIXED_PRECISION"],
+        "num_processes": ["2", "configuration file c.yaml:2"],
+        "fsdp_version": ["2", "configuration file c.yaml:5"],
+        "use_fsdp": ["yes", "configuration file c.yaml:1"],
+        "rdzv_backend": ["static", "default"],
     }.items() <= rows.items()
-    assert "rdzv_backend" not in show("--config_file", file)[1]
+    assert "rdzv_backend" not in show("--config_file", file)
 
 
 def test_secrets_are_not_printed(accelerate, place):
     (place / "c.yaml").write_text("distributed_type: XLA\ncommands: [export WANDB_API_KEY=hunter2]\n")
     words = ["--config_file", "c.yaml", "--env", "HF_TOKEN=hunter2", "--aws_secret_access_key", "hunter3"]
-    for more in ([], ["--json"]):
-        out = accelerate("config", "show", *words, *more)[1]
-        assert "HF_TOKEN=(hidden)" in out and "WANDB_API_KEY=(hidden)" in out
-        assert out.count("(hidden)") == 3 and "hunter" not in out
+    out = accelerate("config", "show", *words)[1]
+    assert "HF_TOKEN=(hidden)" in out and "WANDB_API_KEY=(hidden)" in out
+    assert out.count("(hidden)") == 3 and "hunter" not in out
 
 
 def test_what_a_higher_layer_rules_out_is_not_used(show, accelerate, place):
     (place / "c.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
-    rows = show("--config_file", "c.yaml", "--cpu")[1]
-    assert rows["cpu"] == (True, "command line", "")
-    assert rows["multi_gpu"] == (False, "command line", "--cpu was chosen")
+    rows = show("--config_file", "c.yaml", "--cpu")
+    assert rows["cpu"] == ["yes", "command line"]
+    assert rows["multi_gpu"] == ["no", "--cpu was chosen"]
     status, _, err = accelerate("config", "show", "--cpu", "--multi_gpu")
     assert status == 2 and "exclude each other" in err
 
 
 def test_what_stands_around_the_table(accelerate, refused, place):
-    out = accelerate("config", "show")[1]
-    assert "none (" in out and "every setting has its default" in out
+    assert "none (" in accelerate("config", "show")[1]
     (place / "c.yaml").write_text("fsdp_config:\n  fsdp_versoin: 2\n")
     out = accelerate("config", "show", "--config_file", "c.yaml")[1]
     assert "note: fsdp_config.fsdp_versoin is unknown and has no effect" in out

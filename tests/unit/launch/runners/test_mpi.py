@@ -104,18 +104,18 @@ def test_threads_and_settings_of_intel(called, hosts, written, monkeypatch):
 def test_dry_run_starts_nothing_and_needs_a_known_mpirun(programs, plan, hosts):
     request = plan(f"--cpu --num_processes 1 {hosts('localhost slots=1')}")
     with pytest.raises(LaunchError, match="mpirun is not on the PATH"):
-        runners.processes(request)
+        runners.process(request)
     programs.add("mpirun", "something else 1.0")
     with pytest.raises(LaunchError, match="'something else 1.0'"):
-        runners.processes(request)
+        runners.process(request)
     programs.add("mpirun", VERSIONS["openmpi"])
-    (process,) = runners.processes(request)
+    process = runners.process(request)
     assert process.command[0] == "mpirun" and programs.calls() == []
     assert request.runner == "mpi" and request.settings["num_machines"].source <= Source.DEFAULT
     with pytest.raises(LaunchError, match="Launch on one machine only"):
-        runners.processes(plan(f"--cpu --machine_rank 1 {hosts('localhost')}"))
+        runners.process(plan(f"--cpu --machine_rank 1 {hosts('localhost')}"))
     with pytest.raises(LaunchError, match="--max_restarts is an option of torch's"):
-        runners.processes(plan(f"--cpu --max_restarts 1 {hosts('localhost')}"))
+        runners.process(plan(f"--cpu --max_restarts 1 {hosts('localhost')}"))
 
 
 @cases(

@@ -1,16 +1,14 @@
-"""Jobs of Amazon SageMaker, with an SDK that records its calls, and their role, in an AWS that moto plays."""
+"""Jobs of Amazon SageMaker, with an SDK that records its calls."""
 
 import re
 import subprocess
 import sys
-import types
 
 import pytest
 
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.resolve import resolve
-from accelerate.launch.runners import sagemaker
 from cases import cases
 
 boto3 = pytest.importorskip("boto3")
@@ -115,7 +113,7 @@ def test_profile_machines_and_further_arguments(sdk, launch, written, tmp_path):
 
 
 def test_dry_run_starts_nothing_and_hides_secrets(sdk, launch):
-    (process,) = runners.processes(launch(KEYS, arguments="--hf_token alsosecret --lr 1"))
+    process = runners.process(launch(KEYS, arguments="--hf_token alsosecret --lr 1"))
     text = repr(process)
     assert "secret" not in text and "AKID" not in text and "'lr': 1" in text
     assert process.label == "SageMaker job" and sdk.calls == []
@@ -156,49 +154,3 @@ def test_no_sdk_and_a_newer_one(launch, fake_package, monkeypatch):
         with pytest.raises(ImportError, match="version 2 of its SDK.*sagemaker<3"):
             runners.run(launch())
         monkeypatch.setitem(sys.modules, "sagemaker", None)
-
-
-@pytest.fixture
-def iam(monkeypatch):
-    """The roles of an account."""
-    moto = pytest.importorskip("moto")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    with moto.mock_aws():
-        yield boto3.client("iam")
-
-
-def test_a_role_is_created_once_with_what_a_job_needs(iam):
-    assert sagemaker.create_role("trainer", region="us-east-1") is True
-    assert sagemaker.create_role("trainer") is False
-    trust = iam.get_role(RoleName="trainer")["Role"]["AssumeRolePolicyDocument"]["Statement"]
-    assert [statement["Principal"] for statement in trust] == [{"Service": "sagemaker.amazonaws.com"}]
-    # Policies of Amazon's, such as AmazonSageMakerFullAccess, allow far more.
-    assert iam.list_attached_role_policies(RoleName="trainer")["AttachedPolicies"] == []
-    (name,) = iam.list_role_policies(RoleName="trainer")["PolicyNames"]
-    (allowed,) = iam.get_role_policy(RoleName="trainer", PolicyName=name)["PolicyDocument"]["Statement"]
-    assert {"s3:GetObject", "s3:PutObject", "logs:PutLogEvents", "ecr:BatchGetImage"} <= {*allowed["Action"]}
-    assert not [action for action in allowed["Action"] if "*" in action]
-    assert {action.partition(":")[0] for action in allowed["Action"]} == {"cloudwatch", "ecr", "logs", "s3"}
-
-
-def test_a_half_made_role_is_taken_back(monkeypatch):
-    from botocore.exceptions import ClientError
-
-    calls = []
-
-    class Iam:
-        exceptions = types.SimpleNamespace(EntityAlreadyExistsException=KeyError)
-
-        def __getattr__(self, name):
-            def call(**arguments):
-                calls.append((name, arguments["RoleName"]))
-                if name == "put_role_policy":
-                    raise ClientError({"Error": {"Code": "LimitExceeded", "Message": "no more"}}, name)
-
-            return call
-
-    monkeypatch.setattr(boto3, "Session", lambda **options: types.SimpleNamespace(client=lambda service: Iam()))
-    with pytest.raises(LaunchError, match="AWS did not let us create the IAM role 'trainer': .*no more"):
-        sagemaker.create_role("trainer")
-    assert calls == [(name, "trainer") for name in ("create_role", "put_role_policy", "delete_role")]
