@@ -37,6 +37,7 @@ from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
 from accelerate.precision.base import apply_downcast, precision
+from accelerate.process import Processes
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
@@ -97,7 +98,7 @@ def _from_main_process(method: Callable) -> Callable:
     return run
 
 
-class Accelerator:
+class Accelerator(Processes):
     """Run an ordinary PyTorch training loop on one process or many, in any precision, without changing the loop.
 
     Every rank constructs it, before models and loaders are prepared.
@@ -275,29 +276,9 @@ class Accelerator:
         return self.state.device
 
     @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the run."""
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its machine."""
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank of the run."""
-        return self.state.is_last_process
-
-    @property
     def mixed_precision(self) -> str:
         """The precision in force: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         return self.state.mixed_precision
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether several processes take part."""
-        return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
@@ -465,91 +446,6 @@ class Accelerator:
             RuntimeError: There is no ``parallelism_config``.
         """
         return prepare.mesh_rank(self, "dp_shard", "Shard-based data parallelism")
-
-    # -- processes -----------------------------------------------------------------------------------------------
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every rank is here. All ranks.
-
-        Example:
-            >>> Accelerator(cpu=True).wait_for_everyone()
-        """
-        self.state.wait_for_everyone()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine, on its main process.
-
-        Args:
-            *args: As for the built-in ``print``.
-            **kwargs: As for the built-in ``print``.
-        """
-        self.state.print(*args, **kwargs)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """Give each rank its part of a list, tuple, dict, tensor or dataset, as a context. All ranks.
-
-        Args:
-            inputs: What to share out; every rank passes the same.
-            apply_padding: Whether the last element is repeated so that all parts are equally long (to gather them).
-
-        Example:
-            >>> with Accelerator(cpu=True).split_between_processes(["a", "b"]) as part:
-            ...     part
-            ['a', 'b']
-        """
-        return self.state.split_between_processes(inputs, apply_padding)
-
-    def main_process_first(self) -> contextlib.AbstractContextManager:
-        """Return a context that the main process goes through before the others enter. All ranks."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager:
-        """Return a context that each machine's main process goes through before its others. All ranks."""
-        return self.state.local_main_process_first()
-
-    def on_main_process(self, function: Callable | None = None) -> Callable:
-        """Decorate a function to run on the main process alone; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-
-        Example:
-            >>> @Accelerator(cpu=True).on_main_process
-            ... def report(): return "written"
-            >>> report()
-            'written'
-        """
-        return self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable | None = None) -> Callable:
-        """Decorate a function to run once per machine; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-        """
-        return self.state.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable) -> Callable:
-        """Decorate a function to run on the last rank alone; elsewhere it returns None."""
-        return self.state.on_last_process(function)
-
-    def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Callable:
-        """Decorate a function to run on one rank alone; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-            process_index: The rank.
-        """
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(self, function: Callable | None = None, local_process_index: int | None = None) -> Callable:
-        """Decorate a function to run on one rank of each machine; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-            local_process_index: The rank on its machine.
-        """
-        return self.state.on_local_process(function, local_process_index)
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
