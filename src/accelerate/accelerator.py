@@ -233,7 +233,6 @@ class Accelerator(Processes):
         self._unfinished_save: str | None = None
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
-        self._activations_peak: int | None = None
         self._meter: Any = None
         self.flag_tensor: torch.Tensor | None = None
 
@@ -721,23 +720,7 @@ class Accelerator(Processes):
         from accelerate.diagnostics import memory
 
         held = self.prepared.models, self.prepared.optimizers
-        return memory.memory_report(*held, self.device, self.gather, self._activations_peak)
-
-    @contextlib.contextmanager
-    def measure_activations(self) -> Iterator[None]:
-        """Return a context that counts what autograd keeps for backward, for `memory_report` on devices that do not count it.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
-            >>> with accelerator.measure_activations():
-            ...     accelerator.backward(model(torch.ones(4, 2)).sum())
-        """
-        from accelerate.diagnostics import memory
-
-        with memory.measure_activations(self.prepared.models) as peak:
-            yield
-        self._activations_peak = peak()
+        return memory.memory_report(*held, self.device, self.gather)
 
     def throughput(
         self, tokens: float | None = None, samples: float | None = None, flops: float | None = None

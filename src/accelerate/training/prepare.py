@@ -560,6 +560,6 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
         vars(accelerator).update(accelerator._meter.replaced)
         accelerator._meter = None
     accelerator.deepspeed_engine_wrapped = None
-    accelerator.flag_tensor = accelerator._activations_peak = None
+    accelerator.flag_tensor = None
     accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
     return release_memory(*objects)
