@@ -6,6 +6,7 @@ the state; the one thing that is decided here is whether an object was prepared 
 
 import contextlib
 import functools
+import operator
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,11 @@ def _in_record(name: str) -> property:
     return property(lambda self: getattr(self.prepared, name), lambda self, value: setattr(self.prepared, name, value))
 
 
+def _read(path: str) -> Any:
+    """Return an attribute that is read from what an Accelerator is made of."""
+    return property(operator.attrgetter(path))
+
+
 def _from_main_process(method: Callable) -> Callable:
     """Make a method run on the main process alone, unless one of the trackers works on every rank."""
 
@@ -126,6 +132,26 @@ class Accelerator(Processes):
         deepspeed_plugins: Other name of ``deepspeed_plugin``.
         parallelism_config: The device mesh: sizes of data, tensor, context and sequence parallelism.
 
+    Attributes:
+        distributed_type: Which kind of device and strategy the processes use together.
+        num_processes: How many processes take part in the run (the world size).
+        process_index: This process's rank in the run.
+        local_process_index: This process's rank on its machine.
+        device: The device that this process computes on.
+        mixed_precision: The precision in force: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        split_batches: Whether a loader's batch is split across ranks instead of each rank taking its own.
+        dispatch_batches: Whether rank 0 reads every batch and sends each rank its part; None decides by the dataset.
+        use_seedable_sampler: Whether random samplers are replaced by one whose order follows from seed and epoch.
+        non_blocking: Whether batches are copied to the device asynchronously.
+        project_dir: The folder for logs and checkpoints.
+        logging_dir: The folder that trackers log to.
+        save_iteration: The number of the next automatically named checkpoint.
+        is_fsdp2: Whether the strategy is FSDP in its second version.
+        is_composable_parallelism_enabled: Whether the strategy composes with other mesh dimensions.
+        should_save_model: Whether this rank writes weights that all ranks have: the first process of each machine.
+        deepspeed_plugin: The DeepSpeed plugin that is selected, or None.
+        fp8_backend: The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one.
+
     Raises:
         ValueError: A setting is unknown, or contradicts another one or the state that is live already.
         NotImplementedError: A strategy was asked for that this version does not have.
@@ -142,6 +168,25 @@ class Accelerator(Processes):
         ...     optimizer.step()
         ...     optimizer.zero_grad()
     """
+
+    distributed_type: DistributedType = _read("state.distributed_type")
+    num_processes: int = _read("state.num_processes")
+    process_index: int = _read("state.process_index")
+    local_process_index: int = _read("state.local_process_index")
+    device: torch.device = _read("state.device")
+    mixed_precision: str = _read("state.mixed_precision")
+    split_batches: bool = _read("dataloader_config.split_batches")
+    dispatch_batches: bool | None = _read("dataloader_config.dispatch_batches")
+    use_seedable_sampler: bool = _read("dataloader_config.use_seedable_sampler")
+    non_blocking: bool = _read("dataloader_config.non_blocking")
+    project_dir: str | None = _read("project_configuration.project_dir")
+    logging_dir: str | None = _read("project_configuration.logging_dir")
+    save_iteration: int = _read("project_configuration.iteration")
+    is_fsdp2: bool = _read("state.is_fsdp2")
+    is_composable_parallelism_enabled: bool = _read("is_fsdp2")
+    should_save_model: bool = _read("is_local_main_process")
+    deepspeed_plugin: Any = _read("state.deepspeed_plugin")
+    fp8_backend: FP8BackendType = _read("_fp8_backend")
 
     _models = _in_record("models")
     _optimizers = _in_record("optimizers")
@@ -250,79 +295,14 @@ class Accelerator(Processes):
         prepare.restore_registry(self)
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """Which kind of device and strategy the processes use together."""
-        return self.state.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes take part in the run (the world size)."""
-        return self.state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank in the run."""
-        return self.state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its machine."""
-        return self.state.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """The device that this process computes on."""
-        return self.state.device
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision in force: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
-        return self.state.mixed_precision
-
-    @property
     def multi_device(self) -> bool:
         """Whether several accelerator devices take part (processes on CPUs do not count)."""
         return self.use_distributed and traits.of(self.distributed_type).distributed and self.device.type != "cpu"
 
     @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is split across ranks instead of each rank taking its own."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads every batch and sends each rank its part; None decides by the dataset."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether random samplers are replaced by one whose order follows from seed and epoch."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device asynchronously."""
-        return self.dataloader_config.non_blocking
-
-    @property
     def use_stateful_dataloader(self) -> bool:
         """Whether torchdata's stateful loader is used inside prepared loaders."""
         return getattr(self.dataloader_config, "use_stateful_dataloader", False)
-
-    @property
-    def project_dir(self) -> str | None:
-        """The folder for logs and checkpoints."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder that trackers log to."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
-        return self.project_configuration.iteration
 
     @property
     def should_stop(self) -> bool:
@@ -348,31 +328,6 @@ class Accelerator(Processes):
     def torch_device_mesh(self) -> Any:
         """The torch device mesh, or None."""
         return getattr(self.state, "device_mesh", None)
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether the strategy is FSDP in its second version."""
-        return self.state.is_fsdp2
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the strategy composes with other mesh dimensions."""
-        return self.is_fsdp2
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this rank writes weights that all ranks have: the first process of each machine."""
-        return self.is_local_main_process
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin that is selected, or None."""
-        return self.state.deepspeed_plugin
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one."""
-        return self._fp8_backend
 
     @property
     def even_batches(self) -> bool:
