@@ -423,8 +423,9 @@ def prepare_optimizer(
         optimizer = optimizer.optimizer
     with own_states(accelerator):
         follow_any(optimizer, prepared.histories(accelerator.prepared))
-        build = AcceleratedOptimizer if accelerator._replica_check is None else accelerator._replica_check.optimizer
-        wrapped = build(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+        wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+    if accelerator._replica_check is not None:
+        accelerator._replica_check.watch(wrapped)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
