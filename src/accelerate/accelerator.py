@@ -89,6 +89,11 @@ def _read(path: str) -> Any:
     return property(operator.attrgetter(path))
 
 
+def _mesh_rank(dimension: str, what: str) -> Any:
+    """Return an attribute that is this rank's place in a dimension of the mesh; an error says `what` is not configured."""
+    return property(lambda self: prepare.mesh_rank(self, dimension, what))
+
+
 def _from_main_process(method: Callable) -> Callable:
     """Make a method run on the main process alone, unless one of the trackers works on every rank."""
 
@@ -151,6 +156,10 @@ class Accelerator(Processes):
         should_save_model: Whether this rank writes weights that all ranks have: the first process of each machine.
         deepspeed_plugin: The DeepSpeed plugin that is selected, or None.
         fp8_backend: The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one.
+        tensor_parallel_rank: This rank's place in the tensor-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
+        context_parallel_rank: This rank's place in the context-parallel dimension of the mesh; 0 where its size is 1; NotImplementedError without ``parallelism_config``.
+        data_parallel_rank: This rank's place in the replicating data-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
+        data_parallel_shard_rank: This rank's place in the sharding data-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
 
     Raises:
         ValueError: A setting is unknown, or contradicts another one or the state that is live already.
@@ -187,6 +196,10 @@ class Accelerator(Processes):
     should_save_model: bool = _read("is_local_main_process")
     deepspeed_plugin: Any = _read("state.deepspeed_plugin")
     fp8_backend: FP8BackendType = _read("_fp8_backend")
+    tensor_parallel_rank: int = _mesh_rank("tp", "Tensor parallelism")
+    context_parallel_rank: int = _mesh_rank("cp", "Context parallelism")
+    data_parallel_rank: int = _mesh_rank("dp_replicate", "Data parallelism")
+    data_parallel_shard_rank: int = _mesh_rank("dp_shard", "Shard-based data parallelism")
 
     _models = _in_record("models")
     _optimizers = _in_record("optimizers")
@@ -357,24 +370,6 @@ class Accelerator(Processes):
         self.gradient_state.plugin_kwargs.update({"num_steps": value})
 
     @property
-    def tensor_parallel_rank(self) -> int:
-        """This rank's place in the tensor-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            RuntimeError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "tp", "Tensor parallelism")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """This rank's place in the context-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            NotImplementedError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "cp", "Context parallelism")
-
-    @property
     def pipeline_parallel_rank(self) -> int:
         """This rank's place in the pipeline-parallel dimension of the mesh.
 
@@ -382,24 +377,6 @@ class Accelerator(Processes):
             NotImplementedError: Always; pipeline parallelism is available for inference alone (``prepare_pippy``).
         """
         raise NotImplementedError("Pipeline parallelism is not supported in training; see `accelerate.prepare_pippy`.")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place in the replicating data-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            RuntimeError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "dp_replicate", "Data parallelism")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This rank's place in the sharding data-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            RuntimeError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "dp_shard", "Shard-based data parallelism")
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
