@@ -155,7 +155,6 @@ class Accelerator(Processes):
         is_composable_parallelism_enabled: Whether the strategy composes with other mesh dimensions.
         should_save_model: Whether this rank writes weights that all ranks have: the first process of each machine.
         deepspeed_plugin: The DeepSpeed plugin that is selected, or None.
-        fp8_backend: The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one.
         tensor_parallel_rank: This rank's place in the tensor-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
         context_parallel_rank: This rank's place in the context-parallel dimension of the mesh; 0 where its size is 1; NotImplementedError without ``parallelism_config``.
         data_parallel_rank: This rank's place in the replicating data-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
@@ -195,7 +194,6 @@ class Accelerator(Processes):
     is_composable_parallelism_enabled: bool = _read("is_fsdp2")
     should_save_model: bool = _read("is_local_main_process")
     deepspeed_plugin: Any = _read("state.deepspeed_plugin")
-    fp8_backend: FP8BackendType = _read("_fp8_backend")
     tensor_parallel_rank: int = _mesh_rank("tp", "Tensor parallelism")
     context_parallel_rank: int = _mesh_rank("cp", "Context parallelism")
     data_parallel_rank: int = _mesh_rank("dp_replicate", "Data parallelism")
@@ -341,6 +339,11 @@ class Accelerator(Processes):
     def torch_device_mesh(self) -> Any:
         """The torch device mesh, or None."""
         return getattr(self.state, "device_mesh", None)
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one."""
+        return self._fp8_backend
 
     @property
     def even_batches(self) -> bool:
