@@ -79,17 +79,19 @@ class ReplicaCheck:
         bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64).to(self._first.device)
         values = torch.cat([bits, torch.stack([*sums.values()])]) if sums else bits
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        communicator, part = self.accelerator._communicator, self._part() if sums else (0, 1)
         first = torch.where(self._first < 0, _NEVER, self._first * ranks + rank)
         folded = torch.stack([first, fold(values[: len(bits)]), fold(values[len(bits) :])])
-        highest, lowest = extremes(folded, *self._part())
+        highest, lowest = extremes(folded, *part, communicator)
         shared = highest[:, 1].max() != lowest[:, 1].min()
         parted = shared | (highest[:, 2] != lowest[:, 2]).any()
         earliest, parted = torch.stack([lowest[:, 0].min(), parted]).tolist()
         if earliest != _NEVER:
             raise self._not_finite(*divmod(earliest, ranks))
         if parted:
-            places = [len(bits) + place for place in differing(values[len(bits) :], *self._part())]
-            lines = self._differences(names, len(bits), values, differing(values[: len(bits)]) + places)
+            places = differing(values[: len(bits)], communicator=communicator)
+            places += [len(bits) + place for place in differing(values[len(bits) :], *part, communicator)]
+            lines = self._differences(names, len(bits), values, places)
             raise ReplicasDiffer(
                 f"The ranks have parted before step {step} of {type(optimizer.optimizer).__name__}; the first of each kind:"
                 f"{lines}\nThey were alike {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
@@ -121,9 +123,10 @@ class ReplicaCheck:
     def _described(self, optimizer: AcceleratedOptimizer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Return what is compared: numbers that are the same on all ranks, and checksums."""
         numbers, sums, gradients = {}, {}, {}
-        # Without a mesh each shard is alone.
-        alone = self.accelerator.torch_device_mesh is None and traits.of(self.accelerator.distributed_type).sharded
-        compared, zero = self.accelerator.num_processes > 1 and not alone, torch.zeros_like(self._first)
+        # Without a mesh, or without replicas in it, each shard is alone.
+        ranks, sharded = self.accelerator.num_processes, traits.of(self.accelerator.distributed_type).sharded
+        alone = self._part()[1] == ranks or (self.accelerator.torch_device_mesh is None and sharded)
+        compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
         names = {id(parameter): name for name, parameter in self._named("parameters")}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])

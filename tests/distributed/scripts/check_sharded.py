@@ -7,6 +7,7 @@ import warnings
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.parallel import shard
 from accelerate.precision import master
 from accelerate.training import out_of_memory, saving
+from accelerate.training.divergence import ReplicasDiffer
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -536,6 +538,30 @@ def four_layers_and_shards_of_other_seeds():
     whole = [parameter.full_tensor() for parameter in model.parameters()]
     assert_same_everywhere(whole, "layers")
     assert not differs_between_ranks(model.scale)
+
+
+def four_replicas_of_shards_that_part():
+    """A shard is compared with the same one of the other replica, and with no other."""
+    for sizes, seen in ({"dp_replicate_size": 2, "dp_shard_size": 2}, True), ({"dp_shard_size": 4}, False):
+        for rate, changed in (0.1, False), (0.1, True), (0.2, False):
+            with mock.patch.dict(os.environ, ACCELERATE_CHECK_EVERY="1"):
+                accelerator = fresh_accelerator(fsdp_plugin=sharding(2), parallelism_config=ParallelismConfig(**sizes))
+            model, optimizer = accelerator.prepare(*build())
+            if rank() == 3:
+                optimizer.param_groups[0]["lr"] = rate
+                with torch.no_grad():
+                    model.first.weight.to_local().add_(int(changed))
+            told = None
+            try:
+                learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
+            except ReplicasDiffer as error:
+                told = str(error)
+            assert len(set(everywhere(told))) == 1, told
+            if changed and seen:
+                assert "parameter 'first.weight': " in told and " on rank 1; " in told and " on rank 3" in told, told
+                assert "rank 0" not in told.partition("'first.weight'")[2].partition("\n")[0], told
+            else:
+                assert ("learning rate of group 0: 0.2 on rank 3" in (told or "")) is (rate != 0.1), told
 
 
 def four_meshes_after_out_of_memory():
