@@ -6,6 +6,7 @@ the state; the one thing that is decided here is whether an object was prepared 
 
 import contextlib
 import functools
+import operator
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
 from accelerate.precision.base import apply_downcast, precision
+from accelerate.process import Processes
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
@@ -82,6 +84,16 @@ def _in_record(name: str) -> property:
     return property(lambda self: getattr(self.prepared, name), lambda self, value: setattr(self.prepared, name, value))
 
 
+def _read(path: str) -> Any:
+    """Return an attribute that is read from what an Accelerator is made of."""
+    return property(operator.attrgetter(path))
+
+
+def _mesh_rank(dimension: str, what: str) -> Any:
+    """Return an attribute that is this rank's place in a dimension of the mesh; an error says `what` is not configured."""
+    return property(lambda self: prepare.mesh_rank(self, dimension, what))
+
+
 def _from_main_process(method: Callable) -> Callable:
     """Make a method run on the main process alone, unless one of the trackers works on every rank."""
 
@@ -97,7 +109,7 @@ def _from_main_process(method: Callable) -> Callable:
     return run
 
 
-class Accelerator:
+class Accelerator(Processes):
     """Run an ordinary PyTorch training loop on one process or many, in any precision, without changing the loop.
 
     Every rank constructs it, before models and loaders are prepared.
@@ -125,6 +137,29 @@ class Accelerator:
         deepspeed_plugins: Other name of ``deepspeed_plugin``.
         parallelism_config: The device mesh: sizes of data, tensor, context and sequence parallelism.
 
+    Attributes:
+        distributed_type: Which kind of device and strategy the processes use together.
+        num_processes: How many processes take part in the run (the world size).
+        process_index: This process's rank in the run.
+        local_process_index: This process's rank on its machine.
+        device: The device that this process computes on.
+        mixed_precision: The precision in force: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        split_batches: Whether a loader's batch is split across ranks instead of each rank taking its own.
+        dispatch_batches: Whether rank 0 reads every batch and sends each rank its part; None decides by the dataset.
+        use_seedable_sampler: Whether random samplers are replaced by one whose order follows from seed and epoch.
+        non_blocking: Whether batches are copied to the device asynchronously.
+        project_dir: The folder for logs and checkpoints.
+        logging_dir: The folder that trackers log to.
+        save_iteration: The number of the next automatically named checkpoint.
+        is_fsdp2: Whether the strategy is FSDP in its second version.
+        is_composable_parallelism_enabled: Whether the strategy composes with other mesh dimensions.
+        should_save_model: Whether this rank writes weights that all ranks have: the first process of each machine.
+        deepspeed_plugin: The DeepSpeed plugin that is selected, or None.
+        tensor_parallel_rank: This rank's place in the tensor-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
+        context_parallel_rank: This rank's place in the context-parallel dimension of the mesh; 0 where its size is 1; NotImplementedError without ``parallelism_config``.
+        data_parallel_rank: This rank's place in the replicating data-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
+        data_parallel_shard_rank: This rank's place in the sharding data-parallel dimension of the mesh; 0 where its size is 1; RuntimeError without ``parallelism_config``.
+
     Raises:
         ValueError: A setting is unknown, or contradicts another one or the state that is live already.
         NotImplementedError: A strategy was asked for that this version does not have.
@@ -141,6 +176,28 @@ class Accelerator:
         ...     optimizer.step()
         ...     optimizer.zero_grad()
     """
+
+    distributed_type: DistributedType = _read("state.distributed_type")
+    num_processes: int = _read("state.num_processes")
+    process_index: int = _read("state.process_index")
+    local_process_index: int = _read("state.local_process_index")
+    device: torch.device = _read("state.device")
+    mixed_precision: str = _read("state.mixed_precision")
+    split_batches: bool = _read("dataloader_config.split_batches")
+    dispatch_batches: bool | None = _read("dataloader_config.dispatch_batches")
+    use_seedable_sampler: bool = _read("dataloader_config.use_seedable_sampler")
+    non_blocking: bool = _read("dataloader_config.non_blocking")
+    project_dir: str | None = _read("project_configuration.project_dir")
+    logging_dir: str | None = _read("project_configuration.logging_dir")
+    save_iteration: int = _read("project_configuration.iteration")
+    is_fsdp2: bool = _read("state.is_fsdp2")
+    is_composable_parallelism_enabled: bool = _read("is_fsdp2")
+    should_save_model: bool = _read("is_local_main_process")
+    deepspeed_plugin: Any = _read("state.deepspeed_plugin")
+    tensor_parallel_rank: int = _mesh_rank("tp", "Tensor parallelism")
+    context_parallel_rank: int = _mesh_rank("cp", "Context parallelism")
+    data_parallel_rank: int = _mesh_rank("dp_replicate", "Data parallelism")
+    data_parallel_shard_rank: int = _mesh_rank("dp_shard", "Shard-based data parallelism")
 
     _models = _in_record("models")
     _optimizers = _in_record("optimizers")
@@ -232,7 +289,6 @@ class Accelerator:
         self._unfinished_save: str | None = None
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
-        self._activations_peak: int | None = None
         self._meter: Any = None
         self.flag_tensor: torch.Tensor | None = None
 
@@ -250,99 +306,14 @@ class Accelerator:
         prepare.restore_registry(self)
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """Which kind of device and strategy the processes use together."""
-        return self.state.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes take part in the run (the world size)."""
-        return self.state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank in the run."""
-        return self.state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its machine."""
-        return self.state.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """The device that this process computes on."""
-        return self.state.device
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the run."""
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its machine."""
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank of the run."""
-        return self.state.is_last_process
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision in force: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
-        return self.state.mixed_precision
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether several processes take part."""
-        return self.state.use_distributed
-
-    @property
     def multi_device(self) -> bool:
         """Whether several accelerator devices take part (processes on CPUs do not count)."""
         return self.use_distributed and traits.of(self.distributed_type).distributed and self.device.type != "cpu"
 
     @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is split across ranks instead of each rank taking its own."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads every batch and sends each rank its part; None decides by the dataset."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether random samplers are replaced by one whose order follows from seed and epoch."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device asynchronously."""
-        return self.dataloader_config.non_blocking
-
-    @property
     def use_stateful_dataloader(self) -> bool:
         """Whether torchdata's stateful loader is used inside prepared loaders."""
         return getattr(self.dataloader_config, "use_stateful_dataloader", False)
-
-    @property
-    def project_dir(self) -> str | None:
-        """The folder for logs and checkpoints."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder that trackers log to."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
-        return self.project_configuration.iteration
 
     @property
     def should_stop(self) -> bool:
@@ -368,26 +339,6 @@ class Accelerator:
     def torch_device_mesh(self) -> Any:
         """The torch device mesh, or None."""
         return getattr(self.state, "device_mesh", None)
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether the strategy is FSDP in its second version."""
-        return self.state.is_fsdp2
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the strategy composes with other mesh dimensions."""
-        return self.is_fsdp2
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this rank writes weights that all ranks have: the first process of each machine."""
-        return self.is_local_main_process
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin that is selected, or None."""
-        return self.state.deepspeed_plugin
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -422,24 +373,6 @@ class Accelerator:
         self.gradient_state.plugin_kwargs.update({"num_steps": value})
 
     @property
-    def tensor_parallel_rank(self) -> int:
-        """This rank's place in the tensor-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            RuntimeError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "tp", "Tensor parallelism")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """This rank's place in the context-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            NotImplementedError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "cp", "Context parallelism")
-
-    @property
     def pipeline_parallel_rank(self) -> int:
         """This rank's place in the pipeline-parallel dimension of the mesh.
 
@@ -447,109 +380,6 @@ class Accelerator:
             NotImplementedError: Always; pipeline parallelism is available for inference alone (``prepare_pippy``).
         """
         raise NotImplementedError("Pipeline parallelism is not supported in training; see `accelerate.prepare_pippy`.")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place in the replicating data-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            RuntimeError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "dp_replicate", "Data parallelism")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This rank's place in the sharding data-parallel dimension of the mesh; 0 where its size is 1.
-
-        Raises:
-            RuntimeError: There is no ``parallelism_config``.
-        """
-        return prepare.mesh_rank(self, "dp_shard", "Shard-based data parallelism")
-
-    # -- processes -----------------------------------------------------------------------------------------------
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every rank is here. All ranks.
-
-        Example:
-            >>> Accelerator(cpu=True).wait_for_everyone()
-        """
-        self.state.wait_for_everyone()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine, on its main process.
-
-        Args:
-            *args: As for the built-in ``print``.
-            **kwargs: As for the built-in ``print``.
-        """
-        self.state.print(*args, **kwargs)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """Give each rank its part of a list, tuple, dict, tensor or dataset, as a context. All ranks.
-
-        Args:
-            inputs: What to share out; every rank passes the same.
-            apply_padding: Whether the last element is repeated so that all parts are equally long (to gather them).
-
-        Example:
-            >>> with Accelerator(cpu=True).split_between_processes(["a", "b"]) as part:
-            ...     part
-            ['a', 'b']
-        """
-        return self.state.split_between_processes(inputs, apply_padding)
-
-    def main_process_first(self) -> contextlib.AbstractContextManager:
-        """Return a context that the main process goes through before the others enter. All ranks."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager:
-        """Return a context that each machine's main process goes through before its others. All ranks."""
-        return self.state.local_main_process_first()
-
-    def on_main_process(self, function: Callable | None = None) -> Callable:
-        """Decorate a function to run on the main process alone; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-
-        Example:
-            >>> @Accelerator(cpu=True).on_main_process
-            ... def report(): return "written"
-            >>> report()
-            'written'
-        """
-        return self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable | None = None) -> Callable:
-        """Decorate a function to run once per machine; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-        """
-        return self.state.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable) -> Callable:
-        """Decorate a function to run on the last rank alone; elsewhere it returns None."""
-        return self.state.on_last_process(function)
-
-    def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Callable:
-        """Decorate a function to run on one rank alone; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-            process_index: The rank.
-        """
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(self, function: Callable | None = None, local_process_index: int | None = None) -> Callable:
-        """Decorate a function to run on one rank of each machine; elsewhere it returns None.
-
-        Args:
-            function: The function, when used without parentheses.
-            local_process_index: The rank on its machine.
-        """
-        return self.state.on_local_process(function, local_process_index)
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -825,23 +655,7 @@ class Accelerator:
         from accelerate.diagnostics import memory
 
         held = self.prepared.models, self.prepared.optimizers
-        return memory.memory_report(*held, self.device, self.gather, self._activations_peak)
-
-    @contextlib.contextmanager
-    def measure_activations(self) -> Iterator[None]:
-        """Return a context that counts what autograd keeps for backward, for `memory_report` on devices that do not count it.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
-            >>> with accelerator.measure_activations():
-            ...     accelerator.backward(model(torch.ones(4, 2)).sum())
-        """
-        from accelerate.diagnostics import memory
-
-        with memory.measure_activations(self.prepared.models) as peak:
-            yield
-        self._activations_peak = peak()
+        return memory.memory_report(*held, self.device, self.gather)
 
     def throughput(
         self, tokens: float | None = None, samples: float | None = None, flops: float | None = None

@@ -198,21 +198,17 @@ def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
         notebook.run_on_tpu(request)
 
 
-# The states that functions leave behind which run right here. Processes that are started later do without them.
-_left_behind: list[Mapping[str, Any]] = []
-
-
 def _run_here(request: Request, variables: Mapping[str, str]) -> None:
     from accelerate.runtime import storage
 
-    slots = (storage.accelerator, storage.process)
-    empty = [slot for slot in slots if not slot.current]
+    empty = [slot for slot in (storage.accelerator, storage.process) if not slot.current]
     try:
         with patch_environment(**variables):
             request.function(*request.args)
     finally:
-        still = [left for left in _left_behind if any(slot.current is left for slot in slots)]
-        _left_behind[:] = [*still, *(slot.current for slot in empty)]
+        # Processes that are started later must not inherit what the function has set up; its own objects keep that.
+        for slot in empty:
+            slot.renew()
 
 
 def _refuse_nesting(launcher: str, harmless: bool = False) -> None:
@@ -233,8 +229,7 @@ def _refuse_state() -> None:
     from accelerate.runtime import storage
 
     _refuse_group()
-    found = [slot.current for slot in (storage.accelerator, storage.process) if slot.current]
-    if any(all(state is not left for left in _left_behind) for state in found):
+    if storage.accelerator.current or storage.process.current:
         raise ValueError(
             "This process has an Accelerator already, and the processes to be started would inherit it. Restart the "
             "notebook, and build the Accelerator only inside the training function."

@@ -60,6 +60,13 @@ def settle_scaler(scaler: Any) -> None:
         scaler.update()
 
 
+def _of_inner(name: str, doc: str) -> Any:
+    """Return an attribute of a prepared optimizer that is read and assigned in the inner one."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
+    )
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that knows about gradient accumulation and gradient scaling.
 
@@ -80,6 +87,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         >>> parameter.sum().backward(); optimizer.step(); parameter.item()
         0.5
     """
+
+    state = _of_inner("state", "The inner optimizer's state.")
+    param_groups = _of_inner("param_groups", "The inner optimizer's parameter groups.")
+    defaults = _of_inner("defaults", "The inner optimizer's default options.")
+    # Called with the optimizer before a step that ends a window, in a run that compares its replicas.
+    _before_step: Callable[["AcceleratedOptimizer"], None] | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
         # torch's own __init__ is left out on purpose: it would build a second set of parameter groups.
@@ -104,33 +117,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = False
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's default options."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the inner optimizer."""
@@ -183,6 +169,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         gradient_state = self.gradient_state
         if not gradient_state.sync_gradients:
             return
+        if self._before_step is not None:
+            self._before_step(self)
         if self._reduces_on_step:
             self._reduce_gradients()
         if self.scaler is None:
@@ -230,8 +218,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._is_overflow
 
     def __getstate__(self) -> dict[str, Any]:
-        # The two step methods refer to bound methods of this very process; they are made again when needed.
-        hidden = ("_optimizer_original_step_method", "_optimizer_patched_step_method")
+        # The two step methods refer to bound methods of this very process; they are made again when needed. A copy checks nothing.
+        hidden = ("_optimizer_original_step_method", "_optimizer_patched_step_method", "_before_step")
         return {key: value for key, value in self.__dict__.items() if key not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -23,6 +23,11 @@ _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _HANDLERS = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
 
 
+def _enabled(axis: str, doc: str) -> Any:
+    """Return the property that says whether a dimension has several ranks."""
+    return property(lambda self: getattr(self, f"{axis}_size") > 1, doc=doc)
+
+
 @dataclass
 class ParallelismConfig:
     """The sizes of every parallel dimension; their product is the number of processes.
@@ -184,30 +189,11 @@ class ParallelismConfig:
         """How many processes share one batch."""
         return self.tp_size * self.cp_size * self.sp_size
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies of the model."""
-        return self.dp_replicate_size > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether a copy is sharded over data-parallel ranks."""
-        return self.dp_shard_size > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether layers are split."""
-        return self.tp_size > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether sequences are split inside attention."""
-        return self.cp_size > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequences are split outside attention."""
-        return self.sp_size > 1
+    dp_replicate_enabled = _enabled("dp_replicate", "Whether there are several copies of the model.")
+    dp_shard_enabled = _enabled("dp_shard", "Whether a copy is sharded over data-parallel ranks.")
+    tp_enabled = _enabled("tp", "Whether layers are split.")
+    cp_enabled = _enabled("cp", "Whether sequences are split inside attention.")
+    sp_enabled = _enabled("sp", "Whether sequences are split outside attention.")
 
     @property
     def _sp_by_deepspeed(self) -> bool:

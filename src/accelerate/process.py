@@ -45,31 +45,13 @@ class SharedDict:
         return self.slot.current if instance is None else instance.__dict__
 
 
-class ProcessView:
-    """What can be asked of a process once its ranks are known; the base of the state classes."""
+class Processes:
+    """What an object can do that knows the place of its process in the run: `Accelerator` and the states have it in common."""
 
-    _known_attrs: ClassVar[tuple[str, ...]] = (
-        *("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
-        *("local_process_index", "fork_launched"),
-    )
     distributed_type: DistributedType
-    device: torch.device
     num_processes: int
     process_index: int
     local_process_index: int
-    backend: str | None
-    debug: bool
-
-    def __getattr__(self, name: str) -> Any:
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name in self._known_attrs:
-            message += ": the state was never built. Build `Accelerator()` or `PartialState()` first."
-        raise AttributeError(message)
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the state has been built."""
-        return bool(self.__dict__)
 
     @property
     def use_distributed(self) -> bool:
@@ -78,21 +60,26 @@ class ProcessView:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this is rank 0 of the run."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is rank 0 of its machine."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last process of all."""
+        """Whether this is the last rank of the run."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Stop until every process has come here. Every rank must call it; alone, it returns at once."""
+        """Wait until every rank is here. All ranks; alone, it returns at once.
+
+        Example:
+            >>> from accelerate import Accelerator
+            >>> Accelerator(cpu=True).wait_for_everyone()
+        """
         comm.for_type(self.distributed_type).barrier()
 
     @contextmanager
@@ -128,41 +115,94 @@ class ProcessView:
                 self.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Run a `with` block on the main process, then on all others. Every rank must enter it."""
+        """Return a context that the main process goes through before the others enter. All ranks."""
         return self._goes_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run a `with` block on the main process of each machine, then on all others. Every rank must enter it."""
+        """Return a context that each machine's main process goes through before its others. All ranks."""
         return self._goes_first(self.is_local_main_process)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each machine; arguments as for the built-in function."""
+        """Print once per machine, on its main process.
+
+        Args:
+            *args: As for the built-in ``print``.
+            **kwargs: As for the built-in ``print``.
+        """
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function to run on the main process only; elsewhere it returns None."""
+        """Decorate a function to run on the main process alone; elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+
+        Example:
+            >>> from accelerate import PartialState
+            >>> @PartialState().on_main_process
+            ... def report(): return "written"
+            >>> report()
+            'written'
+        """
         return _only_on(self, function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function to run on the main process of each machine only; elsewhere it returns None."""
+        """Decorate a function to run once per machine; elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+        """
         return _only_on(self, function, self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the last process only; elsewhere it returns None."""
+        """Decorate a function to run on the last rank alone; elsewhere it returns None."""
         return _only_on(self, function, self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one process only (alone, always); elsewhere it returns None."""
+        """Decorate a function to run on one rank alone (always, where there is one process); elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+            process_index: The rank.
+        """
         return _only_on(self, function, self.process_index == process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one process of each machine only; elsewhere it returns None."""
+        """Decorate a function to run on one rank of each machine; elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+            local_process_index: The rank on its machine.
+        """
         return _only_on(self, function, self.local_process_index == local_process_index)
+
+
+class ProcessView(Processes):
+    """A state of a process: what is not there says so, and what is there can be printed."""
+
+    _known_attrs: ClassVar[tuple[str, ...]] = (
+        *("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
+        *("local_process_index", "fork_launched"),
+    )
+    device: torch.device
+    backend: str | None
+    debug: bool
+
+    def __getattr__(self, name: str) -> Any:
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in self._known_attrs:
+            message += ": the state was never built. Build `Accelerator()` or `PartialState()` first."
+        raise AttributeError(message)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state has been built."""
+        return bool(self.__dict__)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave a process group, by default all of them. Every rank of it must call this.
@@ -313,7 +353,7 @@ class PartialState(ProcessView):
         row(self.device.type).set(self.device.index or 0)
 
 
-def _only_on(state: ProcessView, function: Callable[..., Any] | None, chosen: bool) -> Callable[..., Any]:
+def _only_on(state: Processes, function: Callable[..., Any] | None, chosen: bool) -> Callable[..., Any]:
     """Return the function on the chosen process, or where there is one alone; without a function return a decorator."""
     if function is None:
         return partial(_only_on, state, chosen=chosen)

@@ -368,11 +368,13 @@ class GradientState:
     Attributes:
         sync_gradients: whether the coming backward pass ends an accumulation window.
         plugin_kwargs: the settings that differ from the plugin's defaults.
+        is_xla_gradients_synced: whether gradients on XLA devices were reduced in this window.
     """
 
     _shared_state: ClassVar[Any] = SharedDict(storage.gradient)
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
+    is_xla_gradients_synced = False
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self.__dict__ = storage.gradient.current
@@ -380,7 +382,7 @@ class GradientState:
             self.sync_gradients = True
             self.plugin_kwargs = {}
             self._active: list[weakref.ref[Any]] = []
-            self._is_xla_gradients_synced = False
+            self.is_xla_gradients_synced = False
             # Who wants to know of steps and batches: `accelerate.training.preemption.Watch`, in a run that it guards.
             self._step_watch: Any = None
         if gradient_accumulation_plugin is not None:
@@ -448,19 +450,10 @@ class GradientState:
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients on XLA devices were reduced in this window."""
-        return self._is_xla_gradients_synced
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, is_synced: bool) -> None:
-        self._is_xla_gradients_synced = is_synced
-
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Say whether the coming backward pass ends an accumulation window."""
         self.sync_gradients = sync_gradients
-        if sync_gradients and not self._is_xla_gradients_synced and "distributed_type" in storage.process.current:
+        if sync_gradients and not self.is_xla_gradients_synced and "distributed_type" in storage.process.current:
             if traits.of(storage.process.current["distributed_type"]).xla:
                 # Runs what was recorded so far, or the graph would grow over the whole window.
                 from accelerate.devices.table import DEVICES

@@ -46,6 +46,12 @@ def test_checks(launch, processes, words):
     [
         ("check_collective_errors.py", "one_rank_fails", "the disk of the last rank is gone"),
         ("check_streams.py", "lost_process", ""),
+        ("check_training.py", "out_of_memory_elsewhere", "different numbers of collectives (this one"),
+        (
+            "check_training.py",
+            "out_of_memory_alone",
+            "find_executable_batch_size was called by rank 1, but rank 0 will not",
+        ),
     ],
 )
 def test_a_rank_that_fails_ends_the_run(launch, script, what, words):

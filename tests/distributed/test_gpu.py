@@ -75,7 +75,7 @@ def test_one_gpu_says_what_holds_its_memory_and_writes_a_snapshot(tmp_path):
     assert (tmp_path / "memory_0.pickle").stat().st_size > 0
     text = out_of_memory.explain(caught.value)
     assert "Memory on cuda" in text and "4.0 MiB      0 B    4.0 MiB    8.0 MiB" in text
-    assert "8-bit optimizer" in text and "6.0 MiB" in text and "cache: " in text
+    assert "8-bit optimizer" in text and "cache: " in text
 
 
 @one_gpu

@@ -17,7 +17,7 @@ def test_the_self_check_passes_on_two_processes(tmp_path):
     assert lines[1].startswith("2 processes on cpu (gloo), MULTI_CPU, mixed precision bf16")
     progress = [line for line in lines if line.startswith("[")]
     count = len(progress)
-    assert count > 12
+    assert count > 10
     assert [line.partition("]")[0] for line in progress] == [f"[{n:2}/{count}" for n in range(1, count + 1)]
     assert all(" ... ok " in line for line in progress)
     assert lines[-2:] == ["All checks passed.", "The self check passed: this machine is ready to train."]

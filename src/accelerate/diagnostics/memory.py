@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ class MemoryRow:
 
     Attributes:
         gradients: whole ones included that wait for an exchange.
-        activations: the peak of what else there was, as the report's note says; None where nothing measured it.
+        activations: the part of the peak that is in no other column; None where the device does not count its allocations.
         peak: the peak of the device's allocations, or of the process's resident memory on a CPU.
     """
 
@@ -52,7 +51,6 @@ def memory_report(
     optimizers: Sequence[Any],
     device: torch.device,
     gather: Callable[[torch.Tensor], torch.Tensor] | None,
-    activations: int | None,
     rank: int = 0,
 ) -> Report:
     """Return what each rank holds, the same report on every rank; most after a first backward. All ranks.
@@ -74,16 +72,13 @@ def memory_report(
     if device.type == "cpu" or allocated is None:
         peak = _resident_peak()
         note = "peak: most memory that the process had resident since its start, libraries included."
-        rest = None
-        kind = f"not measured on {device.type!r}; run a step inside measure_activations()"
+        rest, kind = -1, f"not measured on {device.type!r}"
     else:
         peak = allocated(device)
         note = f"peak: most that torch had allocated since the start or torch.{device.type}.reset_peak_memory_stats()."
         rest = max(0, peak - sum(key[2] for key in counted if key[0].type == device.type))
         kind = "the part of the peak that is in no other column, buffers of communication included"
-    if activations is not None:
-        rest, kind = activations, "what autograd kept for backward at most, inside measure_activations()"
-    lines = [[*held, -1 if rest is None else rest, peak]]
+    lines = [[*held, rest, peak]]
     if gather is not None:
         rank, lines = 0, gather(torch.tensor(lines, dtype=torch.int64, device=device)).tolist()
     rows = [
@@ -160,41 +155,3 @@ def _resident_peak() -> int:
         return 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-class _Kept:
-    """A tensor that autograd keeps; its end is the end of the graph's interest in it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-@contextlib.contextmanager
-def measure_activations(models: Sequence[nn.Module]) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the most bytes that autograd kept for backward. Any rank, alone."""
-    own = {id_tensor_storage(local_part(t)) for m in models for t in (*m.parameters(), *m.buffers())}
-    users: dict[Any, int] = {}
-    now = peak = 0
-
-    def drop(key: Any) -> None:
-        nonlocal now
-        users[key] -= 1
-        if not users[key]:
-            del users[key]
-            now -= key[2]
-
-    def pack(tensor: torch.Tensor) -> _Kept:
-        nonlocal now, peak
-        kept, key = _Kept(tensor), id_tensor_storage(local_part(tensor))
-        # ZeRO 3 and FSDP gather weights into other memory for each layer, and free it.
-        gathered = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if key not in own and not gathered:
-            if key not in users:
-                now += key[2]
-                peak = max(peak, now)
-            users[key] = users.get(key, 0) + 1
-            weakref.finalize(kept, drop, key).atexit = False
-        return kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        yield lambda: peak

@@ -85,7 +85,6 @@ class Monitor:
     def __init__(self, rank: int, world_size: int, limits: tuple[float, float]) -> None:
         self.rank, self.world_size = rank, world_size
         self.report_after, self.abort_after = limits
-        self.recorded = threads.recorded()
         self._place, self._counters = "", {}
         self._since = self._next = time.monotonic()
         self._waits: bool | None = None
@@ -106,7 +105,7 @@ class Monitor:
             spins = any(group.startswith(("nccl:", "xccl:")) for group in counters)
             if counters == self._counters and (spins or threads.sleeps(native)):
                 if self._waits is None and self.still_s >= self.report_after:
-                    self._waits = bool(threads.waits_in(frame, self.recorded))
+                    self._waits = bool(threads.waits_in(frame))
                 return
             self._counters = counters
         self._place, self._since, self._waits = place, time.monotonic(), None

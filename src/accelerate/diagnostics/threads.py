@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -150,12 +150,9 @@ def stack(frame: FrameType) -> list[str]:
     return [_line(each) for each in _outward(frame) if _is_users(each)][:_DEEPEST]
 
 
-def waits_in(frame: FrameType, before: Sequence[int]) -> dict[str, Any]:
-    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none.
-
-    What `recorded` had counted `before` does not matter: the operations that an aborted process group had begun are never retired.
-    """
-    known = _in_flight(before)
+def waits_in(frame: FrameType) -> dict[str, Any]:
+    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none."""
+    known = _in_flight()
     if known:
         return known
     called = _called_in_torch(frame)
@@ -183,32 +180,21 @@ def loader_workers(frame: FrameType) -> str:
     return ""
 
 
-def _recorders() -> list[list[dict[str, Any]]]:
-    """Return what each of torch's flight recorders says of operations that may not be done: NCCL's, and that of the others.
+def _in_flight() -> dict[str, Any] | None:
+    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown.
 
-    Torch 2.13 has them on by itself for gloo and NCCL (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing
-    out all of a recorder takes 60 ms, so nobody asks without need.
+    Each of torch's flight recorders says so, NCCL's and that of the others. Torch 2.13 has them on by itself for gloo and NCCL
+    (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out all of a recorder takes 60 ms, so nobody asks
+    without need.
     """
-    return [json.loads(dump(True, True)).get("entries") or [] for dump in torch_private.flight_recorders()]
+    recorders = [json.loads(dump(True, True)).get("entries") or [] for dump in torch_private.flight_recorders()]
+    return next(filter(None, map(oldest_open, recorders)), None) if any(recorders) else {}
 
 
-def recorded() -> list[int]:
-    """Return how many operations each recorder has numbered so far; the clock may be set back, and does not tell."""
-    return [max((entry.get("record_id", -1) + 1 for entry in entries), default=0) for entries in _recorders()]
-
-
-def _in_flight(before: Sequence[int]) -> dict[str, Any] | None:
-    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown."""
-    recorders = _recorders()
-    found = (oldest_open(entries, count) for entries, count in zip(recorders, before, strict=True))
-    return next(filter(None, found), None) if any(recorders) else {}
-
-
-def oldest_open(entries: list[dict[str, Any]], before: int = 0) -> dict[str, Any] | None:
-    """Return the name, number and shapes of a flight recorder's oldest entry, from number `before` on, that is not done."""
+def oldest_open(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the name, number and shapes of a flight recorder's oldest entry that is not done."""
     # Gloo leaves the state at "scheduled" and retires what is done; NCCL's watchdog retires it late.
     pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
-    pending = [entry for entry in pending if entry.get("record_id", before) >= before]
     if not pending:
         return None
     entry = min(pending, key=lambda entry: entry.get("record_id", 0))

@@ -9,6 +9,7 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.comm import check
+from accelerate.comm.base import Communicator
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import mesh
 from accelerate.precision import four_bit
@@ -65,12 +66,22 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {canonical_name(name): tensor for name, tensor in named}
 
 
-def differing(numbers: torch.Tensor, part: int = 0, parts: int = 1) -> list[int]:
-    """Return where whole numbers differ between ranks with the same one of `parts` parts, by one all-reduce. All ranks."""
+def extremes(
+    numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most and the least of whole numbers on the ranks with each of `parts` parts, by one all-reduce. All ranks."""
     words = numbers.new_full((2, parts, len(numbers)), torch.iinfo(torch.int64).min)
     words[0, part], words[1, part] = numbers, ~numbers
-    highest, lowest = comm.current().all_reduce(words, "max")
-    return (highest != ~lowest).any(0).nonzero().flatten().tolist()
+    highest, lowest = (communicator or comm.current()).all_reduce(words, "max")
+    return highest, ~lowest
+
+
+def differing(
+    numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
+) -> list[int]:
+    """Return where whole numbers differ between ranks with the same one of `parts` parts. All ranks."""
+    highest, lowest = extremes(numbers, part, parts, communicator)
+    return (highest != lowest).any(0).nonzero().flatten().tolist()
 
 
 def fold(sums: torch.Tensor) -> torch.Tensor:

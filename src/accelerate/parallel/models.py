@@ -57,15 +57,13 @@ def check(model: nn.Module, axis: str) -> None:
             raise ValueError(f"{kind} {reason}. Use another model, or set {axis}_size=1.")
 
 
-def join(model: nn.Module, region: Any, evaluation: bool) -> None:
-    """Check a model and hook it to a region; one for evaluation is refused only once it is called in the region."""
+def join(model: nn.Module, region: Any) -> None:
+    """Hook a model for evaluation to a region; one that cannot be exact is refused only once it is called in the region."""
     if not isinstance(region, Region):
         return
     try:
         check(model, region.axis)
     except ValueError as error:
-        if not evaluation:
-            raise
         if not _hooked(model, OutsideHook, region):
             model.register_forward_pre_hook(OutsideHook(region, refusal=str(error)))
         return

@@ -3,22 +3,19 @@
 import atexit
 import contextlib
 import functools
-import gc
 import os
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate import comm
-from accelerate.runtime import storage, torch_private
+from accelerate.runtime import torch_private
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
 from accelerate.runtime.store import LOOPBACK, serve_this_machine
 
@@ -121,49 +118,6 @@ def _leave() -> None:
     if dist.is_initialized() and dist.get_backend() == "gloo":
         comm.forget()
         dist.destroy_process_group()
-
-
-def abort() -> None:
-    """Call this rank out of the collectives that it waits in, where the backend can; gloo cannot. Any rank, in any thread."""
-    for group in torch_private.groups():
-        group.abort()
-
-
-def leave() -> dict[str, Any]:
-    """End the process group and its connections, so that collectives of the others fail; return what `join_again` takes. Any rank.
-
-    gloo closes its connections with the last reference to a group, so wrappers of models and meshes lose theirs: they are of
-    no more use. Cycles of objects that hold one must have been collected.
-    """
-    group = dist.group.WORLD
-    settings = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    settings |= {"timeout": torch_private.live_timeout(), "device_id": getattr(group, "bound_device_id", None)}
-    comm.forget()
-    state = storage.accelerator.current
-    if state.get("device_mesh") is not None:
-        state["device_mesh"] = state["parallelism_config"].device_mesh = None  # `prepare` builds it again
-    for found in gc.get_objects():
-        kind = type(found)
-        if kind is FunctionType and found.__defaults__ and any(value is group for value in found.__defaults__):
-            # Torch's: `group=group.WORLD` keeps the one that was alive when the module was imported. None means the same.
-            found.__defaults__ = tuple(None if value is group else value for value in found.__defaults__)
-        elif issubclass(kind, torch.nn.parallel.DistributedDataParallel):
-            for name in ("reducer", "logger", "process_group"):
-                vars(found).pop(name, None)
-        elif issubclass(kind, DeviceMesh):
-            torch_private.forget_groups(found)
-    found = kind = None
-    del group
-    abort()
-    wait_for_threads()
-    dist.destroy_process_group()
-    return settings
-
-
-def join_again(settings: dict[str, Any], store: Any) -> None:
-    """Build the group that `leave` ended anew, over the store of the old one. Every rank, once all have left."""
-    settings = {name: value for name, value in settings.items() if value is not None}
-    dist.init_process_group(store=dist.PrefixStore("accelerate/again", store), **settings)
 
 
 def live_ranks() -> Ranks:

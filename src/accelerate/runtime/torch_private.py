@@ -132,11 +132,6 @@ def dimension(mesh: Any, names: str | Sequence[str]) -> Any:
             return None
 
 
-def forget_groups(mesh: Any) -> None:
-    """Let a mesh find its groups by name again, and hold none meanwhile."""
-    getattr(mesh, "_pg_registry", {}).clear()
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor: the local shard of a DTensor, else the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)

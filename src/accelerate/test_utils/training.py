@@ -65,22 +65,15 @@ _WORDS = ("red", "green", "blue", "old", "new", "small", "large", "warm", "cold"
 _TRAIN, _EVALUATE = 36, 12
 
 
-class _Sentences(Dataset):
-    """Pairs of short rows of token ids, alike or not."""
-
-    def __init__(self, length: int, seed: int, labels: bool) -> None:
-        random = np.random.default_rng(seed)
-        self.rows = []
-        for index in range(length):
-            size = int(random.integers(4, 12))
-            row = {"input_ids": random.integers(5, 5 + len(_WORDS), size=size).tolist(), "attention_mask": [1] * size}
-            self.rows.append({**row, "labels": index % 2} if labels else row)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
+def _sentences(length: int, seed: int, labels: bool) -> list[dict[str, Any]]:
+    """Return pairs of short rows of token ids, alike or not."""
+    random = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    for index in range(length):
+        size = int(random.integers(4, 12))
+        row = {"input_ids": random.integers(5, 5 + len(_WORDS), size=size).tolist(), "attention_mask": [1] * size}
+        rows.append({**row, "labels": index % 2} if labels else row)
+    return rows
 
 
 def _collate(accelerator: Any, labels: bool) -> Any:
@@ -101,8 +94,8 @@ def _collate(accelerator: Any, labels: bool) -> Any:
 
 def _loaders(accelerator: Any, batch_size: int, labels: bool) -> tuple[DataLoader, DataLoader]:
     collate = _collate(accelerator, labels)
-    train = DataLoader(_Sentences(_TRAIN, 1, labels), batch_size=batch_size, shuffle=True, collate_fn=collate)
-    evaluate = DataLoader(_Sentences(_EVALUATE, 2, labels), batch_size=batch_size, collate_fn=collate)
+    train = DataLoader(_sentences(_TRAIN, 1, labels), batch_size=batch_size, shuffle=True, collate_fn=collate)
+    evaluate = DataLoader(_sentences(_EVALUATE, 2, labels), batch_size=batch_size, collate_fn=collate)
     return train, evaluate
 
 

@@ -4,19 +4,19 @@ One all-reduce says whether a loss was not finite, and whether checksums differ:
 checksums of parameters and gradients. Only where they differ do the ranks exchange more, and all of them raise the same error.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from accelerate.comm.check import LISTED, listed
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.consistency import checksum, fold
+from accelerate.parallel.consistency import checksum, differing, extremes, fold
 from accelerate.precision.master import local_part
 from accelerate.runtime import traits
 from accelerate.training.prepared import Facade
@@ -26,23 +26,6 @@ _NEVER = torch.iinfo(torch.int64).max
 
 class ReplicasDiffer(RuntimeError):
     """Parameters, gradients, learning rates or step counters differ between ranks that train the same. All ranks raise it."""
-
-
-class CheckedOptimizer(AcceleratedOptimizer):
-    """A prepared optimizer whose steps are counted, and checked before."""
-
-    check: Callable[["CheckedOptimizer"], None] = staticmethod(lambda optimizer: None)
-    steps = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "check"}
-
-    def step(self, closure: Callable | None = None) -> None:
-        """Let the ranks compare what they train if it is time to, and update the parameters."""
-        if self.gradient_state.sync_gradients:
-            self.steps += 1
-            self.check(self)
-        super().step(closure)
 
 
 class ReplicaCheck:
@@ -56,13 +39,11 @@ class ReplicaCheck:
         self._outputs: dict[str, torch.Tensor] = {}
         accelerator.backward = partial(self._backward, accelerator.backward)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> CheckedOptimizer:
-        """Return a prepared optimizer whose steps are checked."""
-        made = CheckedOptimizer(optimizer, **options)
-        made.check = self._before_step
+    def watch(self, optimizer: AcceleratedOptimizer) -> None:
+        """Count the steps of a prepared optimizer, and check before them."""
+        optimizer._before_step = partial(self._before_step, itertools.count(1))
         for name, module in self._named("modules") if self.modules else ():
             module.register_forward_hook(partial(self._note_output, f"{name!r} ({type(module).__name__})"))
-        return made
 
     def _named(self, what: str) -> list[tuple[str, Any]]:
         models = [self.accelerator.unwrap_model(model) for model in self.accelerator.prepared.models]
@@ -90,26 +71,29 @@ class ReplicaCheck:
 
     # The comparison.
 
-    def _before_step(self, optimizer: CheckedOptimizer) -> None:
-        if optimizer.steps % self.every or ends_are_uneven():
+    def _before_step(self, steps: Iterator[int], optimizer: AcceleratedOptimizer) -> None:
+        if (step := next(steps)) % self.every or ends_are_uneven():
             return
         numbers, sums = self._described(optimizer)
         names = [*numbers, *sums]
         bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64).to(self._first.device)
         values = torch.cat([bits, torch.stack([*sums.values()])]) if sums else bits
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        communicator, part = self.accelerator._communicator, self._part() if sums else (0, 1)
         first = torch.where(self._first < 0, _NEVER, self._first * ranks + rank)
-        # Without a mesh all is compared with all ranks.
-        count = len(values) if self.accelerator.torch_device_mesh is None else len(bits)
-        least, differs = self._compare(torch.stack([first, fold(values[:count])]), fold(values[count:])[None])
-        earliest, parted = torch.stack([least[0], differs[1:].any()]).tolist()
+        folded = torch.stack([first, fold(values[: len(bits)]), fold(values[len(bits) :])])
+        highest, lowest = extremes(folded, *part, communicator)
+        shared = highest[:, 1].max() != lowest[:, 1].min()
+        parted = shared | (highest[:, 2] != lowest[:, 2]).any()
+        earliest, parted = torch.stack([lowest[:, 0].min(), parted]).tolist()
         if earliest != _NEVER:
             raise self._not_finite(*divmod(earliest, ranks))
         if parted:
-            _, differs = self._compare(values[:count], values[count:])
-            lines = self._differences(names, len(bits), values, differs.nonzero().flatten().tolist())
+            places = differing(values[: len(bits)], communicator=communicator)
+            places += [len(bits) + place for place in differing(values[len(bits) :], *part, communicator)]
+            lines = self._differences(names, len(bits), values, places)
             raise ReplicasDiffer(
-                f"The ranks have parted before step {optimizer.steps} of {type(optimizer.optimizer).__name__}; the first of each kind:"
+                f"The ranks have parted before step {step} of {type(optimizer.optimizer).__name__}; the first of each kind:"
                 f"{lines}\nThey were alike {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
                 f"than {self.every} finds the step; look there for code that only some ranks run."
             )
@@ -117,21 +101,10 @@ class ReplicaCheck:
         self._places.clear()
         self._outputs.clear()
 
-    def _compare(self, numbers: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the least of each number on all ranks, and which numbers differ; of checksums, on ranks with the same part."""
-        shared = torch.stack([sums, ~sums])
-        for name in self._dimensions(replicas=True) if len(sums) else ():
-            group = self.accelerator.torch_device_mesh.get_group(name)
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-        words = torch.cat([numbers, ~numbers, (shared[0] != ~shared[1]).long()])
-        words = self.accelerator._communicator.all_reduce(words, "max")
-        highest, lowest, differ = words.split([len(numbers), len(numbers), len(sums)])
-        return ~lowest, torch.cat([highest != ~lowest, differ > 0])
-
     def _differences(self, names: list[str], numbers: int, values: torch.Tensor, differing: list[int]) -> str:
         """Return the first of each kind that differs, with its values and ranks. All ranks."""
         places = [*{names[place].split()[0]: place for place in reversed(differing)}.values()][::-1]
-        own = torch.cat([values.new_tensor([self._part()]), values[places]])
+        own = torch.cat([values.new_tensor([self._part()[0]]), values[places]])
         rows = self.accelerator._communicator.all_gather(own).view(-1, len(own)).tolist()
         text = ""
         for column, place in enumerate(places, 1):
@@ -147,12 +120,13 @@ class ReplicaCheck:
             text += f"\n  - {names[place]}: {'; '.join(told)}"
         return text
 
-    def _described(self, optimizer: CheckedOptimizer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    def _described(self, optimizer: AcceleratedOptimizer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Return what is compared: numbers that are the same on all ranks, and checksums."""
         numbers, sums, gradients = {}, {}, {}
-        # Without a mesh each shard is alone.
-        alone = self.accelerator.torch_device_mesh is None and traits.of(self.accelerator.distributed_type).sharded
-        compared, zero = self.accelerator.num_processes > 1 and not alone, torch.zeros_like(self._first)
+        # Without a mesh, or without replicas in it, each shard is alone.
+        ranks, sharded = self.accelerator.num_processes, traits.of(self.accelerator.distributed_type).sharded
+        alone = self._part()[1] == ranks or (self.accelerator.torch_device_mesh is None and sharded)
+        compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
         names = {id(parameter): name for name, parameter in self._named("parameters")}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])
@@ -166,18 +140,15 @@ class ReplicaCheck:
                     gradients[f"gradient of {name!r}"] = zero if gradient is None else checksum(gradient)
         return numbers, sums | gradients
 
-    def _dimensions(self, replicas: bool) -> list[str]:
-        """Return along which dimensions of the mesh ranks have the same part of the weights, or the others."""
-        own = traits.of(self.accelerator.distributed_type).sharded
-        names = getattr(self.accelerator.torch_device_mesh, "mesh_dim_names", ())
-        return [name for name in names if (name == "tp" or (own and name != "dp_replicate")) != replicas]
-
-    def _part(self) -> int:
-        """Return a number that ranks with the same part of the weights share."""
-        mesh, place = self.accelerator.torch_device_mesh, 0
-        for name in self._dimensions(replicas=False):
-            place = place * mesh[name].size() + mesh.get_local_rank(name)
-        return place
+    def _part(self) -> tuple[int, int]:
+        """Return which part of the weights this rank has, and of how many; without a mesh all is compared with all ranks."""
+        sharded = traits.of(self.accelerator.distributed_type).sharded
+        mesh, part, parts = self.accelerator.torch_device_mesh, 0, 1
+        for name in () if mesh is None else mesh.mesh_dim_names:
+            # Along the other dimensions ranks have the same part.
+            if name == "tp" or (sharded and name != "dp_replicate"):
+                part, parts = part * mesh[name].size() + mesh.get_local_rank(name), parts * mesh[name].size()
+        return part, parts
 
     def _not_finite(self, first: int, rank: int) -> FloatingPointError:
         """Return the error for the first rank with a loss that is not finite. All ranks."""

@@ -89,7 +89,8 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
             )
         result = accelerator._prepare_deepspeed(*objects)
     else:
-        objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
+        if accelerator.fp8_enabled and accelerator.fp8_backend is FP8BackendType.MSAMP:
+            objects = accelerator._prepare_msamp(*objects, device_placement=device_placement)
         result = in_order(accelerator, objects, device_placement)
         prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
@@ -135,29 +136,36 @@ def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
         adopt.adopt(accelerator, models)
 
 
-def _overlay_mesh(accelerator: Facade, objects: Sequence[Any]) -> Sequence[Any]:
-    """Build the device mesh, and apply the parallelisms that lie over the strategy."""
-    layout = accelerator.parallelism_config
-    if layout is None:
-        return objects
-    _check_mesh(accelerator, objects)
-    accelerator._prepare_device_mesh()
-    if layout.tp_enabled:
-        objects = accelerator._prepare_tp(*objects)
-    if layout.ep_size > 1:
+def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn.Module:
+    """Apply the parallelisms that lie over the strategy: cut the layers of a model, and let it follow shared sequences."""
+    layout, split = accelerator.parallelism_config, model_has_dtensor(model)
+    if layout is None or traits.of(accelerator.distributed_type).deepspeed:
+        return model
+    if not evaluation or split:
+        _check_mesh(accelerator)
+    shares = layout.cp_enabled or layout.sp_enabled
+    if shares or not evaluation:
+        accelerator._prepare_device_mesh()
+    if layout.tp_enabled and not evaluation:
+        (model,) = accelerator._prepare_tp(model)
+    if layout.ep_size > 1 and not evaluation:
         from accelerate.parallel import experts
 
-        objects = experts.prepare(accelerator, objects)
-    if layout.cp_enabled:
-        objects = accelerator._prepare_cp(*objects)
-    if layout.sp_enabled:
-        from accelerate.parallel import sequence
+        (model,) = experts.prepare(accelerator, (model,))
+    if shares:
+        from accelerate.parallel import models, sequence
 
-        objects = sequence.prepare(accelerator, "sp", objects)
-    return objects
+        trained = () if evaluation else (model,)
+        if layout.cp_enabled:
+            accelerator._prepare_cp(*trained)
+        else:
+            sequence.prepare(accelerator, "sp", trained)
+        if evaluation:
+            models.join(model, accelerator.prepared.sequence_context)
+    return model
 
 
-def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
+def _check_mesh(accelerator: Facade) -> None:
     """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
     layout = accelerator.parallelism_config
     if layout._sp_by_deepspeed:
@@ -165,8 +173,7 @@ def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
             f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
             "sp_backend='torch', which does the same with torch alone."
         )
-    models = [obj for obj in objects if isinstance(obj, nn.Module)]
-    if models and layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
+    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
         raise ValueError(
             f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
             f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
@@ -177,41 +184,12 @@ def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
             f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut. "
             "Use mixed_precision='bf16', or set tp_size=1."
         )
-    if models and layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
+    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
         sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
         raise ValueError(
             f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves. Pass "
             "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or make tp_size the number of processes."
         )
-
-
-def _follow_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> None:
-    """Do to a model of a direct call what ``prepare`` has done to its own: cut its layers, and let it follow shared sequences."""
-    _adopt_sharded(accelerator, (model,))
-    layout = accelerator.parallelism_config
-    if layout is None or traits.of(accelerator.distributed_type).deepspeed:
-        return
-    if not evaluation or model_has_dtensor(model):
-        _check_mesh(accelerator, (model,))
-    shares = layout.cp_enabled or layout.sp_enabled
-    whole = (layout.tp_enabled or layout.ep_size > 1) and not evaluation and not model_has_dtensor(model)
-    if whole or (shares and accelerator.prepared.sequence_context is None):
-        _overlay_mesh(accelerator, () if evaluation else (model,))
-    if shares:
-        from accelerate.parallel import models
-
-        models.join(model, accelerator.prepared.sequence_context, evaluation)
-
-
-def _convert(accelerator: Facade, objects: Sequence[Any], device_placement: Any) -> Sequence[Any]:
-    """Let the run's fp8 library convert the models."""
-    if not accelerator.fp8_enabled:
-        return objects
-    if accelerator.fp8_backend is FP8BackendType.MSAMP:
-        return accelerator._prepare_msamp(*objects, device_placement=device_placement)
-    if accelerator.fp8_backend is FP8BackendType.TE:
-        return accelerator._prepare_te(*objects)
-    return accelerator._prepare_ao(*objects)
 
 
 def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
@@ -330,9 +308,11 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
             "and reach its parts through `accelerator.unwrap_model`."
         )
-    _follow_mesh(accelerator, model, evaluation_mode)
-    if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend is not FP8BackendType.MSAMP:
-        (model,) = _convert(accelerator, (model,), None)  # a direct call; what `prepare` has converted stays as it is
+    _adopt_sharded(accelerator, (model,))
+    model = _overlay_mesh(accelerator, model, evaluation_mode)
+    convert = {FP8BackendType.TE: accelerator._prepare_te, FP8BackendType.AO: accelerator._prepare_ao}
+    if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend in convert:
+        (model,) = convert[accelerator.fp8_backend](model)
     given = [model, *chain(model)]
     master.remember(given[-1])
     if not evaluation_mode:
@@ -423,8 +403,9 @@ def prepare_optimizer(
         optimizer = optimizer.optimizer
     with own_states(accelerator):
         follow_any(optimizer, prepared.histories(accelerator.prepared))
-        build = AcceleratedOptimizer if accelerator._replica_check is None else accelerator._replica_check.optimizer
-        wrapped = build(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+        wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+    if accelerator._replica_check is not None:
+        accelerator._replica_check.watch(wrapped)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
@@ -560,6 +541,6 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
         vars(accelerator).update(accelerator._meter.replaced)
         accelerator._meter = None
     accelerator.deepspeed_engine_wrapped = None
-    accelerator.flag_tensor = accelerator._activations_peak = None
+    accelerator.flag_tensor = None
     accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
     return release_memory(*objects)

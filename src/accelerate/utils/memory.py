@@ -1,13 +1,11 @@
 """Freeing memory, recognising that it ran out, and finding a batch size that fits."""
 
-import contextlib
 import functools
 import gc
 import inspect
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +15,8 @@ from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.config.enums import DistributedType
 from accelerate.data import resume
 from accelerate.devices import probe
-from accelerate.diagnostics import hang
-from accelerate.diagnostics.status import connection, interval
-from accelerate.runtime import rendezvous, storage, traits
+from accelerate.diagnostics import threads
+from accelerate.runtime import storage, traits
 from accelerate.runtime.run import Run
 
 logger = logging.getLogger(__name__)
@@ -88,10 +85,10 @@ def find_executable_batch_size(
     The function receives the batch size as its first argument; callers leave it out. A later call starts with the size
     that worked. What the function built before it failed must be built anew in each try, so put that inside it.
 
-    Several processes search together: every rank must call the decorated function. Where one runs out of memory, the
-    others are called out of their collectives, and all try again with the smallest size that any of them needs, over a
-    new process group: models that were prepared before the call cannot be used in it. The random generators are put
-    back to where the call began. The call returns on each rank once the function has returned on all.
+    Several processes search together: every rank must call the decorated function. Where the try ends on all ranks, and some
+    ran out of memory, all try again with the smallest size that any of them needs. The random generators are put back to
+    where the call began. The call returns on each rank once the function has returned on all. Where one rank runs out of
+    memory alone, and the others wait for it in a collective, it raises an error.
 
     Args:
         function: The function to decorate; None when the decorator is used with arguments.
@@ -108,8 +105,8 @@ def find_executable_batch_size(
         The decorated function, or a decorator.
 
     Raises:
-        CollectiveMisuse: Another rank will not call the function, or cannot be called out of it.
-        RuntimeError: No size down to one fits; on all ranks.
+        CollectiveMisuse: Another rank will not call the function, or waits in it for this one, which ran out of memory.
+        RuntimeError: No size down to one fits, or the ranks ran out of memory at different places; on all ranks.
         TypeError: The decorated function is called with the batch size, or cannot receive one.
         ValueError: `keep_global_batch` without `accelerator`.
 
@@ -141,38 +138,25 @@ def find_executable_batch_size(
         clear_device_cache(garbage_collection=True)
         put_back = _kept(accelerator) if accelerator is not None or (together and _store()) else lambda: None
         samples = batch_size * accelerator.gradient_accumulation_steps if keep_global_batch else 0
-
-        def let_go() -> None:
-            put_back()
-            clear_device_cache(garbage_collection=True)
-
         while batch_size > 0:
             store, result, failed = _store() if together else None, None, ""
             try:
-                with _called_out(store):
-                    result = function(batch_size, *args, **kwargs)
+                result = function(batch_size, *args, **kwargs)
             except Exception as error:
-                if should_reduce_batch_size(error):
-                    failed = str(error).partition("\n")[0] or type(error).__name__
-                    if store is not None:
-                        store.set(_FAILED, "")  # before the group ends, so that the others know why it did
-                elif store is not None and store.check([_FAILED]):
-                    failed = _ANOTHER
-                else:
+                if not should_reduce_batch_size(error):
                     raise
+                failed = str(error).partition("\n")[0] or type(error).__name__
             # Outside the handler: there the traceback still holds the frames, and with them the tensors, of the try.
-            if failed:
-                let_go()
             size = _next_size(name, store, bool(failed), reduced)
             if size is None:
                 return result
-            if not failed:
-                failed, result = _ANOTHER, None
-                let_go()
-            batch_size = size
+            result, batch_size = None, size
+            put_back()
+            clear_device_cache(garbage_collection=True)
             if batch_size > 0:
                 if keep_global_batch:
                     accelerator.gradient_accumulation_steps = math.ceil(samples / batch_size)
+                failed = failed or "Another rank ran out of memory."
                 logger.warning("%s Retrying `%s` with batch size %d.%s", failed, name, batch_size, _alone(store))
         raise RuntimeError(
             "No executable batch size found, reached zero. "
@@ -184,10 +168,6 @@ def find_executable_batch_size(
 
 # -- several ranks -------------------------------------------------------------------------------------------------
 
-# Set in the store of a process group by the first rank that runs out of memory. The group of the next try has another.
-_FAILED = "accelerate/out_of_memory"
-_ANOTHER = "Another rank ran out of memory."
-
 
 def _store() -> Any | None:
     """Return the store in which the ranks exchange sizes; None for one rank, and under DeepSpeed, which holds on to its process group."""
@@ -195,47 +175,23 @@ def _store() -> Any | None:
     return None if traits.of(kind).deepspeed else default_store()
 
 
-@contextlib.contextmanager
-def _called_out(store: Any | None) -> Iterator[None]:
-    """End the collectives that this rank waits in, within a `with` block, once another rank has run out of memory."""
-    if store is None:
-        yield
-        return
-    over, pause = threading.Event(), interval(dist.get_world_size())
-    own = connection(store)  # this rank may wait in the store itself, as NCCL does for a new communicator
-
-    def watch() -> None:
-        while not over.wait(pause):
-            if own.check([_FAILED]):
-                return rendezvous.abort()
-
-    thread = threading.Thread(target=watch, name="accelerate-out-of-memory", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[], int]) -> int | None:
-    """Return the smallest size that any rank needs, in a new process group; None if none has failed. All ranks."""
+    """Return the smallest size that any rank needs; None if none has failed. All ranks, once their try has ended."""
     if store is None or not dist.is_initialized():  # the function has ended it, with `end_training`
         return reduced() if failed else None
-    process = storage.process.current
-    group = Group(dist.get_rank(), dist.get_world_size(), process.get("local_process_index", 0), False, False)
-    # This ends the collectives of the others, which can meet this rank only then.
-    left = rendezvous.leave() if failed else None
+    local_rank = storage.process.current.get("local_process_index", 0)
+    group = Group(dist.get_rank(), dist.get_world_size(), local_rank, False, False)
     barrier = SaveBarrier("find_executable_batch_size", name, group, store)
     barrier.begin()
-    some_failed = barrier.any_of(failed)
-    size = barrier.smallest(reduced()) if some_failed else None
-    if some_failed and left is None:
-        left = rendezvous.leave()
+    size = barrier.smallest(reduced()) if barrier.any_of(failed) else None
+    started = sum(threads.counters().values())
+    alike = size is None or barrier.smallest(started) == -barrier.smallest(-started)
     barrier.leave()
-    if left is not None:
-        rendezvous.join_again(left, store)
-        hang.watch(default_store(), group.rank, group.world_size)
+    if not alike:
+        raise RuntimeError(
+            f"`{name}` ran out of memory where the ranks had started different numbers of collectives (this one {started}), so the "
+            f"next ones would not fit together. Start the program again with starting_batch_size={size}."
+        )
     return size
 
 

@@ -61,8 +61,7 @@ def check_whole_and_local_sizes():
         accelerator = accelerator_for(strategy)
         net = Net()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
-        with accelerator.measure_activations():
-            accelerator.backward(model(torch.ones(4, 16, device=accelerator.device)).sum())
+        accelerator.backward(model(torch.ones(4, 16, device=accelerator.device)).sum())
         optimizer.step()
         report = accelerator.precision_report(model)
         trained = next(row for row in report.rows if row.copy == "trainable parameters")
@@ -78,7 +77,6 @@ def check_whole_and_local_sizes():
         # FSDP1 cuts where it comes: a rank may have more of the trainable parameters than another one.
         states = sum(row.optimizer for row in found.rows)
         assert 0 <= states - 816 * 8 * size / parts <= 64 * size * size, (strategy, found)
-        assert all(row.activations for row in found.rows)
 
 
 def check_whole_gradients_while_nothing_is_exchanged():

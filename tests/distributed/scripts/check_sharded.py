@@ -7,6 +7,7 @@ import warnings
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.parallel import shard
 from accelerate.precision import master
 from accelerate.training import out_of_memory, saving
+from accelerate.training.divergence import ReplicasDiffer
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -260,18 +262,14 @@ def check_nothing_is_left_behind():
             assert everywhere(left_behind(fresh_accelerator(**options), folder)) == [[]] * world(), options
 
 
-def check_what_sharding_would_save_is_said_when_memory_runs_out():
-    error, kept = torch.OutOfMemoryError("CUDA out of memory."), []
-    for options, saves in ({}, True), ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, False):
+def check_what_this_rank_holds_is_said_when_memory_runs_out():
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    for options in {}, {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}:
         accelerator = fresh_accelerator(**options)
         model, optimizer = accelerator.prepare(*build())
-        with accelerator.measure_activations():
-            learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
+        learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
         text, (row, *_) = out_of_memory.explain(error), accelerator.memory_report().rows
-        assert f"\n   {rank()}  " in text and ("--use_fsdp" in text) is saves
-        assert not saves or master.size(row.parameters // 2) in text  # no gradients after the step, and no moments
-        kept.append(row.activations)
-    assert kept[0] == kept[1], "weights that were gathered for a layer are no activations"
+        assert f"\n   {rank()}  " in text and master.size(row.parameters) in text
 
 
 def check_regions_are_compiled_where_shards_find_their_state():
@@ -542,8 +540,32 @@ def four_layers_and_shards_of_other_seeds():
     assert not differs_between_ranks(model.scale)
 
 
+def four_replicas_of_shards_that_part():
+    """A shard is compared with the same one of the other replica, and with no other."""
+    for sizes, seen in ({"dp_replicate_size": 2, "dp_shard_size": 2}, True), ({"dp_shard_size": 4}, False):
+        for rate, changed in (0.1, False), (0.1, True), (0.2, False):
+            with mock.patch.dict(os.environ, ACCELERATE_CHECK_EVERY="1"):
+                accelerator = fresh_accelerator(fsdp_plugin=sharding(2), parallelism_config=ParallelismConfig(**sizes))
+            model, optimizer = accelerator.prepare(*build())
+            if rank() == 3:
+                optimizer.param_groups[0]["lr"] = rate
+                with torch.no_grad():
+                    model.first.weight.to_local().add_(int(changed))
+            told = None
+            try:
+                learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
+            except ReplicasDiffer as error:
+                told = str(error)
+            assert len(set(everywhere(told))) == 1, told
+            if changed and seen:
+                assert "parameter 'first.weight': " in told and " on rank 1; " in told and " on rank 3" in told, told
+                assert "rank 0" not in told.partition("'first.weight'")[2].partition("\n")[0], told
+            else:
+                assert ("learning rate of group 0: 0.2 on rank 3" in (told or "")) is (rate != 0.1), told
+
+
 def four_meshes_after_out_of_memory():
-    """Meshes are built again over the new process group, also where ranks share sequences, or have saved a checkpoint."""
+    """Also where ranks share sequences, or have saved a checkpoint."""
     for sizes in ({"dp_replicate_size": 2}, {"cp_size": 2}):
         mesh = ParallelismConfig(dp_shard_size=2, **sizes)
         accelerator = fresh_accelerator(fsdp_plugin=sharding(2), parallelism_config=mesh)
@@ -553,7 +575,7 @@ def four_meshes_after_out_of_memory():
             def search(size, accelerator=accelerator, folder=folder):
                 model, optimizer = accelerator.prepare(*build())
                 accelerator.save_state(f"{folder}/{size}")
-                if size == 2 and accelerator.is_last_process:
+                if size == 2:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
                 rows = torch.ones(size, 4, 4)
                 with accelerator.maybe_context_parallel(buffers=[rows], buffer_seq_dims=[1]):

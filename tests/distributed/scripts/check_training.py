@@ -266,7 +266,7 @@ def check_optimizers_share_a_scaler():
 
 
 def run_out_of_memory(error, fits, starting=16, settings=None, **options):
-    """Let the last rank raise where the others are in the backward pass; return what each try of this rank saw."""
+    """Let the last rank raise where the others leave the try; return what each try of this rank saw."""
     accelerator = fresh_accelerator(gradient_accumulation_steps=2, **(settings or {}))
     loader = accelerator.prepare(DataLoader(torch.arange(8 * accelerator.num_processes), shuffle=True))
     last, seen, ended = accelerator.is_last_process, [], []
@@ -282,8 +282,10 @@ def run_out_of_memory(error, fits, starting=16, settings=None, **options):
         model, optimizer = prepared(accelerator)
         loss = mean_square(model, own_inputs(accelerator))
         ended.append(time.process_time())
-        if last and batch_size > fits:
-            raise type(error)(*error.args)
+        if batch_size > fits:
+            if last:
+                raise type(error)(*error.args)
+            return None
         learn(accelerator, loss, optimizer)
         return batch_size
 
@@ -308,6 +310,34 @@ def check_out_of_memory_on_one_rank():
     assert found == 12 and [size for size, *_ in seen] == [16, 14, 12]
     with raised(RuntimeError, "reached zero"):
         run_out_of_memory(errors[0], fits=0, starting=2, given=False)
+
+
+def out_of_memory_elsewhere():
+    """The last rank runs out of memory before a collective that the others have begun, and do not wait for."""
+    accelerator = fresh_accelerator()
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size):
+        if not accelerator.is_last_process:
+            torch.distributed.all_reduce(torch.ones(1), async_op=True)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    train()
+
+
+def out_of_memory_alone():
+    """The last rank runs out of memory where the others wait for its gradients."""
+    accelerator = fresh_accelerator()
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size):
+        model, optimizer = prepared(accelerator)
+        loss = mean_square(model, own_inputs(accelerator))
+        if accelerator.is_last_process:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        learn(accelerator, loss, optimizer)
+
+    train()
 
 
 def check_a_search_may_end_the_training():

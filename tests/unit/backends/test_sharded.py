@@ -228,7 +228,7 @@ def test_prepare_model_alone_builds_the_mesh_first(process_group, monkeypatch, v
     built = []
     monkeypatch.setattr(type(accelerator), "_prepare_device_mesh", lambda self: built.append(self))
     accelerator.prepare_model(net())
-    assert built == [accelerator]
+    assert built[:1] == [accelerator]
 
 
 @both

@@ -1,7 +1,5 @@
 """The reports on precision and on memory, on one process."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -69,30 +67,14 @@ def test_memory_is_counted_exactly_and_shared_memory_once(trained):
     assert row.parameters == (816 + 528) * 4 and row.buffers == 12 and row.gradients == 816 * 4
     assert row.optimizer == 816 * 4 * 2 + 4 * 4  # two moments, and a counter of four bytes for each parameter
     assert row.activations is None and row.peak > 2**20
-    assert "not measured" in str(report) and "measure_activations()" in str(report)
-
-
-def test_activations_are_what_autograd_keeps():
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
-    with accelerator.measure_activations():
-        for _ in range(3):  # one graph at a time
-            loss = model(torch.ones(2, 4)).pow(2).sum()
-            accelerator.backward(loss)
-            del loss
-    inputs, hidden, output = 2 * 4 * 4, 2 * 8 * 4, 2 * 4 * 4
-    assert accelerator.memory_report().rows[0].activations == inputs + hidden + output
-    gc.collect()
-    with accelerator.measure_activations():
-        held = [model(torch.ones(2, 4)).pow(2).sum() for _ in range(3)]
-    assert accelerator.memory_report().rows[0].activations == 3 * (inputs + hidden + output) and held
+    assert "not measured" in str(report)
 
 
 def test_a_device_with_an_allocator(monkeypatch):
     monkeypatch.setattr(torch.mtia, "max_memory_allocated", lambda device: 1000, raising=False)
     made = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: made(data, dtype=dtype))
-    report = memory_report([nn.Linear(2, 2)], [], torch.device("mtia"), lambda numbers: numbers, None)
+    report = memory_report([nn.Linear(2, 2)], [], torch.device("mtia"), lambda numbers: numbers)
     assert (report.rows[0].peak, report.rows[0].activations) == (1000, 1000)  # the model is on the CPU
     assert "torch.mtia.reset_peak_memory_stats()" in str(report)
     monkeypatch.setattr(torch.mtia, "memory_reserved", lambda device: 900, raising=False)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.config.handlers import GradientAccumulationPlugin
@@ -79,10 +79,10 @@ class Wasteful(Accelerator):
 
 
 class Plain(Accelerator):
-    """Leaves everything as it is, in float32."""
+    """Leaves models and optimizers as they are, in float32."""
 
     def prepare(self, *objects, **rest):
-        return objects
+        return [super(Plain, self).prepare(item) if isinstance(item, DataLoader) else item for item in objects]
 
     def backward(self, loss, **rest):
         loss.backward()
@@ -95,10 +95,8 @@ BROKEN = [
     ("reduce", checks, "reduce", doubled(checks.reduce)),
     ("broadcast", checks, "broadcast", doubled(checks.broadcast)),
     ("broadcast", checks, "broadcast_object_list", lambda words, from_process: words[1:]),
-    ("pad", checks, "pad_across_processes", lambda tensor, **rest: torch.cat([tensor, tensor])),
-    ("random numbers", checks, "are_the_same_tensors", lambda tensor: False),
-    ("loader: even_batches=False", checks, "Accelerator", Wasteful),
     ("loader: dispatched", Accelerator, "gather_for_metrics", without_first_row),
+    ("loader: every sample once", checks, "Accelerator", Wasteful),
     ("loader: every sample once", Accelerator, "gather_for_metrics", without_first_row),
     ("gradient accumulation", checks, "GradientAccumulationPlugin", lambda num_steps: ONE_STEP),
     ("training", checks, "are_the_same_tensors", lambda tensor: False),

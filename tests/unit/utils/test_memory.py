@@ -4,14 +4,12 @@ import gc
 import importlib
 import sys
 import weakref
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from accelerate import Accelerator
-from accelerate.runtime import rendezvous, storage
+from accelerate.runtime import storage
 from accelerate.utils import memory
 
 
@@ -76,16 +74,6 @@ def test_a_retry_is_logged_and_what_the_failed_try_built_is_freed_before(caplog,
     train()
     assert len(alive) == 2
     assert "Retrying `train` with batch size 1" in caplog.text and "Rank 1 retries alone" in caplog.text
-
-
-def test_a_rank_that_waits_in_the_store_is_called_out(process_group, monkeypatch):
-    """NCCL waits there for a new communicator: the watching thread must not wait behind it."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False)
-    monkeypatch.setattr(rendezvous, "abort", lambda: other.set("called out", ""))
-    with memory._called_out(store):
-        other.set(memory._FAILED, "")
-        store.wait(["called out"], timedelta(seconds=5))
 
 
 def test_keeping_the_global_batch_halves_and_needs_the_accelerator():
