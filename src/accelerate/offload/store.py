@@ -130,8 +130,8 @@ class OffloadWriter:
     """Writes weights aside in a folder; leaving the ``with`` block publishes them, and with `indexed` their index.
 
     If the block raises, or a disk is full, what was written is removed and the files that were there stay. Where a file
-    cannot take its name, which needs no room on the disk, the former index stays. A process that has mapped a file that is replaced goes on reading the former one. Callers may add entries of weights in files
-    of their own to ``index``.
+    cannot take its name, which needs no room on the disk, the former index stays. A process that has mapped a file that is
+    replaced goes on reading the former one. Callers may add entries of weights in files of their own to ``index``.
     """
 
     def __init__(self, folder: PathLike | None, indexed: bool = True) -> None:
