@@ -301,17 +301,14 @@ def attach_execution_device_hook(
             their submodules without calling their forward.
         tied_params_map: As for `AlignDevicesHook`.
     """
-    if "_hf_hook" not in module.__dict__ and _has_state(module):
+    # Whether its state dict has entries: to build that for every module would cost the depth of the model.
+    own = (next(named_module_tensors(part, remove_non_persistent=True), None) for part in module.modules())
+    if "_hf_hook" not in module.__dict__ and any(tensor is not None for tensor in own):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
     if type(module).__name__ not in (preload_module_classes or ()):
         for child in module.children():
             attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
-
-
-def _has_state(module: nn.Module) -> bool:
-    """Whether a module's state dict has entries. Building it for every module would cost the depth of the model."""
-    return any(next(named_module_tensors(m, remove_non_persistent=True), None) is not None for m in module.modules())
 
 
 def attach_align_device_hook(
