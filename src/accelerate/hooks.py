@@ -400,7 +400,24 @@ def attach_align_device_hook_on_blocks(
         offload = dict.fromkeys(execution_device, offload)
     for name, current in module.named_modules(prefix=module_name):
         if name not in execution_device or name not in offload:
-            _hook_split_module(current, name, execution_device, offload, weights_map, offload_buffers, common)
+            # The root, and modules whose own tensors have entries in the map because the module was split.
+            prefix = f"{name}." if name else ""
+            own = [
+                prefix + tensor for tensor, _ in named_module_tensors(current) if prefix + tensor in execution_device
+            ]
+            if not own and name != "":
+                continue
+            offloaded = any(offload.get(tensor, False) for tensor in own) and weights_map is not None
+            hook = AlignDevicesHook(
+                execution_device.get(name, execution_device[own[0]] if own else None),
+                offload=offloaded,
+                io_same_device=name == "",
+                weights_map=PrefixedDataset(weights_map, prefix) if offloaded else None,
+                offload_buffers=offloaded and offload_buffers,
+                **common,
+            )
+            # The root's hook is that of the last dispatch; one below it may be another library's.
+            add_hook_to_module(current, hook, append=name != "")
         elif offload[name]:
             device = execution_device[name]
             attach_align_device_hook(current, device, True, weights_map, offload_buffers, name, **preload)
@@ -418,30 +435,3 @@ def attach_align_device_hook_on_blocks(
             )
             add_hook_to_module(current, hook)
             attach_execution_device_hook(current, execution_device[name], **common)
-
-
-def _hook_split_module(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Device],
-    offload: Mapping[str, bool],
-    weights_map: Mapping | None,
-    offload_buffers: bool,
-    common: dict[str, Any],
-) -> None:
-    """Hook the root, and modules whose own tensors have entries in the map because the module was split."""
-    prefix = f"{name}." if name else ""
-    own = [prefix + tensor for tensor, _ in named_module_tensors(module) if prefix + tensor in devices]
-    if not own and name != "":
-        return
-    offloaded = any(offload.get(tensor, False) for tensor in own) and weights_map is not None
-    hook = AlignDevicesHook(
-        devices.get(name, devices[own[0]] if own else None),
-        offload=offloaded,
-        io_same_device=name == "",
-        weights_map=PrefixedDataset(weights_map, prefix) if offloaded else None,
-        offload_buffers=offloaded and offload_buffers,
-        **common,
-    )
-    # The root's hook is that of the last dispatch; one below it may be another library's.
-    add_hook_to_module(module, hook, append=name != "")

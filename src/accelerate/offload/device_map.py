@@ -20,10 +20,10 @@ from accelerate.offload.tensors import (
     compute_module_sizes,
     convert_file_size_to_int,
     entry_of,
-    format_bytes,
     get_module_leaves,
     name_and_parents,
 )
+from accelerate.utils.other import convert_bytes
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -137,7 +137,7 @@ def _warn_of_empty_devices(plan: Planner) -> None:
     """A budget of nothing is a wish; one that holds nothing is a mistake."""
     lines = [
         f"\n  - {device}: {last.size + last.reserve} bytes required ({last.size} for {last.name!r}, {last.reserve} kept free "
-        f"for the largest layer), the budget is {plan.budgets[device]} ({format_bytes(plan.budgets[device])})"
+        f"for the largest layer), the budget is {plan.budgets[device]} ({convert_bytes(plan.budgets[device])})"
         for device, last in plan.refused.items()
         if plan.budgets[device] and not plan.used[device]
     ]

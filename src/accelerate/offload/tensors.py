@@ -424,14 +424,6 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     return f"{shown} and {len(found) - most} more" if len(found) > most else shown
 
 
-def format_bytes(size: int | float) -> str:
-    """Return a number of bytes for people, such as ``"1.50 GiB"``."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if abs(size) >= _UNITS[unit.upper()]:
-            return f"{size / _UNITS[unit.upper()]:.2f} {unit}"
-    return f"{size:g} bytes"
-
-
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the bytes of a whole model and of its largest layer.
 

@@ -4,7 +4,6 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -99,7 +98,18 @@ def load_and_quantize_model(
                 f"device_map sends {listed(on_disk, 5)} to disk: give an `offload_folder` to put them in."
             )
     if empty:
-        _load_quantized(model, config, weights_location, placed, offload_folder)
+        with init_empty_weights():
+            replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
+        CheckpointLoad(
+            model,
+            weights_location,
+            placed,
+            dtype=config.torch_dtype,
+            offload_folder=offload_folder,
+            keep_in_fp32_modules=config.keep_in_fp32_modules,
+            offload_8bit_bnb=config.load_in_8bit and bool(_offloaded(placed)),
+            whole=True,
+        ).run()
     else:
         _quantize_in_place(model, config, placed, ignored=weights_location)
     model.is_loaded_in_4bit = config.load_in_4bit
@@ -137,27 +147,6 @@ def _offloaded(device_map: Mapping[str, Device]) -> list[str]:
 
 def _compute_device(device_map: Mapping[str, Device]) -> Device:
     return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
-
-
-def _load_quantized(
-    model: nn.Module,
-    config: BnbQuantizationConfig,
-    checkpoint: str | os.PathLike,
-    device_map: dict[str, Device],
-    offload_folder: str | os.PathLike | None,
-) -> None:
-    with init_empty_weights():
-        replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
-    CheckpointLoad(
-        model,
-        checkpoint,
-        device_map,
-        dtype=config.torch_dtype,
-        offload_folder=offload_folder,
-        keep_in_fp32_modules=config.keep_in_fp32_modules,
-        offload_8bit_bnb=config.load_in_8bit and bool(_offloaded(device_map)),
-        whole=True,
-    ).run()
 
 
 def _quantize_in_place(
@@ -215,9 +204,19 @@ def get_quantized_model_device_map(
     if device_map is None:
         device = default_device()
         return {"": device.type if device.index is None else device.index}
+    in_fp32 = config.keep_in_fp32_modules or []
+    stay = [*(config.skip_modules or []), *in_fp32]
     if not isinstance(device_map, Mapping):
-        device_map = _computed_map(model, config, device_map, max_memory, no_split_module_classes)
-    stay = [*(config.skip_modules or []), *(config.keep_in_fp32_modules or [])]
+        quantised = {f"{name}.weight" for _, name, _ in _convertible(model, stay, [])}
+        # Embeddings, norms and biases are not quantised, and count with what they take.
+        special = {
+            name: torch.float32 if any(part in name for part in in_fp32) else config.torch_dtype
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name not in quantised and not quantizes(parameter)
+        }
+        dtype = CustomDtype.INT4 if config.load_in_4bit else torch.int8
+        options = {"special_dtypes": special, "no_split_module_classes": no_split_module_classes, "dtype": dtype}
+        device_map = computed_map(model, device_map, max_memory, **options)
     elsewhere = [f"{name!r} to {device_map[name]}" for name in _offloaded(device_map) if name not in stay]
     if elsewhere and config.load_in_4bit:
         raise ValueError(
@@ -226,29 +225,6 @@ def get_quantized_model_device_map(
             "or load everything to one device and offload it with `dispatch_model`."
         )
     return device_map
-
-
-def _computed_map(
-    model: nn.Module,
-    config: BnbQuantizationConfig,
-    strategy: str,
-    max_memory: Mapping[int | str, int | str] | None,
-    no_split: Sequence[str] | None,
-) -> dict[str, Device]:
-    kept = config.keep_in_fp32_modules or []
-    quantised = {f"{name}.weight" for _, name, _ in _convertible(model, [*(config.skip_modules or []), *kept], [])}
-    # Embeddings, norms and biases are not quantised, and count with what they take.
-    special = {
-        name: torch.float32 if any(part in name for part in kept) else config.torch_dtype
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name not in quantised and not quantizes(parameter)
-    }
-    options: dict[str, Any] = {
-        "special_dtypes": special,
-        "no_split_module_classes": no_split,
-        "dtype": CustomDtype.INT4 if config.load_in_4bit else torch.int8,
-    }
-    return computed_map(model, strategy, max_memory, **options)
 
 
 def replace_with_bnb_layers(
