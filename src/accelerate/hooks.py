@@ -4,7 +4,7 @@ The base classes and `add_hook_to_module` are in `accelerate.offload.hooks_base`
 of it, and where other libraries patch `AlignDevicesHook`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ from accelerate.offload.prefetch import Prefetcher
 from accelerate.offload.store import PrefixedDataset, as_stored, with_scales
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
+
+_Place = tuple[
+    nn.Module, dict[str, Any], str
+]  # the module that holds a tensor, its table, and the tensor's name there
 
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 
@@ -88,14 +92,13 @@ class AlignDevicesHook(ModelHook):
         # Set on the hook of an offloaded model: the groups of names that shared a parameter.
         self.ties: Sequence[Sequence[str]] = ()
         # Parameters made of weights that needed no copy, to be used again; and what is in the module now, by name, with the
-        # table that it is in and the empty tensor that it replaced.
+        # place that it is in and what it replaced there.
         self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._present: dict[str, tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = {}
-        self._loose = True  # whether there may be others in the module
+        self._present: dict[str, tuple[_Place, torch.Tensor, torch.Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies bring in weights of their own.
-        return {**self.__dict__, "_kept": {}, "_present": {}, "_loose": True}
+        return {**self.__dict__, "_kept": {}, "_present": {}}
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -179,69 +182,59 @@ class AlignDevicesHook(ModelHook):
         else:
             self._bring_in(module)
 
+    def _places(self, module: nn.Module) -> Iterator[tuple[str, "_Place", torch.Tensor]]:
+        """Yield what may be elsewhere between forwards: a name below the module, where it is, and the tensor there."""
+        for path, owner in module.named_modules() if self.place_submodules else (("", module),):
+            prefix = f"{path}." if path else ""
+            for name, tensor in owner._parameters.items():
+                if tensor is not None:
+                    yield prefix + name, (owner, owner._parameters, name), tensor
+            for name, tensor in owner._buffers.items() if self.offload_buffers else ():
+                if tensor is not None and name not in owner._non_persistent_buffers_set:
+                    yield prefix + name, (owner, owner._buffers, name), tensor
+
     def _bring_in(self, module: nn.Module) -> None:
         ahead = self.prefetcher.enter(self) if self.prefetcher is not None else {}
-        if self.place_submodules or self.weights_map is None:
-            for name, _ in self.offloaded_tensors(module):
-                self._onload(module, name, ahead.get(name))
-            self._loose = True
-            return
-        for name, empty in module._parameters.items():
-            if empty is not None:
-                self._bring_one(module, module._parameters, name, empty, ahead)
-        if self.offload_buffers:
-            for name, empty in module._buffers.items():
-                if empty is not None and name not in module._non_persistent_buffers_set:
-                    self._bring_one(module, module._buffers, name, empty, ahead)
-
-    def _bring_one(
-        self,
-        module: nn.Module,
-        table: dict[str, Any],
-        name: str,
-        empty: torch.Tensor,
-        ahead: Mapping[str, torch.Tensor],
-    ) -> None:
-        value = ahead.get(name)
-        if value is None or value.dtype is not empty.dtype:
-            try:
-                value = self.weights_map[name]
-            except KeyError:
-                return
-        kept = self._kept.get(name)
-        if kept is not None and kept[0] is value and kept[1].data_ptr() == value.data_ptr():
-            filled = kept[1]
-            if filled is empty:
-                return  # left there by a forward that raised
-            if empty.is_meta and filled.dtype is empty.dtype:
+        for name, place, empty in self._places(module):
+            value = ahead.get(name)
+            if value is None or value.dtype is not empty.dtype:
+                try:
+                    value = None if self.weights_map is None else self.weights_map[name]
+                except KeyError:
+                    continue
+            known, filled = self._kept.get(name, (None, empty))
+            again = known is value and known is not None and filled.data_ptr() == value.data_ptr()
+            if again and filled is empty:
+                continue  # left there by a forward that raised
+            if again and empty.is_meta and filled.dtype is empty.dtype:
                 if filled.requires_grad is not empty.requires_grad:
                     filled.requires_grad_(empty.requires_grad)
                 if empty.__dict__:
                     filled.__dict__.update(empty.__dict__)
-                table[name] = filled
-                self._present[name] = (table, filled, empty)
-                return
-        self._onload(module, name, value)
-        filled = table[name]
-        if type(empty) not in PLAIN or not empty.is_meta or name in self.tied_params_names:
-            self._loose = True
-            return
-        self._present[name] = (table, filled, empty)
-        # The stored weight itself is worth keeping. Copies are not, because memory is what offloading saves.
-        if filled.data_ptr() == value.data_ptr() and as_stored(self.weights_map, name) is value:
-            self._kept[name] = (value, filled)
+                place[1][place[2]] = filled
+            else:
+                filled = self._onload(name, place, value)
+            self._present[name] = (place, filled, empty)
 
-    def _onload(self, module: nn.Module, name: str, value: torch.Tensor | None = None) -> None:
-        found, statistics = self._saved(name) if value is None or value.dtype is torch.int8 else (value, None)
+    def _onload(self, name: str, place: "_Place", value: torch.Tensor | None) -> torch.Tensor:
+        owner, table, last = place
+        empty, tied = table[last], name in self.tied_params_names
+        quantized = value is not None and value.dtype is torch.int8
         set_module_tensor_to_device(
-            module,
-            name,
+            owner,
+            last,
             self.execution_device,
-            value=found,
-            fp16_statistics=statistics,
-            tied_params_map=self.tied_params_map if name in self.tied_params_names else None,
+            value=value,
+            fp16_statistics=self._saved(name)[1] if quantized else None,
+            tied_params_map=self.tied_params_map if tied else None,
             clear_cache=False,
         )
+        filled = table[last]
+        # The stored weight itself is worth keeping. Copies are not, because memory is what offloading saves.
+        stored = not tied and value is not None and type(empty) in PLAIN and filled.data_ptr() == value.data_ptr()
+        if stored and empty.is_meta and as_stored(self.weights_map, name) is value:
+            self._kept[name] = (value, filled)
+        return filled
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Drop offloaded weights again, and bring the output to the inputs' device."""
@@ -261,21 +254,17 @@ class AlignDevicesHook(ModelHook):
             self.leads.end()
 
     def _send_out(self, module: nn.Module) -> None:
-        for name, (table, filled, empty) in self._present.items():
-            if table.get(name) is not filled or filled.dtype is not empty.dtype:
-                self._loose = True
-                continue
-            if filled.grad is not None:
-                self._kept.pop(name, None)
-            if filled.requires_grad is not empty.requires_grad:
-                empty.requires_grad_(filled.requires_grad)
-            table[name] = empty
+        for name, ((owner, table, last), filled, empty) in self._present.items():
+            now = table.get(last)
+            if now is filled and empty.is_meta and filled.dtype is empty.dtype and type(empty) in PLAIN:
+                if filled.grad is not None:
+                    self._kept.pop(name, None)
+                if filled.requires_grad is not empty.requires_grad:
+                    empty.requires_grad_(filled.requires_grad)
+                table[last] = empty
+            elif now is not None and not now.is_meta:
+                set_module_tensor_to_device(owner, last, "meta")
         self._present.clear()
-        if self._loose:
-            self._loose = False
-            for name, tensor in self.offloaded_tensors(module):
-                if tensor.device.type != "meta":
-                    set_module_tensor_to_device(module, name, "meta")
         for pointer in self._tied_pointers.values():
             (self.tied_params_map or {}).get(pointer, {}).pop(self.execution_device, None)
 
@@ -312,17 +301,14 @@ def attach_execution_device_hook(
             their submodules without calling their forward.
         tied_params_map: As for `AlignDevicesHook`.
     """
-    if "_hf_hook" not in module.__dict__ and _has_state(module):
+    # Whether its state dict has entries: to build that for every module would cost the depth of the model.
+    own = (next(named_module_tensors(part, remove_non_persistent=True), None) for part in module.modules())
+    if "_hf_hook" not in module.__dict__ and any(tensor is not None for tensor in own):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
     if type(module).__name__ not in (preload_module_classes or ()):
         for child in module.children():
             attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
-
-
-def _has_state(module: nn.Module) -> bool:
-    """Whether a module's state dict has entries. Building it for every module would cost the depth of the model."""
-    return any(next(named_module_tensors(m, remove_non_persistent=True), None) is not None for m in module.modules())
 
 
 def attach_align_device_hook(
@@ -414,7 +400,24 @@ def attach_align_device_hook_on_blocks(
         offload = dict.fromkeys(execution_device, offload)
     for name, current in module.named_modules(prefix=module_name):
         if name not in execution_device or name not in offload:
-            _hook_split_module(current, name, execution_device, offload, weights_map, offload_buffers, common)
+            # The root, and modules whose own tensors have entries in the map because the module was split.
+            prefix = f"{name}." if name else ""
+            own = [
+                prefix + tensor for tensor, _ in named_module_tensors(current) if prefix + tensor in execution_device
+            ]
+            if not own and name != "":
+                continue
+            offloaded = any(offload.get(tensor, False) for tensor in own) and weights_map is not None
+            hook = AlignDevicesHook(
+                execution_device.get(name, execution_device[own[0]] if own else None),
+                offload=offloaded,
+                io_same_device=name == "",
+                weights_map=PrefixedDataset(weights_map, prefix) if offloaded else None,
+                offload_buffers=offloaded and offload_buffers,
+                **common,
+            )
+            # The root's hook is that of the last dispatch; one below it may be another library's.
+            add_hook_to_module(current, hook, append=name != "")
         elif offload[name]:
             device = execution_device[name]
             attach_align_device_hook(current, device, True, weights_map, offload_buffers, name, **preload)
@@ -432,30 +435,3 @@ def attach_align_device_hook_on_blocks(
             )
             add_hook_to_module(current, hook)
             attach_execution_device_hook(current, execution_device[name], **common)
-
-
-def _hook_split_module(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Device],
-    offload: Mapping[str, bool],
-    weights_map: Mapping | None,
-    offload_buffers: bool,
-    common: dict[str, Any],
-) -> None:
-    """Hook the root, and modules whose own tensors have entries in the map because the module was split."""
-    prefix = f"{name}." if name else ""
-    own = [prefix + tensor for tensor, _ in named_module_tensors(module) if prefix + tensor in devices]
-    if not own and name != "":
-        return
-    offloaded = any(offload.get(tensor, False) for tensor in own) and weights_map is not None
-    hook = AlignDevicesHook(
-        devices.get(name, devices[own[0]] if own else None),
-        offload=offloaded,
-        io_same_device=name == "",
-        weights_map=PrefixedDataset(weights_map, prefix) if offloaded else None,
-        offload_buffers=offloaded and offload_buffers,
-        **common,
-    )
-    # The root's hook is that of the last dispatch; one below it may be another library's.
-    add_hook_to_module(module, hook, append=name != "")

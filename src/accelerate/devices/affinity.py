@@ -13,10 +13,10 @@ import logging
 import os
 import pathlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from accelerate.utils.environment import ask_nvidia_smi
+from accelerate.utils.environment import ask_nvidia_smi, get_cpu_distributed_information
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,6 @@ VARIABLE = "ACCELERATE_NUMA_AFFINITY"
 NONE, NODE, SOCKET, EXCLUSIVE = "none", "node", "socket", "exclusive"
 CHOICES = (NONE, NODE, SOCKET, EXCLUSIVE)
 _ROOT = pathlib.Path("/sys")
-# How many processes a machine runs, as the launchers say.
-_LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "MPI_LOCALNRANKS",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-)
 
 
 def processors_in(text: str) -> set[int]:
@@ -158,27 +150,22 @@ def _threads() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 
-def bind_as_told(index: int, device_type: str, asked: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
+def bind_as_told(index: int, device_type: str, asked: bool = False) -> bool:
     """Bind this process as the launcher's `--numa_affinity` says, once; return whether that, or `asked`, decides."""
     global _bound
-    kind = environ.get(VARIABLE, "").strip().lower() or (EXCLUSIVE if asked and device_type == "cpu" else "")
+    kind = os.environ.get(VARIABLE, "").strip().lower() or (EXCLUSIVE if asked and device_type == "cpu" else "")
     if kind not in ("", *CHOICES):
         raise ValueError(f"{VARIABLE} is {kind!r}; choose one of {', '.join(CHOICES)}.")
     if not kind or _bound == os.getpid():
         return bool(kind)
     _bound = os.getpid()  # what is left to choose from is less afterwards
-    count = _local_size(environ)
+    count = get_cpu_distributed_information().local_world_size
     bind(kind, index, count, _devices(count) if device_type == "cuda" else ())
     return True
 
 
 # The process that was bound.
 _bound = 0
-
-
-def _local_size(environ: Mapping[str, str]) -> int:
-    given = [environ[name] for name in _LOCAL_SIZES if environ.get(name, "").strip()]
-    return int(given[0]) if given else 1
 
 
 def _devices(count: int) -> list[str]:
@@ -209,7 +196,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     import torch
 
     if torch.cuda.is_available():
-        count = max(_local_size(os.environ), local_process_index + 1)
+        count = max(get_cpu_distributed_information().local_world_size, local_process_index + 1)
         bind(NODE, local_process_index, count, _devices(count))
 
 

@@ -12,19 +12,18 @@ from torch import nn
 
 from accelerate.devices import probe
 from accelerate.devices.probe import detect
-from accelerate.diagnostics.table import table
 from accelerate.offload.placement import Device, as_device
-from accelerate.offload.planner import Plan, Ties, fitting, make_plan, parts
+from accelerate.offload.planner import Planner, Ties, fitting, make_plan, parts
 from accelerate.offload.tensors import (
     check_tied_parameters_in_config,
     class_names,
     compute_module_sizes,
     convert_file_size_to_int,
     entry_of,
-    format_bytes,
     get_module_leaves,
     name_and_parents,
 )
+from accelerate.utils.other import convert_bytes
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -78,7 +77,6 @@ def infer_auto_device_map(
     clean_result: bool = True,
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
-    explain: bool = False,
 ) -> dict[str, int | str]:
     """Return a device map that fills accelerators first, then the host memory, then the disk.
 
@@ -93,11 +91,10 @@ def infer_auto_device_map(
             connection.
         dtype: Dtype that the weights will be cast to.
         special_dtypes: Exact dtypes for some tensors, by full name.
-        verbose: Print each decision.
+        verbose: Print each decision: what goes where, what did not fit, and why.
         clean_result: Replace the children of a module by the module where all are on one device.
         offload_buffers: The buffers of offloaded layers will be offloaded as well.
         fallback_allocation: Where the next module is too large for an empty device, look for one deeper that is not.
-        explain: Print a table of the devices with what is placed there, and below it what did not fit and why.
 
     Returns:
         Module (or tensor) name to accelerator index, ``"cpu"`` or ``"disk"``.
@@ -114,21 +111,20 @@ def infer_auto_device_map(
     dtypes = {"dtype": dtype, "special_dtypes": special_dtypes}
     options = {"offload_buffers": offload_buffers, "fallback": fallback_allocation, "verbose": verbose}
     plan = make_plan(model, budgets, no_split, dtypes, **options)
-    if not plan.tied and check_tied_parameters_in_config(model):
+    if not plan.ties.groups and check_tied_parameters_in_config(model):
         logger.warning(
             "The model weights are not tied, although its configuration says that they should be. Call "
             "`model.tie_weights()` before `infer_auto_device_map`, or tied layers may land on different devices."
         )
     _warn_of_buffers(plan)
     _warn_of_empty_devices(plan)
-    if explain:
-        print(_explanation(plan))
-    found = OrderedDict(plan.device_map)
+    found = OrderedDict(plan.placed)
     return clean_device_map(found) if clean_result else found
 
 
-def _warn_of_buffers(plan: Plan) -> None:
-    free = [use.budget - use.used - use.reserve for use in plan.devices if use.device not in ("cpu", "disk")]
+def _warn_of_buffers(plan: Planner) -> None:
+    accelerators = [device for device in plan.devices if device not in ("cpu", "disk")]
+    free = [plan.budgets[device] - plan.used[device] - plan.kept.get(device, 0) for device in accelerators]
     if free and plan.buffers > max(0, *free):
         warnings.warn(
             f"The offloaded layers have {plan.buffers} bytes of buffers, which stay on the device that runs them, and "
@@ -137,43 +133,20 @@ def _warn_of_buffers(plan: Plan) -> None:
         )
 
 
-def _warn_of_empty_devices(plan: Plan) -> None:
+def _warn_of_empty_devices(plan: Planner) -> None:
     """A budget of nothing is a wish; one that holds nothing is a mistake."""
-    empty = {use.device: use.budget for use in plan.devices if use.budget and not use.used}
-    lines = {}
-    for refusal in plan.refusals:
-        if refusal.device in empty:  # the last one decides
-            budget = empty[refusal.device]
-            lines[refusal.device] = (
-                f"\n  - {refusal.device}: {refusal.size + refusal.reserve} bytes required ({refusal.size} for "
-                f"{refusal.name!r}, {refusal.reserve} kept free for the largest layer), the budget is {budget} "
-                f"({format_bytes(budget)})"
-            )
+    lines = [
+        f"\n  - {device}: {last.size + last.reserve} bytes required ({last.size} for {last.name!r}, {last.reserve} kept free "
+        f"for the largest layer), the budget is {plan.budgets[device]} ({convert_bytes(plan.budgets[device])})"
+        for device, last in plan.refused.items()
+        if plan.budgets[device] and not plan.used[device]
+    ]
     if lines:
         logger.warning(
             "These devices have too little memory for the next module and stay empty in this device map. Give them more, or let "
             "`fallback_allocation=True` look for smaller modules:%s",
-            "".join(lines.values()),
+            "".join(lines),
         )
-
-
-def _explanation(plan: Plan) -> str:
-    """The table that ``infer_auto_device_map(explain=True)`` prints."""
-    rows = []
-    for use in plan.devices:
-        budget = free = "unlimited"
-        if use.budget not in (None, float("inf")):
-            budget, free = format_bytes(use.budget), format_bytes(use.budget - use.used)
-        rows.append(
-            [str(use.device), budget, format_bytes(use.reserve), format_bytes(use.used), free, str(use.modules)]
-        )
-    lines = [table(["device", "budget", "kept free for the largest layer", "used", "free", "modules"], rows)]
-    if plan.refusals:
-        lines += ["", "What did not fit:"]
-    for refusal in plan.refusals:
-        left = f"{format_bytes(max(0, refusal.left))} left"
-        lines.append(f"  {refusal.name} ({format_bytes(refusal.size)}) on {refusal.device} ({left}): {refusal.cause}")
-    return "\n".join(lines)
 
 
 def clean_device_map(device_map: dict[str, int | str], module_name: str = "") -> dict[str, int | str]:

@@ -29,52 +29,12 @@ UNBOUNDED = "disk"
 
 
 @dataclass(frozen=True)
-class DeviceUse:
-    """What a plan does with one device.
-
-    Attributes:
-        budget: Bytes that it may take; None: any number.
-        reserve: Bytes kept free for the largest layer that was still waiting when the device was left.
-        used: Bytes placed there.
-        modules: How many modules and single tensors are placed there.
-    """
-
-    device: Key
-    budget: int | float | None
-    reserve: int | float
-    used: int | float
-    modules: int
-
-
-@dataclass(frozen=True)
 class Refusal:
-    """What, with all tied to it, did not fit onto a device, and why; `reserve` is kept for the largest layer."""
+    """What, with all tied to it, did not fit onto a device; `reserve` is kept there for the largest layer."""
 
     name: str
     size: int | float
-    device: Key
-    left: int | float
     reserve: int | float
-    cause: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where a model goes, and why.
-
-    Attributes:
-        device_map: Name to device, for every module or tensor that was not split further.
-        devices: What happened to each device, in the order in which they were filled.
-        refusals: What did not fit, in the order in which it was tried.
-        tied: The groups of tied parameters of the model.
-        buffers: Bytes of the buffers of offloaded layers that stay on the device that runs those.
-    """
-
-    device_map: dict[str, Key]
-    devices: tuple[DeviceUse, ...]
-    refusals: tuple[Refusal, ...]
-    tied: list[list[str]]
-    buffers: int | float
 
 
 def make_plan(
@@ -83,16 +43,18 @@ def make_plan(
     no_split: Collection[str] = (),
     dtypes: Mapping[str, Any] | None = None,
     **options: bool,
-) -> Plan:
-    """Return a plan for a model.
+) -> "Planner":
+    """Return a planner that has placed a model.
 
     What is tied to a module that comes along because of a tie is brought along as well only where a tied parameter
     would have two devices otherwise: all of them together may be too much for a device.
     """
-    plan = _Planner(model, budgets, no_split, dtypes or {}, **options).plan()
-    if all(len({device_of(name, plan.device_map) for name in group}) == 1 for group in plan.tied):
-        return plan
-    return _Planner(model, budgets, no_split, dtypes or {}, **options, follow_ties=True).plan()
+    plan = Planner(model, budgets, no_split, dtypes or {}, **options)
+    plan.run()
+    if any(len({device_of(name, plan.placed) for name in group}) > 1 for group in plan.ties.groups):
+        plan = Planner(model, budgets, no_split, dtypes or {}, **options, follow_ties=True)
+        plan.run()
+    return plan
 
 
 class Ties:
@@ -282,7 +244,7 @@ class _Waiting:
 
 
 @dataclass(eq=False)
-class _Planner:
+class Planner:
     """Fills devices one after the other with the modules of a model, in the order in which they are registered.
 
     The first accelerator, where offloaded layers are brought to, and the host memory, where they wait for it, keep
@@ -291,6 +253,13 @@ class _Planner:
     Args:
         fallback: Whether an otherwise empty device gets a deeper module that fits.
         follow_ties: Whether what is tied to a module that comes along because of a tie comes along as well.
+
+    Attributes:
+        placed: Name to device, for every module or tensor that was not split further.
+        used: Bytes placed on each device.
+        kept: Bytes that devices keep free for the largest layer that was still waiting when they were left.
+        refused: What each device refused last.
+        buffers: Bytes of the buffers of offloaded layers that stay on the device that runs those.
     """
 
     model: nn.Module
@@ -312,24 +281,21 @@ class _Planner:
         self.waiting = _Waiting(self.model, self.sizes, self.no_split)
         self.reserve = self.waiting.reserve
         self.placed: dict[str, Key] = {}
-        self.refusals: list[Refusal] = []
+        self.refused: dict[Key, Refusal] = {}
         self.used: Counter[Key] = Counter()
         self.kept: dict[Key, int | float] = {}
         self.device = self.devices[0]  # the one that is being filled
 
-    def plan(self) -> Plan:
+    def run(self) -> None:
         """Place everything."""
         while (item := self.waiting.pop()) is not None:
             self._treat(item)
         self._join_buffers()
-        modules = Counter(self.placed.values())
         offloaded = [name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED)]
         sizes = {} if self.offload_buffers else compute_module_sizes(self.model, **self.dtypes, buffers_only=True)
-        buffers = sum(sizes.get(name, 0) for name in offloaded)
-        uses = (DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], modules[d]) for d in self.devices)
+        self.buffers = sum(sizes.get(name, 0) for name in offloaded)
         if self.waiting.doubled:
             self._add_second_names()
-        return Plan(self.placed, tuple(uses), tuple(self.refusals), self.ties.groups, buffers)
 
     @property
     def left(self) -> int | float:
@@ -408,7 +374,7 @@ class _Planner:
         self.device = self.devices[self.devices.index(self.device) + 1]
 
     def _refuse(self, item: _Item, size: int | float, cause: str) -> None:
-        self.refusals.append(Refusal(item.name, size, self.device, self.left, self.reserve_here, cause))
+        self.refused[self.device] = Refusal(item.name, size, self.reserve_here)
         if self.verbose:
             space = f"space available {max(0, self.left)}, needed {size}"
             print(f"Not enough space on {self.device} for {item.name} ({space}): {cause}.")

@@ -11,12 +11,9 @@ import contextlib
 import logging
 import mmap
 import os
-import queue
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -164,7 +161,7 @@ class Prefetcher:
         self._ahead: deque[tuple[Unit, Future]] = deque()  # what was asked for: from there on
         self._bytes_ahead = 0
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue | None = None  # of the thread, if there is one
+        self._reader: ThreadPoolExecutor | None = None  # the thread, which ends when this object goes
         self._process = 0  # that has the thread; a forked one does not
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -209,9 +206,9 @@ class Prefetcher:
         """End the thread; the prefetcher starts a new one if it is used again."""
         with self._lock:
             self._drop()
-            if self._jobs is not None:
-                self._jobs.put(None)
-            self._jobs = None
+            if self._reader is not None:
+                self._reader.shutdown(wait=False)
+            self._reader = None
 
     def _find(self, unit: Unit) -> None:
         """Set what is expected now to where a unit comes next in the known order; to its end if it does not."""
@@ -227,19 +224,13 @@ class Prefetcher:
             position += 1
 
     def _ask(self, unit: Unit) -> None:
-        if self._jobs is None or self._process != os.getpid():
-            jobs: queue.SimpleQueue = queue.SimpleQueue()
-            try:
-                threading.Thread(target=_work, args=(jobs,), name="accelerate-prefetch", daemon=True).start()
-            except RuntimeError as error:  # the system has no thread left, or the interpreter is about to exit
-                self._turn_off(
-                    f"Weights are read when they are needed, because no thread can read them ahead: {error}"
-                )
-                return
-            weakref.finalize(self, jobs.put, None)
-            self._jobs, self._process = jobs, os.getpid()
-        future: Future[tuple[Tensors, Any]] = Future()
-        self._jobs.put((future, unit.bring))
+        try:
+            if self._reader is None or self._process != os.getpid():
+                self._reader, self._process = ThreadPoolExecutor(1, "accelerate-prefetch"), os.getpid()
+            future = self._reader.submit(unit.bring)
+        except RuntimeError as error:  # the system has no thread left, or the interpreter is about to exit
+            self._turn_off(f"Weights are read when they are needed, because no thread can read them ahead: {error}")
+            return
         self._ahead.append((unit, future))
         self._bytes_ahead += unit.nbytes
 
@@ -248,7 +239,7 @@ class Prefetcher:
             logger.warning(reason)
         self.budget = -1
 
-    def _received(self, unit: Unit, found: "Future[tuple[Tensors, Any]]") -> Tensors:
+    def _received(self, unit: Unit, found: Future[tuple[Tensors, Any]]) -> Tensors:
         try:
             return unit.transfer.receive(*found.result())
         except torch.OutOfMemoryError:
@@ -267,18 +258,6 @@ class Prefetcher:
         while self._ahead:
             self._ahead.popleft()[1].cancel()
         self._bytes_ahead = 0
-
-
-def _work(jobs: "queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None]") -> None:
-    """Serve requests until there is None. Holds no reference to the prefetcher, which ends the thread when it goes."""
-    while (job := jobs.get()) is not None:
-        future, bring = job
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(bring())
-            except BaseException as error:  # panics of Rust are no `Exception`
-                future.set_exception(error)
-        del job, future, bring
 
 
 def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Prefetcher | None:

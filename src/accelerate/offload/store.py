@@ -6,7 +6,6 @@ while there is room, and drops it when there is none, because the file still has
 offloaded.
 """
 
-import contextlib
 import errno
 import json
 import os
@@ -130,9 +129,9 @@ class _Publications:
 class OffloadWriter:
     """Writes weights aside in a folder; leaving the ``with`` block publishes them, and with `indexed` their index.
 
-    If the block raises, or a disk is full, what was written is removed and the files that were there stay. A process
-    that has mapped a file that is replaced goes on reading the former one. Callers may add entries of weights in files
-    of their own to ``index``.
+    If the block raises, or a disk is full, what was written is removed and the files that were there stay. Where a file
+    cannot take its name, which needs no room on the disk, the former index stays. A process that has mapped a file that is
+    replaced goes on reading the former one. Callers may add entries of weights in files of their own to ``index``.
     """
 
     def __init__(self, folder: PathLike | None, indexed: bool = True) -> None:
@@ -166,27 +165,10 @@ class OffloadWriter:
         self.index[name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
     def _publish(self) -> None:
-        """Give every file its name, the index last, so that it names nothing that is not there; if one fails, undo all."""
-        former = self._aside / "former"  # links, so that other processes find every file all the time
-        files = sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME)
-        former.mkdir()
-        new: list[Path] = []
+        """Give every file its name, the index last, so that it names nothing that is not there."""
         _Publications.count += 1
-        try:
-            for file in files:
-                target = self.folder / file.name
-                if target.exists():
-                    with contextlib.suppress(OSError):  # a file system without links
-                        os.link(target, former / file.name)
-                else:
-                    new.append(target)
-                os.replace(file, target)
-        except BaseException:
-            for target in new:
-                target.unlink(missing_ok=True)
-            for old in former.iterdir():
-                os.replace(old, self.folder / old.name)
-            raise
+        for file in sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
+            os.replace(file, self.folder / file.name)
 
     def _write(self, file: str, data: memoryview | bytes) -> None:
         try:

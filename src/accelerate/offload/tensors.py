@@ -400,13 +400,15 @@ def get_max_layer_size(
     return largest, names
 
 
-def class_names(classes: Iterable[str | type] | str | None, argument: str = "no_split_module_classes") -> set[str]:
-    """Return classes, their names, or one of either as a set of names; a ValueError names the argument."""
+def class_names(classes: Iterable[str | type] | str | None) -> set[str]:
+    """Return `no_split_module_classes`, classes or their names or one of either, as a set of names; else ValueError."""
     given = [classes] if isinstance(classes, str | type) or not isinstance(classes, Iterable) else list(classes)
     found = [] if classes is None else given
     wrong = [entry for entry in found if not isinstance(entry, str | type)]
     if wrong:
-        raise ValueError(f"{argument} holds {wrong[0]!r}, which is no class name. Give names such as ['Block'].")
+        raise ValueError(
+            f"no_split_module_classes holds {wrong[0]!r}, which is no class name. Give names such as ['Block']."
+        )
     return {entry.__name__ if isinstance(entry, type) else entry for entry in found}
 
 
@@ -420,14 +422,6 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     found = list(names)
     shown = ", ".join(found[:most])
     return f"{shown} and {len(found) - most} more" if len(found) > most else shown
-
-
-def format_bytes(size: int | float) -> str:
-    """Return a number of bytes for people, such as ``"1.50 GiB"``."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if abs(size) >= _UNITS[unit.upper()]:
-            return f"{size / _UNITS[unit.upper()]:.2f} {unit}"
-    return f"{size:g} bytes"
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:

@@ -1,16 +1,14 @@
-"""Where the weights of a model are: gathering the offloaded ones, checking that none is missing, the state dict, a report."""
+"""Where the weights of a model are: gathering the offloaded ones, checking that none is missing, the state dict."""
 
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.diagnostics.table import table
-from accelerate.offload.placement import FOUR_BIT, Device, as_device, hooks_of, offloading_hook
+from accelerate.offload.placement import FOUR_BIT, Device, offloading_hook
 from accelerate.offload.store import (
     INDEX_NAME,
     OffloadedWeightsLoader,
@@ -18,10 +16,8 @@ from accelerate.offload.store import (
     PathLike,
     extract_submodules_state_dict,
     read_index,
-    resolved,
 )
-from accelerate.offload.tensors import device_of, entry_of, format_bytes, listed, named_module_tensors
-from accelerate.runtime import torch_private
+from accelerate.offload.tensors import device_of, listed, named_module_tensors
 
 logger = logging.getLogger("accelerate.big_modeling")
 
@@ -213,12 +209,6 @@ def _offloaded(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
                 yield f"{path}.{name}".removeprefix("."), hook, name
 
 
-def tensors_without_data(model: nn.Module) -> list[str]:
-    """Return the names of tensors that are on the meta device although no hook keeps their data."""
-    empty = {name for name, tensor in all_tensors(model).items() if tensor.device.type == "meta"}
-    return sorted(empty - {name for name, _, _ in _offloaded(model)} if empty else empty)
-
-
 def get_state_dict_from_offload(
     module: nn.Module,
     module_name: str,
@@ -258,107 +248,13 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         Name to tensor, offloaded ones on the CPU, the others where they are.
     """
     state_dict = model.state_dict()
+    empty = {name for name, tensor in all_tensors(model).items() if tensor.device.type == "meta"}
     for name, hook, key in _offloaded(model):
+        empty.discard(name)
         if name in state_dict:
             state_dict[name] = hook.weights_map[key].detach()
-    empty = tensors_without_data(model)
     if empty:
-        logger.warning("No hook of the model knows the data of these tensors on the meta device: %s", ", ".join(empty))
+        logger.warning(
+            "No hook of the model knows the data of these tensors on the meta device: %s", ", ".join(sorted(empty))
+        )
     return state_dict
-
-
-@dataclass
-class Place:
-    """The tensors of a model that are in one place between forwards and run on one device.
-
-    Attributes:
-        device: A torch device, such as ``"cuda:0"``, or ``"disk"``.
-        kept: ``"there"`` for tensors that stay in the modules; else where offloaded ones wait: ``"host memory"``,
-            ``"safetensors"`` or ``".dat files"``.
-        runs_on: The device that their modules run on.
-        parameters: Bytes of parameters, a tied one counted once unless it was written to several files. Of those that are
-            spread over processes (DTensor), the part of this process.
-        buffers: Bytes of buffers.
-    """
-
-    device: str
-    kept: str
-    runs_on: str
-    parameters: int = 0
-    buffers: int = 0
-
-
-@dataclass(frozen=True)
-class DeviceMapReport:
-    """Where the tensors of a model are; ``str()`` gives a table.
-
-    Attributes:
-        places: One entry per device, per way in which tensors are kept there, and per device that runs them.
-        without_data: Names of tensors that are on the meta device although no hook has their data.
-    """
-
-    places: tuple[Place, ...]
-    without_data: tuple[str, ...]
-
-    def __str__(self) -> str:
-        rows = [
-            [p.device, format_bytes(p.parameters), format_bytes(p.buffers), p.kept, p.runs_on] for p in self.places
-        ]
-        lines = [table(["device", "parameters", "buffers", "kept between forwards", "runs on"], rows)]
-        if self.without_data:
-            lines += ["", f"Without data (on meta, and no hook has them): {listed(self.without_data, 30)}"]
-        return "\n".join(lines)
-
-
-def device_map_report(model: nn.Module) -> DeviceMapReport:
-    """Return a report of where a model's tensors are kept, where they are brought to, and which have no data.
-
-    Nothing is moved or read; the model may be dispatched, offloaded, on the meta device or none of these.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The report; print it for a table.
-
-    Example:
-        >>> report = device_map_report(nn.Linear(2, 2))
-        >>> [(place.device, place.parameters) for place in report.places]
-        [('cpu', 24)]
-    """
-    offloaded = {name: (hook, key) for name, hook, key in _offloaded(model) if hook.execution_device is not None}
-    movers = {  # `CpuOffload` moves modules as a whole
-        path: as_device(hook.execution_device)
-        for path, module in model.named_modules()
-        for hook in hooks_of(module)
-        if hasattr(hook, "prev_module_hook")
-    }
-    places: dict[tuple[str, str, str], Place] = {}
-    counted: set[Any] = set()
-    tensors = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
-    for kind, name, tensor in ((kind, *pair) for kind, pairs in tensors.items() for pair in pairs):
-        if name in offloaded:
-            hook, key = offloaded[name]
-            device, kept, identity = _where(hook.weights_map, key)
-            runs_on = str(as_device(hook.execution_device))
-        else:
-            device, kept, identity = str(tensor.device), "there", id(tensor)
-            runs_on = str(movers.get(entry_of(name, movers), device))
-        if identity in counted or device == "meta":
-            continue
-        counted.add(identity)
-        place = places.setdefault((device, kept, runs_on), Place(device, kept, runs_on))
-        local = torch_private.local_part(tensor)
-        setattr(place, kind, getattr(place, kind) + local.numel() * local.element_size())
-    return DeviceMapReport(tuple(places.values()), tuple(tensors_without_data(model)))
-
-
-def _where(weights: Mapping[str, torch.Tensor], name: str) -> tuple[str, str, Any]:
-    """Return the device and the manner in which a weight is kept, and what tied ones have in common."""
-    weights, name = resolved(weights, name)
-    if not isinstance(weights, OffloadedWeightsLoader) or name in weights.state_dict:
-        return str(weights[name].device), "host memory", (weights[name].data_ptr(), weights[name].shape)
-    entry = weights.index[name]
-    if entry.get("safetensors_file") is not None:
-        return "disk", "safetensors", (entry["safetensors_file"], entry.get("weight_name", name))
-    return "disk", ".dat files", entry.get("dat_name", name)

@@ -61,7 +61,6 @@ class Inputs:
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._owner = type(model).__name__
         self._signature = inspect.signature(model.forward)
-        self._by_keyword = set(kwargs)
         values, self._structure = self._flat(args, kwargs, "`example_args` and `example_kwargs`")
         self.leaves = [_leaf(name, value) for name, value in values]
         for leaf in self.leaves:
@@ -94,25 +93,14 @@ class Inputs:
         return tuple(tensor.detach().reshape(tensor.shape or (1,)) for tensor in example)
 
     def call(self, forward: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Call a forward as the example does, with other tensors, in the form that `traced` returns."""
+        """Call a forward with the example's arguments, but other tensors, in the form that `traced` returns."""
         given = iter(tensors)
         values = [
             leaf.value if leaf.shape is None else next(given) if leaf.shape else next(given).reshape(())
             for leaf in self.leaves
         ]
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        for name, value in pytree.tree_unflatten(values, self._structure).items():
-            kind = self._signature.parameters[name].kind
-            if kind is inspect.Parameter.VAR_POSITIONAL:
-                args.extend(value)
-            elif kind is inspect.Parameter.VAR_KEYWORD:
-                kwargs.update(value)
-            elif name in self._by_keyword:
-                kwargs[name] = value
-            else:
-                args.append(value)
-        return forward(*args, **kwargs)
+        bound = inspect.BoundArguments(self._signature, pytree.tree_unflatten(values, self._structure))
+        return forward(*bound.args, **bound.kwargs)
 
     def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, list[tuple[torch.Tensor, bool]]]:
         """Return the samples of a batch, and each tensor with whether it holds them; refuse other arguments."""

@@ -56,8 +56,8 @@ def mesh_of(accelerator: Run) -> "DeviceMesh":
 def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list[nn.Module]:
     """Return the modules that are sharded on their own, inner ones first, without the model itself.
 
-    A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. An
-    attribute `fewest` of `is_unit` is how many parameters a unit has at least that are in no unit inside it.
+    A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. Neither
+    is one whose parameters are all in units inside it.
     """
     if is_unit is None:
         return []
@@ -71,10 +71,9 @@ def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list
         if not name or around or isinstance(module, CONTAINERS) or not is_unit(module):
             continue
         inside = _holders(module)
-        left = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in covered)
         if any(count * places[id(module)] < holders[key] for key, count in inside.items()):
             logger.info("%s shares a parameter with another part of the model and is sharded together with it.", name)
-        elif left > getattr(is_unit, "fewest", 1) - 1:
+        elif any(parameter.numel() and id(parameter) not in covered for parameter in module.parameters()):
             found.append(module)
             covered |= inside.keys()
     return found

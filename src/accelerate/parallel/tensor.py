@@ -400,17 +400,13 @@ class SplitSequence(SummedReplica):
         return module
 
 
-def _rowwise(module: nn.Module) -> ParallelStyle:
-    # Token numbers are never split, so an embedding's input is whole whatever the plan calls it.
-    return RowwiseParallel(input_layouts=Replicate()) if isinstance(module, nn.Embedding) else RowwiseParallel()
-
-
 # The words of plans, those of transformers among them, to what they do.
 WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
     "colwise": lambda module: ColwiseParallel(),
     "colwise_rep": lambda module: ColwiseParallel(output_layouts=Replicate()),
     "colwise_gather_output": lambda module: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise": _rowwise,
+    # Token numbers are never split, so an embedding's input is whole whatever the plan calls it.
+    "rowwise": lambda module: RowwiseParallel(input_layouts=Replicate() if isinstance(module, nn.Embedding) else None),
     "rowwise_rep": lambda module: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_split_input": lambda module: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda module: RowwiseParallel(input_layouts=Replicate()),

@@ -68,7 +68,7 @@ _HOMES = {
     "accelerate.utils.memory": "find_executable_batch_size release_memory",
     "accelerate.utils.modeling": (
         "align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config "
-        "check_tied_parameters_on_same_device compute_module_sizes convert_file_size_to_int device_map_report "
+        "check_tied_parameters_on_same_device compute_module_sizes convert_file_size_to_int "
         "dtype_byte_size find_tied_parameters get_balanced_memory get_grad_scaler get_max_layer_size get_max_memory "
         "get_mixed_precision_context_manager has_offloaded_params id_tensor_storage infer_auto_device_map "
         "is_peft_model load_checkpoint_in_model load_offloaded_weights load_state_dict named_module_tensors "

@@ -4,7 +4,6 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from accelerate.offload.device_map import check_device_map, computed_map
 from accelerate.offload.loading import CheckpointLoad
 from accelerate.offload.loading import quantize_and_offload_8bit as quantize_and_offload_8bit
 from accelerate.offload.placement import Device, default_device, quantizes, set_module_tensor_to_device
-from accelerate.offload.tensors import device_of, find_tied_parameters
+from accelerate.offload.tensors import device_of, find_tied_parameters, listed
 from accelerate.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
 
 logger = logging.getLogger(__name__)
@@ -93,11 +92,24 @@ def load_and_quantize_model(
     if empty or device_map is not None:
         placed = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
         check_device_map(model, placed)
-        on_disk = {name: device for name, device in placed.items() if device == "disk"}
+        on_disk = [repr(name) for name, device in placed.items() if device == "disk"]
         if on_disk and offload_folder is None:
-            raise ValueError(f"device_map sends {_listed(on_disk)}: give an `offload_folder` to put them in.")
+            raise ValueError(
+                f"device_map sends {listed(on_disk, 5)} to disk: give an `offload_folder` to put them in."
+            )
     if empty:
-        _load_quantized(model, config, weights_location, placed, offload_folder)
+        with init_empty_weights():
+            replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
+        CheckpointLoad(
+            model,
+            weights_location,
+            placed,
+            dtype=config.torch_dtype,
+            offload_folder=offload_folder,
+            keep_in_fp32_modules=config.keep_in_fp32_modules,
+            offload_8bit_bnb=config.load_in_8bit and bool(_offloaded(placed)),
+            whole=True,
+        ).run()
     else:
         _quantize_in_place(model, config, placed, ignored=weights_location)
     model.is_loaded_in_4bit = config.load_in_4bit
@@ -133,34 +145,8 @@ def _offloaded(device_map: Mapping[str, Device]) -> list[str]:
     return [name for name, device in device_map.items() if str(device) in elsewhere]
 
 
-def _listed(device_map: Mapping[str, Device]) -> str:
-    shown = [f"{name!r} to {device}" for name, device in list(device_map.items())[:5]]
-    return ", ".join(shown) + (" and others" if len(device_map) > len(shown) else "")
-
-
 def _compute_device(device_map: Mapping[str, Device]) -> Device:
     return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
-
-
-def _load_quantized(
-    model: nn.Module,
-    config: BnbQuantizationConfig,
-    checkpoint: str | os.PathLike,
-    device_map: dict[str, Device],
-    offload_folder: str | os.PathLike | None,
-) -> None:
-    with init_empty_weights():
-        replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
-    CheckpointLoad(
-        model,
-        checkpoint,
-        device_map,
-        dtype=config.torch_dtype,
-        offload_folder=offload_folder,
-        keep_in_fp32_modules=config.keep_in_fp32_modules,
-        offload_8bit_bnb=config.load_in_8bit and bool(_offloaded(device_map)),
-        whole=True,
-    ).run()
 
 
 def _quantize_in_place(
@@ -218,40 +204,27 @@ def get_quantized_model_device_map(
     if device_map is None:
         device = default_device()
         return {"": device.type if device.index is None else device.index}
+    in_fp32 = config.keep_in_fp32_modules or []
+    stay = [*(config.skip_modules or []), *in_fp32]
     if not isinstance(device_map, Mapping):
-        device_map = _computed_map(model, config, device_map, max_memory, no_split_module_classes)
-    stay = [*(config.skip_modules or []), *(config.keep_in_fp32_modules or [])]
-    elsewhere = {name: device_map[name] for name in _offloaded(device_map) if name not in stay}
+        quantised = {f"{name}.weight" for _, name, _ in _convertible(model, stay, [])}
+        # Embeddings, norms and biases are not quantised, and count with what they take.
+        special = {
+            name: torch.float32 if any(part in name for part in in_fp32) else config.torch_dtype
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name not in quantised and not quantizes(parameter)
+        }
+        dtype = CustomDtype.INT4 if config.load_in_4bit else torch.int8
+        options = {"special_dtypes": special, "no_split_module_classes": no_split_module_classes, "dtype": dtype}
+        device_map = computed_map(model, device_map, max_memory, **options)
+    elsewhere = [f"{name!r} to {device_map[name]}" for name in _offloaded(device_map) if name not in stay]
     if elsewhere and config.load_in_4bit:
         raise ValueError(
-            f"device_map offloads {_listed(elsewhere)}, and 4-bit layers are not offloaded while they are loaded. Give devices "
+            f"device_map offloads {listed(elsewhere, 5)}, and 4-bit layers are not offloaded while they are loaded. Give devices "
             "more `max_memory`, quantise to 8 bits, give a device_map of your own, whose offloaded modules then stay unquantised, "
             "or load everything to one device and offload it with `dispatch_model`."
         )
     return device_map
-
-
-def _computed_map(
-    model: nn.Module,
-    config: BnbQuantizationConfig,
-    strategy: str,
-    max_memory: Mapping[int | str, int | str] | None,
-    no_split: Sequence[str] | None,
-) -> dict[str, Device]:
-    kept = config.keep_in_fp32_modules or []
-    quantised = {f"{name}.weight" for _, name, _ in _convertible(model, [*(config.skip_modules or []), *kept], [])}
-    # Embeddings, norms and biases are not quantised, and count with what they take.
-    special = {
-        name: torch.float32 if any(part in name for part in kept) else config.torch_dtype
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name not in quantised and not quantizes(parameter)
-    }
-    options: dict[str, Any] = {
-        "special_dtypes": special,
-        "no_split_module_classes": no_split,
-        "dtype": CustomDtype.INT4 if config.load_in_4bit else torch.int8,
-    }
-    return computed_map(model, strategy, max_memory, **options)
 
 
 def replace_with_bnb_layers(
@@ -315,16 +288,12 @@ def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     with torch.device("meta"):  # what it would be filled with is not wanted
         if config.load_in_8bit:
             made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=config.llm_int8_threshold)
-        elif config.load_in_4bit:
+        else:
             made = bnb.nn.Linear4bit(
                 *size,
                 compute_dtype=config.bnb_4bit_compute_dtype,
                 compress_statistics=config.bnb_4bit_use_double_quant,
                 quant_type=config.bnb_4bit_quant_type,
-            )
-        else:
-            raise ValueError(
-                "load_in_8bit and load_in_4bit of the BnbQuantizationConfig are both False; set one to True."
             )
     if layer.out_features % _PACKED_ROWS or layer.in_features % _PACKED_COLUMNS:
         # On some CPUs bitsandbytes packs 4-bit weights in tiles for evaluation, and fails where none fits.

@@ -31,7 +31,7 @@ _HOMES = {
         "convert_file_size_to_int dtype_byte_size find_tied_parameters get_max_layer_size get_module_leaves "
         "get_module_size_with_ties get_non_persistent_buffers is_peft_model named_module_tensors retie_parameters"
     ),
-    "accelerate.offload.weights": "device_map_report get_state_dict_from_offload get_state_dict_offloaded_model",
+    "accelerate.offload.weights": "get_state_dict_from_offload get_state_dict_offloaded_model",
     "accelerate.utils.constants": "SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])

@@ -98,7 +98,7 @@ def bound(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: calls.append((pid, set(cpus))), raising=False)
     monkeypatch.setattr(affinity, "_threads", lambda: [5, 6])
     monkeypatch.setattr(affinity, "_bound", 0)
-    for name in (affinity.VARIABLE, *affinity._LOCAL_SIZES):
+    for name in (affinity.VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return calls
 
@@ -116,9 +116,12 @@ def test_what_cannot_be_done_is_logged(bound, monkeypatch, tmp_path, caplog):
 
 def told(monkeypatch, index, device="cpu", asked=False, **environ):
     calls = []
-    monkeypatch.setattr(affinity, "bind", lambda *args: calls.append(args))
-    monkeypatch.setattr(affinity, "_bound", 0)
-    return affinity.bind_as_told(index, device, asked, environ), calls
+    with monkeypatch.context() as patched:
+        patched.setattr(affinity, "bind", lambda *args: calls.append(args))
+        patched.setattr(affinity, "_bound", 0)
+        for name, value in environ.items():
+            patched.setenv(name, value)
+        return affinity.bind_as_told(index, device, asked), calls
 
 
 def test_the_variables_of_the_launcher(bound, monkeypatch):

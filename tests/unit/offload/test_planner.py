@@ -125,8 +125,8 @@ def test_the_reserve_is_that_of_what_still_waits():
     # The largest layer is on a device already when the next one is filled, so nothing is kept free for it.
     model = nn.Sequential(*(_Weights(w=size) for size in (50, 40, 10, 10)))
     plan = make_plan(model, {0: 90, "cpu": 50})
-    assert plan.device_map == {"0": 0, "1": "cpu", "2": "disk", "3": "disk"}
-    assert [use.reserve for use in plan.devices] == [10, 10, 0]
+    assert plan.placed == {"0": 0, "1": "cpu", "2": "disk", "3": "disk"}
+    assert plan.kept == {0: 10, "cpu": 10}
 
 
 # --- cost ---
@@ -187,7 +187,6 @@ def _calls(model):
     return {
         "sizes": lambda: compute_module_sizes(model),
         "device map": lambda: infer_auto_device_map(model, budgets),
-        "explained": lambda: infer_auto_device_map(model, budgets, explain=True),
         "fallback": lambda: infer_auto_device_map(model, {0: 300, "cpu": total // 2}, fallback_allocation=True),
         "balanced": lambda: get_balanced_memory(model, budgets),
         "largest layer": lambda: get_max_layer_size(children, sizes, []),
