@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count, cycle, islice
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data.samplers import check_split, real_per_shard
+from accelerate.data.samplers import check_split, shares, split_head
 
 logger = logging.getLogger(__name__)
 
@@ -90,20 +90,8 @@ class IterableDatasetShard(IterableDataset):
             generator.manual_seed(self.epoch)
         self.round_log.clear()
         size = self._round_size()
-        share = size // self.num_processes
-        mine = slice(share * self.process_index, share * (self.process_index + 1))
-        stream = iter(self.dataset)
-        head: list[Any] = []
-        number = 0
-        while samples := list(islice(stream, size)):
-            head = head or samples
-            if len(samples) < size:
-                if self.drop_last:
-                    return
-                self.round_log[number] = real_per_shard(len(samples), share, self.num_processes)
-                samples = list(islice(chain(samples, cycle(head)), size))
-            yield from samples[mine]
-            number += 1
+        head, samples = split_head(self.dataset, size, 0)
+        yield from chain.from_iterable(shares(self, samples, head, size // self.num_processes))
 
 
 class CountingCollate:
