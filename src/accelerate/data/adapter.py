@@ -136,15 +136,6 @@ def sharding(loader: DataLoader) -> Any:
     return unskipped(batching_sampler(loader))[0]
 
 
-def global_batch_size(loader: DataLoader) -> int | None:
-    """Number of samples in a round over all shards, or None where batches have no fixed size."""
-    shard = sharding(loader)
-    size = getattr(shard, "batch_size", None)
-    if not isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
-        return loader.batch_size if size is None else size
-    return size if size is None or shard.split_batches else size * shard.num_processes
-
-
 def dataset_length(dataset: Any) -> int:
     """Return the length of a dataset before it is divided; TypeError if it has none."""
     whole = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
@@ -373,19 +364,17 @@ class DataLoaderAdapter:
     def _remainder_ahead(self) -> int:
         return -1
 
+    def _batches_per_step(self) -> int:
+        """Batches of the wrapped loader that all processes together take in a step, each counted in the size it has undivided."""
+        shard = sharding(self.base_dataloader)
+        in_turn = isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) and not shard.split_batches
+        return shard.num_processes if in_turn else 1
+
     def _samples_per_step(self) -> int | None:
         """Samples that all processes together receive in one step; None if that varies."""
-        return global_batch_size(self.base_dataloader)
-
-    def _reads_per_step(self) -> int:
-        """Batches of the wrapped loader that make one step."""
-        return 1
-
-    def _batches_per_step(self) -> int:
-        """Batches of the sampler below all sharding that a step takes over all processes."""
-        shard = sharding(self.base_dataloader)
-        in_turn = isinstance(shard, BatchSamplerShard) and not shard.split_batches
-        return (shard.num_processes if in_turn else 1) * self._reads_per_step()
+        size = getattr(sharding(self.base_dataloader), "batch_size", None)
+        size = self.base_dataloader.batch_size if size is None else size
+        return None if size is None else size * self._batches_per_step()
 
     def _data(self) -> dict[str, Any]:
         """What the loader reads: number of samples of the dataset and kind of the sampler, None where there is none."""

@@ -82,7 +82,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.readers = tuple(readers)
         self._counts: tuple[int, ...] | None = None
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, pending: Pending | None) -> None:
         self.set_epoch(self.iteration)
         self._counts = None
 
@@ -150,7 +150,6 @@ class DataLoaderDispatcher(PreparedLoader):
     def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
         """The rounds from `start` on: read and sent by a reader, received by the others."""
         if self.state.process_index not in self.readers:
-            self._progress.replaying = False
             while True:
                 yield self._connection.receive()
         alone = self.state.num_processes == 1
@@ -232,11 +231,8 @@ class DataLoaderDispatcher(PreparedLoader):
         rounds = batches // per_round if self._drop_last else -(-batches // per_round)
         return max(0, rounds - self.skip_batches)
 
-    def _samples_per_step(self) -> int | None:
-        size = super()._samples_per_step()
-        if size is None or self.split_batches:
-            return size if size is None else size * len(self.readers)
-        return size * self._layout().num_shards
+    def _batches_per_step(self) -> int:
+        return len(self.readers) if self.split_batches else self._layout().num_shards
 
     def _reads_per_step(self) -> int:
         return 1 if self.split_batches else self._shards()

@@ -66,15 +66,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._progress.extra_samples = 0 if pending is None else pending.extra_samples
         self.begin()
         try:
-            self._begin_epoch()
-            resume.note_start(self)
+            self._begin_epoch(pending)
+            resume.note_start(self, pending)
             self._seed_workers()
             batches = self._iterate(pending)
             yield from batches if watch is None else watch.watched(batches, self)
         finally:
             self.end()
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, pending: Pending | None) -> None:
         """Do what comes before the order of the epoch is drawn."""
 
     def _seed_workers(self) -> None:
@@ -121,6 +121,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         base = self.base_dataloader
         known = self.plan is None or is_stream(base) or isinstance(adapter.sharding(base), BatchSamplerShard)
         return 1 if known else self.plan.parts
+
+    def _batches_per_step(self) -> int:
+        return super()._batches_per_step() * self._parts()
+
+    def _reads_per_step(self) -> int:
+        """Batches of the wrapped loader that this process reads for one step."""
+        return 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position and order as of the batch yielded last, of this process.
@@ -270,21 +277,14 @@ class DataLoaderShard(PreparedLoader):
         self._non_blocking = _non_blocking
         self.torch_device_mesh = torch_device_mesh
 
-    def _begin_epoch(self) -> None:
-        if self.rng_types is not None and not self._progress.replaying:
+    def _begin_epoch(self, pending: Pending | None) -> None:
+        if self.rng_types is not None and pending is None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.set_epoch(self.iteration)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
         place = placer(self.device, self._non_blocking)
         return self._run(pending, place, iterable.in_step if self._ends_unevenly() else None)
-
-    def _samples_per_step(self) -> int | None:
-        size = super()._samples_per_step()
-        return size if size is None else size * self._parts()
-
-    def _batches_per_step(self) -> int:
-        return super()._batches_per_step() * self._parts()
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:
