@@ -102,7 +102,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _run_together(self, pending: Pending | None) -> Iterator[Any]:
         """Yield this process's part of every round, while the next one is on its way."""
-        progress, index = self._progress, self._layout().shard_index
+        progress, index = self._progress, self._layouts[self.state.process_index].shard_index
         place = placer(self.state.device, self._non_blocking)
         number = self._left_out() if pending is None else pending.batches
         progress.batches, progress.at_end = number, False
@@ -132,7 +132,7 @@ class DataLoaderDispatcher(PreparedLoader):
         on_host = self.state.backend == "gloo" or communicator.group is None
         device = broadcast.CPU if on_host else self.state.device
         # A function of the user's cuts from the whole round, on every rank.
-        places = None if self.slice_fn else [self._layout(rank).shard_index % self._shards() for rank in ranks]
+        places = None if self.slice_fn else [self._layouts[rank].shard_index % self._shards() for rank in ranks]
         if len(self.readers) == 1:
             return BatchScatter(communicator, communicator.group, comm.side_group(), device, places)
         groups = (broadcast.subgroup(communicator, ranks, host) for host in (on_host, True))
@@ -145,7 +145,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _shards(self) -> int:
         """Number of shards that a reader serves."""
-        return self._layout().num_shards // len(self.readers)
+        return self._layouts[0].num_shards // len(self.readers)
 
     def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
         """The rounds from `start` on: read and sent by a reader, received by the others."""
@@ -155,7 +155,7 @@ class DataLoaderDispatcher(PreparedLoader):
         alone = self.state.num_processes == 1
         send = _kept if alone else self._connection.send
         try:
-            head = self._head() if start and self._layout().num_shards > 1 and not self._drop_last else []
+            head = self._head() if start and self._layouts[0].num_shards > 1 and not self._drop_last else []
             batches = iter(EpochIterator(self, pending))
             for message in self._form_rounds(batches, self._shards(), head):
                 yield send(message)
@@ -232,14 +232,14 @@ class DataLoaderDispatcher(PreparedLoader):
         return max(0, rounds - self.skip_batches)
 
     def _batches_per_step(self) -> int:
-        return len(self.readers) if self.split_batches else self._layout().num_shards
+        return len(self.readers) if self.split_batches else self._layouts[0].num_shards
 
     def _reads_per_step(self) -> int:
         return 1 if self.split_batches else self._shards()
 
-    def _layout(self, rank: int | None = None) -> ShardLayout:
-        own = self.state.process_index if rank is None else rank
-        return ShardLayout.of(self.state.num_processes, own, self.torch_device_mesh)
+    @functools.cached_property
+    def _layouts(self) -> list[ShardLayout]:
+        return ShardLayout.of_all(self.state.num_processes, self.torch_device_mesh)
 
     @property
     def batch_counts(self) -> tuple[int, ...] | None:
