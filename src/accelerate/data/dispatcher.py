@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.data import adapter, broadcast, resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, variant
-from accelerate.data.broadcast import END, FAILED, WAIT, BatchScatter, Round
+from accelerate.data.broadcast import END, FAILED, BatchScatter, Round
 from accelerate.data.epoch import EpochIterator
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending, generators_kept, is_stateful
-from accelerate.data.samplers import ReplayableRandomSampler, real_per_shard
+from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
 from accelerate.process import PartialState
 
 logger = logging.getLogger(__name__)
@@ -87,43 +87,33 @@ class DataLoaderDispatcher(PreparedLoader):
         self._counts = None
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        return self._run_together(pending) if self._reads_ahead else self._run_alone(pending)
+        place = placer(self.state.device, self._non_blocking)
+        if self._reads_ahead:
+            start = self._left_out() if pending is None else pending.batches
+            yield from self._hand_out_each(self._own_parts(pending, start), start, place)
+            return
+        for batch in self._run(pending, place):
+            if self.end_of_dataloader:
+                self.remainder = broadcast.batch_length(batch) or -1
+            yield batch
 
     @property
     def _reads_ahead(self) -> bool:
         # Among several processes the next round is read, and on its way, while this one is computed.
         return self.state.num_processes > 1 or self.slice_fn is not None
 
-    def _run_alone(self, pending: Pending | None) -> Iterator[Any]:
-        for batch in self._run(pending, placer(self.state.device, self._non_blocking)):
-            if self.end_of_dataloader:
-                self.remainder = broadcast.batch_length(batch) or -1
-            yield batch
-
-    def _run_together(self, pending: Pending | None) -> Iterator[Any]:
-        """Yield this process's part of every round, while the next one is on its way."""
-        progress, index = self._progress, self._layouts[self.state.process_index].shard_index
-        place = placer(self.state.device, self._non_blocking)
-        number = self._left_out() if pending is None else pending.batches
-        progress.batches, progress.at_end = number, False
-        messages = self._messages(pending, number)
-        message = next(messages)
-        while message.kind != END:
-            if message.kind == WAIT:
-                message = next(messages)
-            following = next(messages)
-            number += 1
-            progress.batches = number
+    def _own_parts(self, pending: Pending | None, start: int) -> Iterator[tuple[Any, bool]]:
+        """This process's part of every round, and whether that is the last, while the next one is on its way."""
+        index = self._layouts[self.state.process_index].shard_index
+        rounds = takewhile(lambda message: message.kind != END, self._messages(pending, start))
+        for message, is_last in look_ahead(rounds):
             part, self._counts = message.batch()
-            self._hand_out(is_last=following.kind == END)
-            if following.kind == END and self._counts is None:
+            if is_last and self._counts is None:
                 self.remainder = message.real * len(self.readers)
             if self.slice_fn is not None:
                 ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
                 part = self.slice_fn(part, slice(message.start(index), message.start(index + 1)), **ranks)
-            yield place(part)
-            message = following
-        self._finish_epoch()
+            yield part, is_last
 
     @functools.cached_property
     def _connection(self) -> BatchScatter:
@@ -183,18 +173,19 @@ class DataLoaderDispatcher(PreparedLoader):
     def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Round]:
         """Join, complete and divide batches into rounds; `first` are those of the epoch's first round.
 
-        The division of a round that the shards cannot share equally depends on whether it is the last: it comes after WAIT.
+        The division of a round that the shards cannot share equally depends on whether it is the last.
         """
         per_round = self._reads_per_step()
         groups: Iterator[list[Any]] = iter(lambda: list(islice(batches, per_round)), [])
         if self._drop_last:
             groups = (group for group in groups if len(group) == per_round)
-        head = uneven = None
+        head = held = None
         for group in chain(groups, [()]):
             real = sum(map(_length, group)) if group else _ENDED
             of_readers = self._exchange(real)
-            if uneven is not None:
-                yield _divided(*uneven, shards, head, is_last=not group)
+            if held is not None:
+                yield _divided(*held, shards, head, is_last=not group)
+                held = None
             if _ENDED in of_readers:
                 if group:
                     logger.warning(
@@ -207,9 +198,10 @@ class DataLoaderDispatcher(PreparedLoader):
                 head = broadcast.take(broadcast.join(first) if first else batch, 0, shards)
             if any(each != real for each in of_readers) or (real % shards and len(of_readers) > 1):
                 yield _completed(batch, real, shards, head, of_readers)
-                continue
-            uneven = (batch, real) if real % shards else None
-            yield Round(None, kind=WAIT) if uneven else Round(batch, None, real, real // shards, shards)
+            elif real % shards:
+                held = batch, real
+            else:
+                yield Round(batch, None, real, real // shards, shards)
 
     def _exchange(self, real: int) -> list[int]:
         """The samples that each reader has for a round, or how it ended; where another one failed, this one does, too."""

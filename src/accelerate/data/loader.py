@@ -12,7 +12,7 @@ from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_
 from accelerate.data.epoch import EpochIterator
 from accelerate.data.iterable import IterableDatasetShard, has_buffer
 from accelerate.data.resume import Pending, Progress, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, look_ahead
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, look_ahead
 from accelerate.data.workers import SeededDataset
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
@@ -189,17 +189,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self, pending: Pending | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
     ) -> Iterator[Any]:
         """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
-        progress, epoch = self._progress, EpochIterator(self, pending)
+        epoch = EpochIterator(self, pending)
         batches, order = iter(epoch), epoch.order
         if through is not None:  # which reads ahead, so that the indices are further than the batches
             batches, order = through(batches), None
         # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
         # of a plain loop.
-        marked = look_ahead(batches) if order is None else ((batch, order.ended) for batch in batches)
-        progress.batches, progress.at_end = epoch.start, False
-        active = self.gradient_state._active
+        return self._hand_out_each(look_ahead(batches) if order is None else batches, epoch.start, place, order)
+
+    def _hand_out_each(
+        self, items: Iterator[Any], start: int, place: Callable[[Any], Any] | None, order: EndAhead | None = None
+    ) -> Iterator[Any]:
+        """Yield batches from step `start` on; they come in pairs with whether they are the last, unless the indices tell."""
+        progress, active = self._progress, self.gradient_state._active
+        progress.batches, progress.at_end = start, False
         own = active[-1] if active else None
-        for number, (batch, is_last) in enumerate(marked, epoch.start + 1):
+        for number, item in enumerate(items, start + 1):
+            if order is None:
+                batch, is_last = item
+            else:
+                batch, is_last = item, order.ended
             progress.batches = number
             if is_last or self.end_of_dataloader or not active or active[-1] is not own:  # not for every batch
                 self._hand_out(is_last)

@@ -293,11 +293,7 @@ class BatchSamplerShard(BatchSampler):
 
     def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
         """Iterate from batch number `start`, and `extra` samples of all processes beyond it, on."""
-        self.round_log.clear()
-        if self.deals_samples:
-            yield from self._from_samples(self.batch_sampler.sampler, start, extra)
-        else:
-            yield from self._walked(start)
+        return (self._from_samples if self.deals_samples else self._walked)(start, extra)
 
     @property
     def deals_samples(self) -> bool:
@@ -306,8 +302,10 @@ class BatchSamplerShard(BatchSampler):
         plain = type(inner) is BatchSampler and (inner.batch_size, inner.drop_last) == (size, self.drop_last)
         return plain and not (self.split_batches and size % self.num_processes)
 
-    def _from_samples(self, sampler: Any, number: int, extra: int) -> Iterator[list[int]]:
+    def _from_samples(self, number: int, extra: int) -> Iterator[list[int]]:
         """Take this process's samples of each round from `number` on: from an order in memory at no cost for those of others."""
+        self.round_log.clear()
+        sampler = self.batch_sampler.sampler
         size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
         total, own = size * self.num_processes, size * self.process_index
         begin = number * total + extra
@@ -327,7 +325,8 @@ class BatchSamplerShard(BatchSampler):
             number += rounds
         yield from shares(self, iter(tail), head, size, number, self.even_batches)
 
-    def _walked(self, start: int) -> Iterator[list[int]]:
+    def _walked(self, start: int, _: int) -> Iterator[list[int]]:
+        self.round_log.clear()
         split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
         per_round = 1 if split else shards
         own = slice(size // shards * index, size // shards * (index + 1)) if split else slice(0)
@@ -434,18 +433,24 @@ class EndAhead:
     """A sampler that knows, when it has given an item, whether that was the last (`ended`); its own iterator."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler, self.ended = sampler, False
+        self.sampler, self.ended, self._items = sampler, False, None
 
     def __iter__(self) -> EndAhead:
         # Nothing is drawn yet: torch draws a seed of its own between opening a loader and asking for the first item.
-        self._items = look_ahead(self.sampler)
+        self._items = None
         return self
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
-        items = iter(self.sampler)
-        self._items = look_ahead(chain(list(islice(items, 1)), items))
+        self._items = iter(self.sampler)
+        self._following = next(self._items, _END)
 
     def __next__(self) -> Any:
-        item, self.ended = next(self._items)
+        if self._items is None:
+            self.draw()
+        item = self._following
+        if item is _END:
+            raise StopIteration
+        self._following = next(self._items, _END)
+        self.ended = self._following is _END
         return item
