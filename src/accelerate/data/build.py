@@ -132,18 +132,10 @@ def prepare_data_loader(
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles
 
-    made = plan.make(
-        dataloader,
-        layouts,
-        process_index,
-        reading=reading,
-        split_batches=split_batches,
-        even_batches=even_batches,
-        readers=readers,
-    )
+    batches = {"split_batches": split_batches, "even_batches": even_batches}
+    made = plan.make(dataloader, layouts, process_index, reading=reading, readers=readers, **batches)
     node = ShardLayout(len(readers), sum(first <= process_index for first in readers) - 1)
-    own = node if reading == plan.PER_NODE else layout
-    changes = _changes(dataloader, own, reading, split_batches, even_batches)
+    changes = _changes(dataloader, node if reading == plan.PER_NODE else layout, reading, **batches)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
