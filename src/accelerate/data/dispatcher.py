@@ -162,9 +162,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
         parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
-        with generators_kept():
-            if self._progress.at_start is not None:
-                resume.set_states(self._progress.at_start)
+        with generators_kept(self._progress.at_start):
             whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
             head = list(islice(iter(whole), self._reads_per_step()))
         put_back()

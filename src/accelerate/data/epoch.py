@@ -93,9 +93,7 @@ class EpochIterator:
         return iter(base)
 
     def _opened_again(self) -> Iterator[Any]:
-        with generators_kept():
-            if self.progress.at_start is not None:
-                resume.set_states(self.progress.at_start)
+        with generators_kept(self.progress.at_start):
             batches = iter(self.base)
             if self.order is not None:
                 self.order.draw()
@@ -117,9 +115,7 @@ class EpochIterator:
     def _caught_up(self) -> Iterator[Any]:
         """Leave out the beginning of the epoch, and read again what the interrupted run had read ahead."""
         first: list[Any] = []
-        with nullcontext() if self.drawn is None else generators_kept():
-            if self.drawn is not None:
-                resume.set_states(self.drawn)
+        with nullcontext() if self.drawn is None else generators_kept(self.drawn):
             self._drop()
             for states in self.reread:
                 resume.set_states(states)

@@ -68,7 +68,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             self._begin_epoch(pending)
             resume.note_start(self, pending)
-            self._seed_workers()
+            dataset, progress = self.base_dataloader.dataset, self._progress
+            if type(dataset) is SeededDataset:
+                progress.worker_seed = dataset.choose(progress.worker_seed, progress.epoch)
             batches = self._iterate(pending)
             yield from batches if watch is None else watch.watched(batches, self)
         finally:
@@ -76,13 +78,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _begin_epoch(self, pending: Pending | None) -> None:
         """Do what comes before the order of the epoch is drawn."""
-
-    def _seed_workers(self) -> None:
-        dataset, progress = self.base_dataloader.dataset, self._progress
-        if type(dataset) is SeededDataset:
-            if progress.worker_seed is None:
-                progress.worker_seed = torch.initial_seed()
-            dataset.choose(progress.worker_seed, progress.epoch)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
         """Yield the batches of an epoch, from the position to continue at if there is one."""

@@ -117,9 +117,11 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Give the generators their states back at the end of a `with` block, whatever it has drawn."""
+def generators_kept(within: dict[str, Any] | None = None) -> Iterator[None]:
+    """Give the generators other states in a `with` block, if any are given, and their own back at its end, whatever was drawn."""
     before = states()
+    if within is not None:
+        set_states(within)
     try:
         yield
     finally:
