@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.resume import Progress, generators_kept, is_stateful
@@ -96,9 +96,9 @@ def sampler_kind(loader: DataLoader) -> str | None:
     if is_stream(loader):
         return None
     sampler = get_sampler(loader)
-    if isinstance(sampler, ReplayableRandomSampler):
-        return "RandomSampler"  # it was made replayable in place, and draws as the plain one does
-    return type(innermost(batching_sampler(loader)) if sampler is None else sampler).__name__
+    kind = type(innermost(batching_sampler(loader)) if sampler is None else sampler)
+    # One that was made replayable in place draws as the plain one does.
+    return (RandomSampler if kind is ReplayableRandomSampler else kind).__name__
 
 
 def division(loader: DataLoader) -> tuple[Any, int, int] | None:
@@ -244,14 +244,7 @@ def placer(device: torch.device | str | int | None, non_blocking: bool = False) 
 def keep_on_cpu(batch: Any) -> Any:
     """Return the batch itself if it is a tensor, or a flat dict, list or tuple of tensors, on the CPU; else move it."""
     kind = type(batch)
-    if kind is torch.Tensor:
-        return batch if batch.is_cpu else batch.to(CPU)
-    if kind is dict:
-        tensors = batch.values()
-    elif kind is list or kind is tuple:
-        tensors = batch
-    else:
-        return send_to_device(batch, CPU)
+    tensors = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or not tensor.is_cpu:
             return send_to_device(batch, CPU)
