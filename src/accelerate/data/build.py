@@ -279,6 +279,7 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
     generator = getattr(owner, "generator", None)
     if generator is None and not is_stream(dataloader) and hasattr(owner, "generator"):
         generator = owner.generator = torch.Generator().manual_seed(draw_seed())
+        owner.generator_is_ours = True
     return generator if isinstance(generator, torch.Generator) else None
 
 

@@ -107,10 +107,11 @@ class TensorOrder:
             self.sampler = sampler = copy.copy(sampler)
             ReplayableRandomSampler.adopt(sampler)
         self.length, self.generator, self.drawn = len(sampler.data_source), sampler._epoch_generator(), 0
-        # torch draws 32 at a time with replacement, and else whole permutations. No program goes on with a generator that is
-        # seeded for each epoch, so all is drawn from it at once.
+        # torch draws whole permutations, and with replacement 32 at a time: where the program has the generator for itself, it may
+        # go on with it after a loop that is left early.
         seeded = isinstance(sampler, SeedableRandomSampler) or sampler.generator is None
-        self.block = 32 if sampler.replacement and not seeded else max(self.length, len(sampler) * sampler.replacement)
+        stepwise = sampler.replacement and not (seeded or getattr(sampler, "generator_is_ours", False))
+        self.block = 32 if stepwise else max(self.length, len(sampler) * sampler.replacement)
         size = len(sampler) if sampler.replacement else -(-len(sampler) // self.length) * self.length
         self.indices = torch.empty(size, dtype=torch.int32 if self.length < 1 << 31 else torch.int64)
 
