@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.resume import Progress, generators_kept, is_stateful
@@ -26,7 +26,7 @@ _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:
 _DIVISIONS = [("num_replicas", "rank"), ("world_size", "rank")]
 _DIVISIONS += [("data_parallel_size", "data_parallel_rank"), ("num_processes", "process_index")]
 # Attributes of prepared loaders that are not pickled.
-_OF_THE_PROCESS = ("gradient_state", "_connection")
+_OF_THE_PROCESS = ("gradient_state", "_connection", "_layouts")
 
 # Questions -------------------------------------------------------------------------------------------------------------
 
@@ -96,9 +96,9 @@ def sampler_kind(loader: DataLoader) -> str | None:
     if is_stream(loader):
         return None
     sampler = get_sampler(loader)
-    if isinstance(sampler, ReplayableRandomSampler):
-        return "RandomSampler"  # it was made replayable in place, and draws as the plain one does
-    return type(innermost(batching_sampler(loader)) if sampler is None else sampler).__name__
+    kind = type(innermost(batching_sampler(loader)) if sampler is None else sampler)
+    # One that was made replayable in place draws as the plain one does.
+    return (RandomSampler if kind is ReplayableRandomSampler else kind).__name__
 
 
 def division(loader: DataLoader) -> tuple[Any, int, int] | None:
@@ -131,18 +131,10 @@ def deals_out(loader: DataLoader, parts: int) -> bool:
 
 def sharding(loader: DataLoader) -> Any:
     """What gives the process its part: the shard of a stream or of a batch sampler; else the sampler itself."""
-    if isinstance(loader.dataset, IterableDatasetShard):
-        return loader.dataset
-    return unskipped(batching_sampler(loader))[0]
-
-
-def global_batch_size(loader: DataLoader) -> int | None:
-    """Number of samples in a round over all shards, or None where batches have no fixed size."""
-    shard = sharding(loader)
-    size = getattr(shard, "batch_size", None)
-    if not isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
-        return loader.batch_size if size is None else size
-    return size if size is None or shard.split_batches else size * shard.num_processes
+    part = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else batching_sampler(loader)
+    while isinstance(part, SkipBatchSampler):
+        part = part.batch_sampler
+    return part
 
 
 def dataset_length(dataset: Any) -> int:
@@ -252,14 +244,7 @@ def placer(device: torch.device | str | int | None, non_blocking: bool = False) 
 def keep_on_cpu(batch: Any) -> Any:
     """Return the batch itself if it is a tensor, or a flat dict, list or tuple of tensors, on the CPU; else move it."""
     kind = type(batch)
-    if kind is torch.Tensor:
-        return batch if batch.is_cpu else batch.to(CPU)
-    if kind is dict:
-        tensors = batch.values()
-    elif kind is list or kind is tuple:
-        tensors = batch
-    else:
-        return send_to_device(batch, CPU)
+    tensors = batch.values() if kind is dict else batch if kind is list or kind is tuple else (batch,)
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or not tensor.is_cpu:
             return send_to_device(batch, CPU)
@@ -373,19 +358,17 @@ class DataLoaderAdapter:
     def _remainder_ahead(self) -> int:
         return -1
 
+    def _batches_per_step(self) -> int:
+        """Batches of the wrapped loader that all processes together take in a step, each counted in the size it has undivided."""
+        shard = sharding(self.base_dataloader)
+        in_turn = isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) and not shard.split_batches
+        return shard.num_processes if in_turn else 1
+
     def _samples_per_step(self) -> int | None:
         """Samples that all processes together receive in one step; None if that varies."""
-        return global_batch_size(self.base_dataloader)
-
-    def _reads_per_step(self) -> int:
-        """Batches of the wrapped loader that make one step."""
-        return 1
-
-    def _batches_per_step(self) -> int:
-        """Batches of the sampler below all sharding that a step takes over all processes."""
-        shard = sharding(self.base_dataloader)
-        in_turn = isinstance(shard, BatchSamplerShard) and not shard.split_batches
-        return (shard.num_processes if in_turn else 1) * self._reads_per_step()
+        size = getattr(sharding(self.base_dataloader), "batch_size", None)
+        size = self.base_dataloader.batch_size if size is None else size
+        return None if size is None else size * self._batches_per_step()
 
     def _data(self) -> dict[str, Any]:
         """What the loader reads: number of samples of the dataset and kind of the sampler, None where there is none."""

@@ -101,8 +101,8 @@ def padded(batch: Any, length: int, head: Any, size: int) -> Any:
 
 # Messages --------------------------------------------------------------------------------------------------------------
 
-# What a header announces: a round; one whose division depends on what is read next; why reading failed; no more rounds.
-ROUND, WAIT, FAILED, END = range(4)
+# What a header announces: a round; why reading failed; no more rounds.
+ROUND, FAILED, END = range(3)
 ALIGNMENT = 64
 CPU = torch.device("cpu")
 

@@ -110,17 +110,12 @@ def prepare_data_loader(
     state = PartialState()
     num_processes = state.num_processes if num_processes is None else num_processes
     process_index = state.process_index if process_index is None else process_index
-    layouts = [ShardLayout.of(num_processes, rank, torch_device_mesh) for rank in range(num_processes)]
+    layouts = ShardLayout.of_all(num_processes, torch_device_mesh)
     layout = layouts[process_index]
     # A caller who asks for one part among several processes divides nothing, as a sampler may have done it.
     own = ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
-    divided = already_sharded  # where it is declared, what the data itself says is not asked
-    if is_stream(dataloader):
-        divided = divided or not shard_iterable_dataset
-        divided = divided or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
-    else:
-        divided = divided or _is_divided(dataloader, own)
-    reading = _reading(dataloader, layout.num_shards, divided, already_sharded, dispatch_batches, put_on_device)
+    divided = already_sharded or _is_divided(dataloader, layout, own, shard_iterable_dataset, dispatch_batches)
+    reading = _reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
     dispatch = reading == plan.DISPATCHED
     readers = _readers(dispatch_readers, dataloader, layouts, slice_fn_for_dispatch) if dispatch else (0,)
     reading = plan.PER_NODE if len(readers) > 1 else reading
@@ -137,18 +132,10 @@ def prepare_data_loader(
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles
 
-    made = plan.make(
-        dataloader,
-        layouts,
-        process_index,
-        reading=reading,
-        split_batches=split_batches,
-        even_batches=even_batches,
-        readers=readers,
-    )
+    batches = {"split_batches": split_batches, "even_batches": even_batches}
+    made = plan.make(dataloader, layouts, process_index, reading=reading, readers=readers, **batches)
     node = ShardLayout(len(readers), sum(first <= process_index for first in readers) - 1)
-    own = node if reading == plan.PER_NODE else layout
-    changes = _changes(dataloader, own, reading, split_batches, even_batches)
+    changes = _changes(dataloader, node if reading == plan.PER_NODE else layout, reading, **batches)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
@@ -183,11 +170,36 @@ def plan_of(loader: DataLoader) -> DataPlan:
     return loader.plan
 
 
-def _reading(
-    dataloader: DataLoader, shards: int, divided: bool, declared: bool, dispatch: bool | None, put_on_device: bool
-) -> str:
-    """How the data is read; warns of parts that nobody would read, and of a division that was found, not declared."""
-    dataset, stream = dataloader.dataset, is_stream(dataloader)
+def _is_divided(
+    dataloader: DataLoader, layout: ShardLayout, own: ShardLayout, shard_streams: bool, dispatch: bool | None
+) -> bool:
+    """Whether the data says that it is divided, which a warning tells of a sampler; ValueError if for other processes."""
+    if is_stream(dataloader):
+        return not shard_streams or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
+    known = adapter.division(dataloader)
+    if known is None:
+        return False
+    sampler, parts, index = known
+    gives = f"The loader's sampler ({type(sampler).__name__}) gives part {index} of {parts} already"
+    if (parts, index) != (own.num_shards, own.shard_index):
+        raise ValueError(
+            f"{gives}, but this process reads part {own.shard_index} of {own.num_shards}: data "
+            "would be read twice, or not at all. Build the sampler for that part (processes that differ only along tp, cp or "
+            "sp share one), leave it away, since `prepare` divides a plain loader, or pass "
+            "DataLoaderConfiguration(already_sharded=True) to read exactly what it gives."
+        )
+    if layout.num_shards > 1 and not dispatch:
+        warn_user(
+            f"{gives}, so it is read as it is: each process reads exactly what its own "
+            "sampler gives. `prepare` divides a plain loader; or say that it is divided, with "
+            "DataLoaderConfiguration(already_sharded=True)."
+        )
+    return True
+
+
+def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool | None, put_on_device: bool) -> str:
+    """How the data is read; warns of parts that nobody would read."""
+    stream = is_stream(dataloader)
     if dispatch and not put_on_device:
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches arrive on a process's device.")
     if dispatch or (dispatch is None and stream and put_on_device and not divided):
@@ -198,16 +210,10 @@ def _reading(
             )
         return plan.DISPATCHED
     if divided:
-        if shards > 1 and not (declared or stream):
-            warn_user(
-                f"The loader's {_division(dataloader)}, so it is read as it is: each process reads exactly what its own "
-                "sampler gives. `prepare` divides a plain loader; or say that it is divided, with "
-                "DataLoaderConfiguration(already_sharded=True)."
-            )
         return plan.SPLIT_ALREADY
     if not stream:
         return plan.OWN_SHARD
-    return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataset, shards) else plan.EVERYTHING
+    return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataloader.dataset, shards) else plan.EVERYTHING
 
 
 def _readers(choice: str, dataloader: DataLoader, layouts: Sequence[ShardLayout], slice_fn: Any) -> tuple[int, ...]:
@@ -235,24 +241,6 @@ def _readers(choice: str, dataloader: DataLoader, layouts: Sequence[ShardLayout]
     else:
         return readers
     raise ValueError(f"dispatch_readers='per_node' is not possible on {len(readers)} nodes: {reason}. Or use 'one'.")
-
-
-def _is_divided(dataloader: DataLoader, own: ShardLayout) -> bool:
-    """Whether a loader's sampler gives each process its own part already; ValueError if the part is another process's."""
-    known = adapter.division(dataloader)
-    if known is not None and known[1:] != (own.num_shards, own.shard_index):
-        raise ValueError(
-            f"The loader's {_division(dataloader)}, but this process reads part {own.shard_index} of {own.num_shards}: data "
-            "would be read twice, or not at all. Build the sampler for that part (processes that differ only along tp, cp or "
-            "sp share one), leave it away, since `prepare` divides a plain loader, or pass "
-            "DataLoaderConfiguration(already_sharded=True) to read exactly what it gives."
-        )
-    return known is not None
-
-
-def _division(dataloader: DataLoader) -> str:
-    sampler, parts, index = adapter.division(dataloader)
-    return f"sampler ({type(sampler).__name__}) gives part {index} of {parts} already"
 
 
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
@@ -291,6 +279,7 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
     generator = getattr(owner, "generator", None)
     if generator is None and not is_stream(dataloader) and hasattr(owner, "generator"):
         generator = owner.generator = torch.Generator().manual_seed(draw_seed())
+        owner.generator_is_ours = True
     return generator if isinstance(generator, torch.Generator) else None
 
 
@@ -299,17 +288,21 @@ def _changes(
 ) -> dict[str, Any]:
     """The parts of the loader that change when it is prepared."""
     dataset, shards, index = dataloader.dataset, layout.num_shards, layout.shard_index
-    changes: dict[str, Any] = {}
-    if reading == plan.DISPATCHED:
-        if iterable.is_datapipe(dataset):
-            # Hidden in a plain stream: torch's loader of a datapipe exchanges a seed between all processes at its start.
-            changes["dataset"] = ChainDataset([dataset])
-    elif reading == plan.PER_NODE or (shards > 1 and is_stream(dataloader)):
-        return _sharded_stream(dataloader, layout, reading, split_batches)
-    elif shards > 1 and reading == plan.SPLIT_ALREADY:
-        changes |= _cut(dataloader, shards) if split_batches else {}
-    elif shards > 1:
-        outer = batching_sampler(dataloader)
+    stream, outer = is_stream(dataloader), batching_sampler(dataloader)
+    cut = split_batches and shards > 1 and reading not in (plan.OWN_SHARD, plan.DISPATCHED)
+    changes: dict[str, Any] = _cut(dataloader, shards) if cut else {}
+    if reading == plan.DISPATCHED and iterable.is_datapipe(dataset):
+        # Hidden in a plain stream: torch's loader of a datapipe exchanges a seed between all processes at its start.
+        changes["dataset"] = ChainDataset([dataset])
+    elif reading in (plan.BY_PIECES, plan.PER_NODE):
+        changes["dataset"] = dataset.shard(num_shards=shards, index=index)
+    elif reading == plan.EVERYTHING and shards > 1:
+        size = dataloader.batch_size or 1
+        part = IterableDatasetShard(dataset, size, dataloader.drop_last, shards, index, split_batches)
+        changes["dataset"] = part
+        if dataloader.num_workers and adapter.iterates_plainly(dataloader):
+            changes["collate_fn"] = CountingCollate(dataloader.collate_fn, part)
+    elif reading == plan.OWN_SHARD and shards > 1:
         if dataloader.batch_sampler is None and not isinstance(outer, BatchSampler):
             changes["sampler"] = SamplerShard(outer, shards, index, even_batches)
         else:
@@ -317,21 +310,8 @@ def _changes(
             changes["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = shard
             if split_batches and dataloader.batch_size:
                 changes["batch_size"] = dataloader.batch_size // shards
-    if dataloader.num_workers and not is_stream(dataloader) and type(dataset) is not SeededDataset:
+    if dataloader.num_workers and not stream and type(dataset) is not SeededDataset:
         changes["dataset"] = SeededDataset(dataset)
-    return changes
-
-
-def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool) -> dict[str, Any]:
-    dataset, shards, index, size = dataloader.dataset, layout.num_shards, layout.shard_index, dataloader.batch_size
-    changes: dict[str, Any] = _cut(dataloader, shards) if split_batches else {}
-    if reading in (plan.BY_PIECES, plan.PER_NODE):
-        changes["dataset"] = dataset.shard(num_shards=shards, index=index)
-    elif reading == plan.EVERYTHING:
-        part = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, shards, index, split_batches)
-        changes["dataset"] = part
-        if dataloader.num_workers and adapter.iterates_plainly(dataloader):
-            changes["collate_fn"] = CountingCollate(dataloader.collate_fn, part)
     return changes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.data import adapter, broadcast, resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, variant
-from accelerate.data.broadcast import END, FAILED, WAIT, BatchScatter, Round
+from accelerate.data.broadcast import END, FAILED, BatchScatter, Round
 from accelerate.data.epoch import EpochIterator
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending, generators_kept, is_stateful
-from accelerate.data.samplers import ReplayableRandomSampler, real_per_shard
+from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
 from accelerate.process import PartialState
 
 logger = logging.getLogger(__name__)
@@ -82,48 +82,38 @@ class DataLoaderDispatcher(PreparedLoader):
         self.readers = tuple(readers)
         self._counts: tuple[int, ...] | None = None
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, pending: Pending | None) -> None:
         self.set_epoch(self.iteration)
         self._counts = None
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        return self._run_together(pending) if self._reads_ahead else self._run_alone(pending)
+        place = placer(self.state.device, self._non_blocking)
+        if self._reads_ahead:
+            start = self._left_out() if pending is None else pending.batches
+            yield from self._hand_out_each(self._own_parts(pending, start), start, place)
+            return
+        for batch in self._run(pending, place):
+            if self.end_of_dataloader:
+                self.remainder = broadcast.batch_length(batch) or -1
+            yield batch
 
     @property
     def _reads_ahead(self) -> bool:
         # Among several processes the next round is read, and on its way, while this one is computed.
         return self.state.num_processes > 1 or self.slice_fn is not None
 
-    def _run_alone(self, pending: Pending | None) -> Iterator[Any]:
-        for batch in self._run(pending, placer(self.state.device, self._non_blocking)):
-            if self.end_of_dataloader:
-                self.remainder = broadcast.batch_length(batch) or -1
-            yield batch
-
-    def _run_together(self, pending: Pending | None) -> Iterator[Any]:
-        """Yield this process's part of every round, while the next one is on its way."""
-        progress, index = self._progress, self._layout().shard_index
-        place = placer(self.state.device, self._non_blocking)
-        number = self._left_out() if pending is None else pending.batches
-        progress.batches, progress.at_end = number, False
-        messages = self._messages(pending, number)
-        message = next(messages)
-        while message.kind != END:
-            if message.kind == WAIT:
-                message = next(messages)
-            following = next(messages)
-            number += 1
-            progress.batches = number
+    def _own_parts(self, pending: Pending | None, start: int) -> Iterator[tuple[Any, bool]]:
+        """This process's part of every round, and whether that is the last, while the next one is on its way."""
+        index = self._layouts[self.state.process_index].shard_index
+        rounds = takewhile(lambda message: message.kind != END, self._messages(pending, start))
+        for message, is_last in look_ahead(rounds):
             part, self._counts = message.batch()
-            self._hand_out(is_last=following.kind == END)
-            if following.kind == END and self._counts is None:
+            if is_last and self._counts is None:
                 self.remainder = message.real * len(self.readers)
             if self.slice_fn is not None:
                 ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
                 part = self.slice_fn(part, slice(message.start(index), message.start(index + 1)), **ranks)
-            yield place(part)
-            message = following
-        self._finish_epoch()
+            yield part, is_last
 
     @functools.cached_property
     def _connection(self) -> BatchScatter:
@@ -132,7 +122,7 @@ class DataLoaderDispatcher(PreparedLoader):
         on_host = self.state.backend == "gloo" or communicator.group is None
         device = broadcast.CPU if on_host else self.state.device
         # A function of the user's cuts from the whole round, on every rank.
-        places = None if self.slice_fn else [self._layout(rank).shard_index % self._shards() for rank in ranks]
+        places = None if self.slice_fn else [self._layouts[rank].shard_index % self._shards() for rank in ranks]
         if len(self.readers) == 1:
             return BatchScatter(communicator, communicator.group, comm.side_group(), device, places)
         groups = (broadcast.subgroup(communicator, ranks, host) for host in (on_host, True))
@@ -145,18 +135,17 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _shards(self) -> int:
         """Number of shards that a reader serves."""
-        return self._layout().num_shards // len(self.readers)
+        return self._layouts[0].num_shards // len(self.readers)
 
     def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
         """The rounds from `start` on: read and sent by a reader, received by the others."""
         if self.state.process_index not in self.readers:
-            self._progress.replaying = False
             while True:
                 yield self._connection.receive()
         alone = self.state.num_processes == 1
         send = _kept if alone else self._connection.send
         try:
-            head = self._head() if start and self._layout().num_shards > 1 and not self._drop_last else []
+            head = self._head() if start and self._layouts[0].num_shards > 1 and not self._drop_last else []
             batches = iter(EpochIterator(self, pending))
             for message in self._form_rounds(batches, self._shards(), head):
                 yield send(message)
@@ -173,9 +162,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
         parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
-        with generators_kept():
-            if self._progress.at_start is not None:
-                resume.set_states(self._progress.at_start)
+        with generators_kept(self._progress.at_start):
             whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
             head = list(islice(iter(whole), self._reads_per_step()))
         put_back()
@@ -184,18 +171,19 @@ class DataLoaderDispatcher(PreparedLoader):
     def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Round]:
         """Join, complete and divide batches into rounds; `first` are those of the epoch's first round.
 
-        The division of a round that the shards cannot share equally depends on whether it is the last: it comes after WAIT.
+        The division of a round that the shards cannot share equally depends on whether it is the last.
         """
         per_round = self._reads_per_step()
         groups: Iterator[list[Any]] = iter(lambda: list(islice(batches, per_round)), [])
         if self._drop_last:
             groups = (group for group in groups if len(group) == per_round)
-        head = uneven = None
+        head = held = None
         for group in chain(groups, [()]):
             real = sum(map(_length, group)) if group else _ENDED
             of_readers = self._exchange(real)
-            if uneven is not None:
-                yield _divided(*uneven, shards, head, is_last=not group)
+            if held is not None:
+                yield _divided(*held, shards, head, is_last=not group)
+                held = None
             if _ENDED in of_readers:
                 if group:
                     logger.warning(
@@ -208,9 +196,10 @@ class DataLoaderDispatcher(PreparedLoader):
                 head = broadcast.take(broadcast.join(first) if first else batch, 0, shards)
             if any(each != real for each in of_readers) or (real % shards and len(of_readers) > 1):
                 yield _completed(batch, real, shards, head, of_readers)
-                continue
-            uneven = (batch, real) if real % shards else None
-            yield Round(None, kind=WAIT) if uneven else Round(batch, None, real, real // shards, shards)
+            elif real % shards:
+                held = batch, real
+            else:
+                yield Round(batch, None, real, real // shards, shards)
 
     def _exchange(self, real: int) -> list[int]:
         """The samples that each reader has for a round, or how it ended; where another one failed, this one does, too."""
@@ -232,18 +221,15 @@ class DataLoaderDispatcher(PreparedLoader):
         rounds = batches // per_round if self._drop_last else -(-batches // per_round)
         return max(0, rounds - self.skip_batches)
 
-    def _samples_per_step(self) -> int | None:
-        size = super()._samples_per_step()
-        if size is None or self.split_batches:
-            return size if size is None else size * len(self.readers)
-        return size * self._layout().num_shards
+    def _batches_per_step(self) -> int:
+        return len(self.readers) if self.split_batches else self._layouts[0].num_shards
 
     def _reads_per_step(self) -> int:
         return 1 if self.split_batches else self._shards()
 
-    def _layout(self, rank: int | None = None) -> ShardLayout:
-        own = self.state.process_index if rank is None else rank
-        return ShardLayout.of(self.state.num_processes, own, self.torch_device_mesh)
+    @functools.cached_property
+    def _layouts(self) -> list[ShardLayout]:
+        return ShardLayout.of_all(self.state.num_processes, self.torch_device_mesh)
 
     @property
     def batch_counts(self) -> tuple[int, ...] | None:

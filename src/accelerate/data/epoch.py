@@ -56,17 +56,16 @@ class EpochIterator:
             self.order = EndAhead(adapter.batching_sampler(self.base))
             name = "sampler" if self.base.batch_sampler is None else "batch_sampler"
             self.base = variant(self.base, **{name: self.order})
-        replaying, self.progress.replaying = self.progress.replaying, False
         watch = loader.gradient_state._step_watch
         with nullcontext() if watch is None else workers.masked_start(self.base, watch.numbers):
-            self.batches = self._opened_again() if replaying else self._opened()
+            self.batches = self._opened() if pending is None else self._opened_again()
         if self.base.num_workers and self.base.persistent_workers:
             self.progress.workers_kept = True
 
     def _begin_at(self, pending: Pending) -> None:
         behind, self.start = (pending.batches - self.start) * self.reads, pending.batches
         self.reread = pending.position.get("before_read") or []
-        if self.loader._goes_on_by_itself():
+        if pending.position and self.loader._goes_on_by_itself():
             self.to_drop = 0
         elif is_stream(self.base):
             self.to_drop += behind
@@ -94,9 +93,7 @@ class EpochIterator:
         return iter(base)
 
     def _opened_again(self) -> Iterator[Any]:
-        with generators_kept():
-            if self.progress.at_start is not None:
-                resume.set_states(self.progress.at_start)
+        with generators_kept(self.progress.at_start):
             batches = iter(self.base)
             if self.order is not None:
                 self.order.draw()
@@ -118,9 +115,7 @@ class EpochIterator:
     def _caught_up(self) -> Iterator[Any]:
         """Leave out the beginning of the epoch, and read again what the interrupted run had read ahead."""
         first: list[Any] = []
-        with nullcontext() if self.drawn is None else generators_kept():
-            if self.drawn is not None:
-                resume.set_states(self.drawn)
+        with nullcontext() if self.drawn is None else generators_kept(self.drawn):
             self._drop()
             for states in self.reread:
                 resume.set_states(states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count, cycle, islice
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data.samplers import check_split, real_per_shard
+from accelerate.data.samplers import check_split, shares, split_head
 
 logger = logging.getLogger(__name__)
 
@@ -90,20 +90,8 @@ class IterableDatasetShard(IterableDataset):
             generator.manual_seed(self.epoch)
         self.round_log.clear()
         size = self._round_size()
-        share = size // self.num_processes
-        mine = slice(share * self.process_index, share * (self.process_index + 1))
-        stream = iter(self.dataset)
-        head: list[Any] = []
-        number = 0
-        while samples := list(islice(stream, size)):
-            head = head or samples
-            if len(samples) < size:
-                if self.drop_last:
-                    return
-                self.round_log[number] = real_per_shard(len(samples), share, self.num_processes)
-                samples = list(islice(chain(samples, cycle(head)), size))
-            yield from samples[mine]
-            number += 1
+        head, samples = split_head(self.dataset, size, 0)
+        yield from chain.from_iterable(shares(self, samples, head, size // self.num_processes))
 
 
 class CountingCollate:
@@ -239,20 +227,18 @@ def in_step(batches: Iterator[Any]) -> Iterator[Any]:
     _loops += 1
     reads, loop = _reads(batches), _loops
 
-    def read(step: int) -> tuple[Any, Callable[[], list[list[int]]]]:
+    def read(step: int) -> tuple[int, Any, Callable[[], bool]]:
         status, item = next(reads)
-        return item, _vote(communicator, [loop, step, status])
+        # The lowest of a number and of its opposite are of one rank only where all ranks have the same.
+        return status, item, _have_all(communicator, [loop, -loop, step, -step, -status])
 
-    item, outcome = read(0)
+    status, item, all_are_ready = read(0)
     for step in count():
-        statuses = _statuses(outcome(), loop, step, communicator.rank)
-        if _FAILED in statuses:
-            _raise(communicator, item, statuses, step)
-        if _ENDED in statuses:
-            _report_left_over(communicator, statuses, step)
+        if not all_are_ready():
+            _stop(communicator, loop, step, status, item)
             return
         current = item
-        item, outcome = read(step + 1)
+        status, item, all_are_ready = read(step + 1)
         yield current
 
 
@@ -267,50 +253,39 @@ def _reads(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
     yield _ENDED, None
 
 
-def _vote(communicator: Communicator, vote: list[int]) -> Callable[[], list[list[int]]]:
-    """Send a vote; return a function that waits for those of all processes."""
-    # A sum in which each rank fills its own row: cheaper to start than a gathering, and the same for all backends.
-    board = torch.zeros(communicator.world_size, len(vote), dtype=torch.int64)
-    board[communicator.rank] = torch.tensor(vote)
-    group = comm.side_group()
+def _have_all(communicator: Communicator, vote: list[int]) -> Callable[[], bool]:
+    """Send a vote; return a function that waits for those of all processes, and says whether all are ready at this place."""
+    wanted, lowest, group = [*vote[:-1], _READY], torch.tensor(vote), comm.side_group()
     if group is None:
-        return communicator.all_reduce(board).tolist
-    work = dist.all_reduce(board, group=group, async_op=True)
+        return lambda: communicator.all_reduce(lowest, "min").tolist() == wanted
+    work = dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group, async_op=True)
 
-    def wait() -> list[list[int]]:
+    def wait() -> bool:
         work.wait()
-        return board.tolist()
+        return lowest.tolist() == wanted
 
     return wait
 
 
-def _statuses(votes: list[list[int]], loop: int, step: int, rank: int) -> list[int]:
-    """The status of each rank in this step of this loop."""
-    for other, vote in enumerate(votes):
-        if vote[:2] != [loop, step]:
+def _stop(communicator: Communicator, loop: int, step: int, status: int, item: Any) -> None:
+    """Learn from all ranks why they stop here: raise if one failed or is elsewhere, or tell on the main process what is left over."""
+    error = f"{type(item).__name__}: {item}" if status == _FAILED else ""
+    ranks: dict[int, list[str]] = {_FAILED: [], _ENDED: [], _READY: []}
+    for rank, (other_loop, other_step, other, text) in enumerate(
+        communicator.gather_object((loop, step, status, error))
+    ):
+        if (other_loop, other_step) != (loop, step):
             raise RuntimeError(
-                f"Processes are at different places: rank {rank} reads batch {step} of its loop number {loop}, rank {other} "
-                f"batch {vote[1]} of its loop number {vote[0]}. All ranks have to leave a loop at the same batch."
+                f"Processes are at different places: rank {communicator.rank} reads batch {step} of its loop number {loop}, rank "
+                f"{rank} batch {other_step} of its loop number {other_loop}. All ranks have to leave a loop at the same batch."
             )
-    return [status for _, _, status in votes]
-
-
-def _raise(communicator: Communicator, item: Any, statuses: list[int], step: int) -> None:
-    """Raise on all processes: the error itself where it happened, its text elsewhere."""
-    failed = statuses[communicator.rank] == _FAILED
-    texts = communicator.gather_object(f"{type(item).__name__}: {item}" if failed else None)
-    if failed:
+        ranks[other].append(f"rank {rank} failed ({text})" if other == _FAILED else str(rank))
+    if status == _FAILED:
         raise item
-    reports = [f"rank {rank} failed ({text})" for rank, text in enumerate(texts) if text is not None]
-    raise RuntimeError(f"Reading batch {step} of a loader: {'; '.join(reports)}. All processes stop there.")
-
-
-def _report_left_over(communicator: Communicator, statuses: list[int], step: int) -> None:
-    """One line on the main process about what was not used, if anything."""
-    left = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _READY)
-    if left and communicator.rank == 0:
-        ended = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _ENDED)
+    if ranks[_FAILED]:
+        raise RuntimeError(f"Reading batch {step} of a loader: {'; '.join(ranks[_FAILED])}. All processes stop there.")
+    if ranks[_READY] and communicator.rank == 0:
         logger.warning(
-            f"The data of rank {ended} ended after {step} batches, and all processes stop there: rank {left} had at least "
-            "one batch more each, which this epoch leaves out."
+            f"The data of rank {', '.join(ranks[_ENDED])} ended after {step} batches, and all processes stop there: rank "
+            f"{', '.join(ranks[_READY])} had at least one batch more each, which this epoch leaves out."
         )

@@ -12,7 +12,7 @@ from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_
 from accelerate.data.epoch import EpochIterator
 from accelerate.data.iterable import IterableDatasetShard, has_buffer
 from accelerate.data.resume import Pending, Progress, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, look_ahead
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, look_ahead
 from accelerate.data.workers import SeededDataset
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
@@ -66,23 +66,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._progress.extra_samples = 0 if pending is None else pending.extra_samples
         self.begin()
         try:
-            self._begin_epoch()
-            resume.note_start(self)
-            self._seed_workers()
+            self._begin_epoch(pending)
+            resume.note_start(self, pending)
+            dataset, progress = self.base_dataloader.dataset, self._progress
+            if type(dataset) is SeededDataset:
+                progress.worker_seed = dataset.choose(progress.worker_seed, progress.epoch)
             batches = self._iterate(pending)
             yield from batches if watch is None else watch.watched(batches, self)
         finally:
             self.end()
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, pending: Pending | None) -> None:
         """Do what comes before the order of the epoch is drawn."""
-
-    def _seed_workers(self) -> None:
-        dataset, progress = self.base_dataloader.dataset, self._progress
-        if type(dataset) is SeededDataset:
-            if progress.worker_seed is None:
-                progress.worker_seed = torch.initial_seed()
-            dataset.choose(progress.worker_seed, progress.epoch)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
         """Yield the batches of an epoch, from the position to continue at if there is one."""
@@ -121,6 +116,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         base = self.base_dataloader
         known = self.plan is None or is_stream(base) or isinstance(adapter.sharding(base), BatchSamplerShard)
         return 1 if known else self.plan.parts
+
+    def _batches_per_step(self) -> int:
+        return super()._batches_per_step() * self._parts()
+
+    def _reads_per_step(self) -> int:
+        """Batches of the wrapped loader that this process reads for one step."""
+        return 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position and order as of the batch yielded last, of this process.
@@ -182,17 +184,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self, pending: Pending | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
     ) -> Iterator[Any]:
         """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
-        progress, epoch = self._progress, EpochIterator(self, pending)
+        epoch = EpochIterator(self, pending)
         batches, order = iter(epoch), epoch.order
         if through is not None:  # which reads ahead, so that the indices are further than the batches
             batches, order = through(batches), None
         # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
         # of a plain loop.
-        marked = look_ahead(batches) if order is None else ((batch, order.ended) for batch in batches)
-        progress.batches, progress.at_end = epoch.start, False
-        active = self.gradient_state._active
+        return self._hand_out_each(look_ahead(batches) if order is None else batches, epoch.start, place, order)
+
+    def _hand_out_each(
+        self, items: Iterator[Any], start: int, place: Callable[[Any], Any] | None, order: EndAhead | None = None
+    ) -> Iterator[Any]:
+        """Yield batches from step `start` on; they come in pairs with whether they are the last, unless the indices tell."""
+        progress, active = self._progress, self.gradient_state._active
+        progress.batches, progress.at_end = start, False
         own = active[-1] if active else None
-        for number, (batch, is_last) in enumerate(marked, epoch.start + 1):
+        for number, item in enumerate(items, start + 1):
+            if order is None:
+                batch, is_last = item
+            else:
+                batch, is_last = item, order.ended
             progress.batches = number
             if is_last or self.end_of_dataloader or not active or active[-1] is not own:  # not for every batch
                 self._hand_out(is_last)
@@ -270,21 +281,14 @@ class DataLoaderShard(PreparedLoader):
         self._non_blocking = _non_blocking
         self.torch_device_mesh = torch_device_mesh
 
-    def _begin_epoch(self) -> None:
-        if self.rng_types is not None and not self._progress.replaying:
+    def _begin_epoch(self, pending: Pending | None) -> None:
+        if self.rng_types is not None and pending is None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.set_epoch(self.iteration)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
         place = placer(self.device, self._non_blocking)
         return self._run(pending, place, iterable.in_step if self._ends_unevenly() else None)
-
-    def _samples_per_step(self) -> int | None:
-        size = super()._samples_per_step()
-        return size if size is None else size * self._parts()
-
-    def _batches_per_step(self) -> int:
-        return super()._batches_per_step() * self._parts()
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:

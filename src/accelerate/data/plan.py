@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.data import adapter
@@ -33,21 +35,25 @@ class ShardLayout:
     shard_index: int
 
     @classmethod
-    def of(cls, num_processes: int, process_index: int, mesh: Any | None = None) -> ShardLayout:
-        """Return a process's shard; ranks that differ only along `tp`, `cp` or `sp` of the mesh share one."""
+    def of_all(cls, num_processes: int, mesh: Any | None = None) -> list[ShardLayout]:
+        """Return each process's shard; ranks that differ only along `tp`, `cp` or `sp` of the mesh share one."""
         if mesh is None:
-            return cls(num_processes, process_index)
-        names, place = mesh.mesh_dim_names, (mesh.mesh == process_index).nonzero()
-        if not names or len(place) != 1:
+            return [cls(num_processes, rank) for rank in range(num_processes)]
+        names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
+        times = Counter(ranks)
+        odd = next((rank for rank in range(num_processes) if times[rank] != 1), None)
+        if not names or odd is not None:
             raise ValueError(
-                f"torch_device_mesh has the dimension names {names} and holds process {process_index} {len(place)} times, so "
-                "it is not known which ranks share their data. Build the mesh over all processes, with mesh_dim_names=(...)."
+                f"torch_device_mesh has the dimension names {names} and holds process {odd or 0} {times[odd or 0]} times, so it is "
+                "not known which ranks share their data. Build the mesh over all processes, with mesh_dim_names=(...)."
             )
-        num_shards, shard_index = 1, 0
-        for name, size, coordinate in zip(names, mesh.mesh.shape, place[0].tolist(), strict=True):
+        num_shards, shards = 1, torch.zeros_like(mesh.mesh)
+        for dim, (name, size) in enumerate(zip(names, mesh.mesh.shape, strict=True)):
             if name not in SHARED_DATA_DIMS:
-                num_shards, shard_index = num_shards * size, shard_index * size + coordinate
-        return cls(num_shards, shard_index)
+                num_shards *= size
+                shards = shards * size + torch.arange(size).view(size, *[1] * (mesh.mesh.dim() - dim - 1))
+        of_rank = dict(zip(ranks, shards.flatten().tolist(), strict=True))
+        return [cls(num_shards, of_rank[rank]) for rank in range(num_processes)]
 
 
 @dataclass(frozen=True)

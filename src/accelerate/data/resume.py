@@ -33,7 +33,7 @@ KEY = "accelerate_position"
 
 @dataclass(frozen=True)
 class Pending:
-    """A position of the running epoch that was loaded and waits for the next iteration."""
+    """A position within an epoch that was loaded and waits for the next iteration; an empty one has only its order drawn again."""
 
     position: dict[str, Any]
     batches: int
@@ -62,7 +62,6 @@ class Progress:
     extra_samples: int = 0
     running: bool = False
     pending: Pending | None = None
-    replaying: bool = False
     finished: int = 0
     at_end: bool = False
     generator_state: torch.Tensor | None = None
@@ -117,9 +116,11 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Give the generators their states back at the end of a `with` block, whatever it has drawn."""
+def generators_kept(within: dict[str, Any] | None = None) -> Iterator[None]:
+    """Give the generators other states in a `with` block, if any are given, and their own back at its end, whatever was drawn."""
     before = states()
+    if within is not None:
+        set_states(within)
     try:
         yield
     finally:
@@ -141,11 +142,11 @@ def shuffling_generator(loader: PreparedLoader) -> torch.Generator | None:
     return None
 
 
-def note_start(loader: PreparedLoader) -> None:
+def note_start(loader: PreparedLoader, pending: Pending | None) -> None:
     """Keep the states of the generators, as an epoch begins and before its order is drawn."""
     generator = shuffling_generator(loader)
     loader._progress.generator_state = None if generator is None else generator.get_state()
-    if not loader._progress.replaying:  # then they are those that were loaded
+    if pending is None:  # else they are those that were loaded
         loader._progress.at_start = states()
 
 
@@ -326,28 +327,27 @@ def replacement_iterator(view: PreparedLoader) -> Iterable[Any] | None:
 
 
 def take_pending_position(loader: PreparedLoader) -> Pending | None:
-    """Return the loaded position that an iteration continues at, or None for its own beginning. Any rank, alone."""
+    """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Any rank, alone."""
     progress = loader._progress
     pending, progress.pending = progress.pending, None
     if pending is None:
         return None
     left_out = loader._left_out()
-    goes_on = left_out == pending.batches or (pending.resume_without_skip and loader._origin is None)
-    progress.replaying = bool(goes_on or left_out)
-    if goes_on:
+    if left_out == pending.batches or (pending.resume_without_skip and loader._origin is None):
         if loader._origin is None:
             _report(
                 f"The loader goes on in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
                 "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs anew."
             )
         return pending
-    if not left_out:
-        generator, sampler = shuffling_generator(loader), loader.get_sampler()
-        epoch_start_state = pending.position.get("anew")
-        if generator is not None and epoch_start_state is not None:
-            generator.set_state(generator_state(epoch_start_state))
-        if isinstance(sampler, ReplayableRandomSampler):
-            sampler.replay = None
+    if left_out:
+        return Pending({}, left_out)
+    generator, sampler = shuffling_generator(loader), loader.get_sampler()
+    epoch_start_state = pending.position.get("anew")
+    if generator is not None and epoch_start_state is not None:
+        generator.set_state(generator_state(epoch_start_state))
+    if isinstance(sampler, ReplayableRandomSampler):
+        sampler.replay = None
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -107,8 +107,11 @@ class TensorOrder:
             self.sampler = sampler = copy.copy(sampler)
             ReplayableRandomSampler.adopt(sampler)
         self.length, self.generator, self.drawn = len(sampler.data_source), sampler._epoch_generator(), 0
-        # torch draws 32 at a time with replacement, and else whole permutations.
-        self.block = 32 if sampler.replacement else self.length
+        # torch draws whole permutations, and with replacement 32 at a time: where the program has the generator for itself, it may
+        # go on with it after a loop that is left early.
+        seeded = isinstance(sampler, SeedableRandomSampler) or sampler.generator is None
+        stepwise = sampler.replacement and not (seeded or getattr(sampler, "generator_is_ours", False))
+        self.block = 32 if stepwise else max(self.length, len(sampler) * sampler.replacement)
         size = len(sampler) if sampler.replacement else -(-len(sampler) // self.length) * self.length
         self.indices = torch.empty(size, dtype=torch.int32 if self.length < 1 << 31 else torch.int64)
 
@@ -123,6 +126,11 @@ class TensorOrder:
             return
         for part in missing.split(self.length):
             torch.randperm(self.length, generator=self.generator, out=part)
+
+    def part(self, start: int, stop: int) -> list[int]:
+        """The indices from a position on up to another, which are drawn."""
+        part = self.indices[start:stop]
+        return part.tolist() if isinstance(part, torch.Tensor) else list(part)
 
     def finish(self) -> None:
         """Do what torch does at the end: it draws a permutation more, and the generator of a program may go on from there."""
@@ -155,36 +163,26 @@ def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> It
     if isinstance(batch_sampler, SkipBatchSampler):
         extra += batch_sampler.skip_samples
         return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start, extra)
+    if (start or extra) and type(batch_sampler) is BatchSampler:
+        batch_sampler = BatchSamplerShard(batch_sampler, even_batches=False)
     if isinstance(batch_sampler, BatchSamplerShard):
         return batch_sampler.iter_from(start, extra)
-    if (start or extra) and type(batch_sampler) is BatchSampler and has_tensor_order(batch_sampler.sampler):
-        return BatchSamplerShard(batch_sampler, even_batches=False).iter_from(start, extra)
-    return split_head(batch_sampler, 0, start, extra)[1]
+    return split_head(batch_sampler, 0, start)[1]
 
 
 def skips_samples(batch_sampler: Any) -> bool:
     """Whether a batch sampler can begin at any sample, not at a whole batch only."""
     while isinstance(batch_sampler, SkipBatchSampler):
         batch_sampler = batch_sampler.batch_sampler
-    # A shard completes its last round with the first batches of what it shards, so that must not be a skip itself.
-    inner = batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
-    return type(inner) is BatchSampler
+    shard = isinstance(batch_sampler, BatchSamplerShard)
+    return batch_sampler.deals_samples if shard else type(batch_sampler) is BatchSampler
 
 
-def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int = 0) -> tuple[list[Any], Iterator[Any]]:
-    """Return the first `keep` batches, and the rest from batch `start` on (0, or at least `keep`), in one pass."""
-    if (start or extra) and type(batch_sampler) is BatchSampler:
-        size, kept = batch_sampler.batch_size, iter(batch_sampler.sampler)
-        first_sample, first = start * size + extra, list(islice(kept, keep * size))
-        # Less than `keep` batches may be left out; then the rest begins within what was kept.
-        rest = chain(first[first_sample:], islice(kept, max(0, first_sample - keep * size), None))
-        first, rest = (BatchSampler(part, size, batch_sampler.drop_last) for part in (first, rest))
-        return list(first), iter(rest)
-    batches = iter(batch_sampler)
-    first = list(islice(batches, keep))
-    if start:
-        return first, islice(batches, start - keep, None)
-    return first, chain(first, batches)
+def split_head(items: Iterable[Any], keep: int, start: int) -> tuple[list[Any], Iterator[Any]]:
+    """Return the first `keep` items, and the rest from position `start` on, in one pass."""
+    items = iter(items)
+    head = list(islice(items, keep))
+    return head, chain(head[start:], islice(items, max(0, start - keep), None))
 
 
 # Shards --------------------------------------------------------------------------------------------------------------
@@ -199,6 +197,20 @@ def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int =
 def real_per_shard(real: int, size: int, shards: int) -> tuple[int, ...]:
     """Return the number of real samples in each shard's batch of a round; the real ones come first."""
     return tuple(min(max(real - shard * size, 0), size) for shard in range(shards))
+
+
+def shares(
+    shard: Any, samples: Iterator[Any], head: Sequence[Any], size: int, number: int = 0, even: bool = True
+) -> Iterator[list[Any]]:
+    """Yield a shard's `size` samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
+    total, begin = size * shard.num_processes, size * shard.process_index
+    while (round_ := list(islice(samples, total))) and (len(round_) == total or not shard.drop_last):
+        if len(round_) < total and even:
+            shard.round_log[number] = real_per_shard(len(round_), size, shard.num_processes)
+            round_ = list(islice(chain(round_, cycle(head)), total))
+        if part := round_[begin : begin + size]:
+            yield part
+        number += 1
 
 
 def check_split(batch_size: int | None, num_shards: int) -> None:
@@ -282,47 +294,44 @@ class BatchSamplerShard(BatchSampler):
 
     def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
         """Iterate from batch number `start`, and `extra` samples of all processes beyond it, on."""
-        self.round_log.clear()
-        yield from (self._sliced if self._slices else self._walked)(start, extra)
+        return (self._from_samples if self.deals_samples else self._walked)(start, extra)
 
     @property
-    def _slices(self) -> bool:
-        """Whether this process's batches are cut from the epoch's order, at no cost for those of others; else all are walked."""
+    def deals_samples(self) -> bool:
+        """Whether batches are cut from the order of the samples as torch does it; else those of all processes are walked."""
         inner, size = self.batch_sampler, self.batch_size
         plain = type(inner) is BatchSampler and (inner.batch_size, inner.drop_last) == (size, self.drop_last)
-        return plain and has_tensor_order(inner.sampler) and not (self.split_batches and size % self.num_processes)
+        return plain and not (self.split_batches and size % self.num_processes)
 
-    def _sliced(self, start: int, extra: int) -> Iterator[list[int]]:
-        shards, index = self.num_processes, self.process_index
-        size = self.batch_size // shards if self.split_batches else self.batch_size
-        order, samples, total = TensorOrder(self.batch_sampler.sampler), len(self.batch_sampler.sampler), size * shards
-        begin = start * total + extra
-        rounds, rest = divmod(max(0, samples - begin), total)
-        for place in range(begin, begin + rounds * total, total):
-            order.draw(place + total)
-            batch = order.indices[place + size * index : place + size * (index + 1)]
-            yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
-        if rest and not self.drop_last:
-            order.draw(samples)
-            places: Iterable[int] = range(size * index, size * (index + 1))
-            if self.even_batches:
-                self.round_log[start + rounds] = real_per_shard(rest, size, shards)
-            else:
-                places = (place for place in places if place < rest)
-            last, head = samples - rest, min(total, samples)
-            places = (last + place if place < rest else (place - rest) % head for place in places)
-            batch = [int(order.indices[place]) for place in places]
-            order.finish()  # nothing else tells that a round is the last
-            if batch:
-                yield batch
+    def _from_samples(self, number: int, extra: int) -> Iterator[list[int]]:
+        """Take this process's samples of each round from `number` on: from an order in memory at no cost for those of others."""
+        self.round_log.clear()
+        sampler = self.batch_sampler.sampler
+        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        total, own = size * self.num_processes, size * self.process_index
+        begin = number * total + extra
+        if not has_tensor_order(sampler):
+            head, tail = split_head(sampler, total, begin)
         else:
-            order.finish()
+            order, samples = TensorOrder(sampler), len(sampler)
+            rounds, rest = divmod(max(0, samples - begin), total)
+            for place in range(begin, begin + rounds * total, total):
+                order.draw(place + total)
+                yield order.part(place + own, place + own + size)
+            order.draw(samples)
+            head, tail = (
+                order.part(*bounds) if rest else [] for bounds in ((0, min(total, samples)), (samples - rest, samples))
+            )
+            order.finish()  # nothing else tells that a round is the last
+            number += rounds
+        yield from shares(self, iter(tail), head, size, number, self.even_batches)
 
-    def _walked(self, start: int, extra: int) -> Iterator[list[int]]:
+    def _walked(self, start: int, _: int) -> Iterator[list[int]]:
+        self.round_log.clear()
         split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
         per_round = 1 if split else shards
         own = slice(size // shards * index, size // shards * (index + 1)) if split else slice(0)
-        head, batches = split_head(self.batch_sampler, per_round, start * per_round, extra)
+        head, batches = split_head(self.batch_sampler, per_round, start * per_round)
         rounds = iter(lambda: list(islice(batches, per_round)), [])
         for number, (group, is_last) in enumerate(look_ahead(rounds), start):
             complete = len(group) == per_round and size in (None, len(group[-1]))
@@ -425,18 +434,24 @@ class EndAhead:
     """A sampler that knows, when it has given an item, whether that was the last (`ended`); its own iterator."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler, self.ended = sampler, False
+        self.sampler, self.ended, self._items = sampler, False, None
 
     def __iter__(self) -> EndAhead:
         # Nothing is drawn yet: torch draws a seed of its own between opening a loader and asking for the first item.
-        self._items = look_ahead(self.sampler)
+        self._items = None
         return self
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
-        items = iter(self.sampler)
-        self._items = look_ahead(chain(list(islice(items, 1)), items))
+        self._items = iter(self.sampler)
+        self._following = next(self._items, _END)
 
     def __next__(self) -> Any:
-        item, self.ended = next(self._items)
+        if self._items is None:
+            self.draw()
+        item = self._following
+        if item is _END:
+            raise StopIteration
+        self._following = next(self._items, _END)
+        self.ended = self._following is _END
         return item

@@ -32,9 +32,11 @@ class SeededDataset:
             epoch_seed = torch.zeros(1, dtype=torch.int64).share_memory_()
         vars(self).update(_inner=dataset, _epoch_seed=epoch_seed)
 
-    def choose(self, run_seed: int, epoch: int) -> None:
-        """Set the epoch, in the process that trains, before the workers are given their first batch."""
+    def choose(self, run_seed: int | None, epoch: int) -> int:
+        """Set the epoch, in the process that trains, before the workers are given their first batch; return the run's seed."""
+        run_seed = torch.initial_seed() if run_seed is None else run_seed
         self._epoch_seed[0] = mixed(run_seed, epoch)
+        return run_seed
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_inner", "_epoch_seed"):  # while a copy is being built

@@ -206,13 +206,13 @@ def mesh(names, shape):
     ],
 )
 def test_ranks_of_one_replica_share_a_shard(names, shape, shards, indices):
-    layouts = [ShardLayout.of(len(indices), rank, mesh(names, shape)) for rank in range(len(indices))]
+    layouts = ShardLayout.of_all(len(indices), mesh(names, shape))
     assert {layout.num_shards for layout in layouts} == {shards}
     assert [layout.shard_index for layout in layouts] == indices
 
 
 def test_a_mesh_that_does_not_tell_is_refused():
     with pytest.raises(ValueError, match="dimension names None"):
-        ShardLayout.of(2, 0, mesh(None, (2,)))
-    with pytest.raises(ValueError, match="holds process 5 0 times"):
-        ShardLayout.of(6, 5, mesh(("dp_shard",), (2,)))
+        ShardLayout.of_all(2, mesh(None, (2,)))
+    with pytest.raises(ValueError, match="holds process 2 0 times"):
+        ShardLayout.of_all(6, mesh(("dp_shard",), (2,)))

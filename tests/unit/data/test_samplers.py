@@ -103,6 +103,20 @@ def test_a_loop_that_is_left_has_drawn_what_torch_has_drawn(options):
         assert torch.equal(sampler.generator.get_state(), torchs.generator.get_state())
 
 
+def test_with_replacement_an_order_is_drawn_at_once_where_nobody_else_has_the_generator():
+    """Or each batch would cost a rank what all of them draw for it."""
+    options = {"replacement": True, "num_samples": 95}
+    torch.manual_seed(3)
+    sampler = RandomSampler(DATA, **options)
+    loader = prepare_data_loader(DataLoader(DATA, 4, sampler=sampler), num_processes=2, process_index=1)
+    torchs = RandomSampler(DATA, generator=torch.Generator(), **options)
+    torchs.generator.set_state(sampler.generator.get_state())
+    order, batches = list(torchs), iter(loader)
+    assert next(batches).tolist() == order[4:8]
+    assert torch.equal(sampler.generator.get_state(), torchs.generator.get_state())
+    assert next(batches).tolist() == order[12:16]
+
+
 def test_the_number_of_parts_may_be_set_after_preparing():
     """The Trainer does so to take the sharding back."""
     loader = prepare_data_loader(DataLoader(DATA, 4, shuffle=True), num_processes=3, process_index=1)
