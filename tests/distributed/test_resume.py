@@ -178,6 +178,8 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             out = folder / f"{writers}to{readers}by{size}"
             plan = {"mode": "read", "gather": True, "cases": cases, "from": folder / f"by{writers}", "out": out}
             plans += [{**plan, "changes": {"batch_size": size // readers}}] if to == readers else []
+        for mode in ("refuse", "begin_anew") if readers < 4 else ():
+            plans.append({"mode": mode, "out": folder / f"{mode}{readers}", "cases": [{"name": mode}]})
         found[readers] = launch(folder, readers, f"read{readers}", mode="several", plans=plans)
     return found
 
@@ -311,9 +313,6 @@ def test_kills_at_random_steps(tmp_path, processes, kills, options):
     assert sum(start[0] == "load" for start in starts) > kills // 2
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=SLOW), 2])
-def test_what_cannot_go_on_is_refused_and_changes_nothing(tmp_path, processes):
-    modes = ["refuse", "begin_anew"]
-    plans = [{"mode": mode, "out": tmp_path / mode, "cases": [{"name": mode}]} for mode in modes]
-    printed = launch(tmp_path, processes, "refuse", mode="several", plans=plans)
-    assert "ok refused" in printed and "ok anew" in printed
+def test_what_cannot_go_on_is_refused_and_changes_nothing(worlds):
+    for processes in (1, 2):
+        assert "ok refused" in worlds[processes] and "ok anew" in worlds[processes]

@@ -11,8 +11,8 @@ NEEDS = {
     "trainer.py": ["transformers"], "sft.py": ["trl", "peft", "datasets"], "lora.py": ["peft", "transformers"],
     "diffusion.py": ["diffusers", "transformers"], "sentence.py": ["sentence_transformers", "datasets"],
 }  # fmt: skip
-QUICK = [("trainer.py", 2), ("sft.py", 1), ("lora.py", 2), ("diffusion.py", 1), ("sentence.py", 1)]
-LATER = [(script, 3 - processes) for script, processes in QUICK]
+QUICK = [("trainer.py", 2), ("lora.py", 2)]
+LATER = [(script, processes) for script in NEEDS for processes in (1, 2) if (script, processes) not in QUICK]
 
 
 def numbers(value):

@@ -8,7 +8,7 @@ from interop.programs import ROOT, figures, finished, need, starter
 
 pytestmark = pytest.mark.interop
 # What the quick run leaves out, of meshes and the other ways to keep a checkpoint.
-MORE = ["fsdp1", "context", "mesh", "shards", "fsdp1_orig", "arrived:tp", "arrived:ep-tp"]
+MORE = ["fsdp1", "context", "mesh", "shards", "fsdp1_orig", "arrived:fsdp", "arrived:tp", "arrived:ep-tp"]
 
 
 @pytest.fixture
@@ -33,9 +33,12 @@ def test_trainer_trains_sharded_and_resumes(launched):
     assert "already prepared" not in launched("sharded_trainer.py")
 
 
-def test_models_that_arrive_sharded_train_as_on_one_process(launched):
+@pytest.mark.parametrize(
+    "layouts", [["fsdp", "ep-tp", "own-ep"], pytest.param(["tp", "ep-fsdp"], marks=pytest.mark.slow)]
+)
+def test_models_that_arrive_sharded_train_as_on_one_process(launched, layouts):
     need("transformers")
-    launched("arrived_models.py", "train", "fsdp", "tp", "ep-fsdp", "ep-tp", "own-ep")
+    launched("arrived_models.py", "train", *layouts)
 
 
 @pytest.mark.slow

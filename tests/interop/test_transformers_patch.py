@@ -135,6 +135,7 @@ def run_program(start, folder, *words, code=0, module=False):
     return finished(line, code=code, cwd=SCRIPTS, **variables)
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=SLOW)], indirect=True)
 def test_run_serves_a_script_as_it_is(start, tmp_path):
     words = ["--strategy", "mine", "--", "-m"]  # all of it is the script's
     found = last_figures(run_program(start, tmp_path, *words))

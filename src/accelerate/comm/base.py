@@ -5,46 +5,68 @@ from typing import Any
 
 import torch
 
+from accelerate.comm.check import Call, checksum, disagreement
+from accelerate.utils.nested import outline, rebuild
+
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class Communicator:
     """Exchanges tensors and objects between all processes; what is here serves a process that is alone.
 
-    Every rank must call every method, in the same order. Tensors stay on their device, arguments are not changed unless
-    said otherwise, and results do not require gradients.
+    Every rank must call every method, in the same order, with nested tensors of the same structure, shapes and dtypes. Tensors stay
+    on their device, arguments are not changed unless said otherwise, and results do not require gradients.
     """
 
     rank: int = 0
     world_size: int = 1
     group: Any = None
 
-    def gather_many(self, tensors: Sequence[torch.Tensor], structure: Any = None) -> list[torch.Tensor]:
+    def all_gather(self, data: Any) -> Any:
         """Return every rank's tensors, each concatenated along dim 0; scalars become a vector."""
-        return [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
+        return self._collect("gather", None, data)
 
-    def reduce_many(
-        self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None, operation: str = "reduce"
+    def all_reduce(self, data: Any, op: str = "sum", operation: str = "reduce", note: str = "") -> Any:
+        """Return element-wise reductions ("sum", "mean", "max", "min"); integers' mean is float.
+
+        Errors name `operation`; ranks must also agree on `note`.
+        """
+        if op not in REDUCTIONS:
+            raise ValueError(f"Unknown reduction {op!r}; choose one of {', '.join(REDUCTIONS)}.")
+        return self._collect(operation, op, data, note)
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return rank `src`'s tensors."""
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self.world_size - 1}.")
+        return self._collect("broadcast", src, data)
+
+    def _collect(self, operation: str, argument: str | int | None, data: Any, note: str = "") -> Any:
+        tensors: list[torch.Tensor] = []
+        structure = outline(data, tensors, operation) + note
+        # Scalars travel as vectors.
+        ready = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in tensors]
+        results = self._exchange(operation, argument, structure, ready)
+        if argument == "mean":
+            results = [_divided(total, self.world_size) for total in results]
+        if argument is not None:
+            results = [result.view(tensor.shape) for result, tensor in zip(results, tensors, strict=True)]
+        return rebuild(data, results)
+
+    def _exchange(
+        self, operation: str, argument: str | int | None, structure: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return element-wise reductions ("sum", "mean", "max", "min"); integers' mean is float."""
-        check_reduction(op)
-        return list(tensors)
+        """Gather (`argument` is None), reduce (its name) or broadcast (its source) tensors that have at least one dimension."""
+        return [tensor.clone() for tensor in tensors]
 
-    def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
-        """Return rank `src`'s tensors; arguments as in `gather_many`."""
-        return list(tensors)
+    def require_same(self, call: Call) -> None:
+        """Compare a call on all ranks, which raise a DistributedOperationException together."""
+        if not self.is_same(call):
+            raise disagreement(self.gather_object((call.operation, call.in_words())))
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Do `gather_many` for one tensor."""
-        return self.gather_many([tensor])[0]
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Do `reduce_many` for one tensor."""
-        return self.reduce_many([tensor], op)[0]
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Do `broadcast_many` for one tensor."""
-        return self.broadcast_many([tensor], src)[0]
+    def is_same(self, value: Any) -> bool:
+        """Say whether all ranks give values with the same `repr`."""
+        return len(set(self.gather_object(checksum(value)))) == 1
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object (anything that pickles), in the order of the ranks."""
@@ -58,12 +80,6 @@ class Communicator:
         """Wait until every rank has come here."""
 
 
-def check_reduction(op: str) -> None:
-    """Raise a ValueError for an unknown reduction; every rank fails alike, before anything is exchanged."""
-    if op not in REDUCTIONS:
-        raise ValueError(f"Unknown reduction {op!r}; choose one of {', '.join(REDUCTIONS)}.")
-
-
-def mean_of(total: torch.Tensor, count: int) -> torch.Tensor:
+def _divided(total: torch.Tensor, count: int) -> torch.Tensor:
     """Divide a sum over ranks by their number, in place where the dtype can hold the mean."""
     return total.div_(count) if total.is_floating_point() or total.is_complex() else total / count

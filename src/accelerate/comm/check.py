@@ -10,25 +10,25 @@ torch's collectives take equal sizes on trust: unequal ones hang, abort, return 
 
 On devices other than the processor the flags of an expected call are copied in the background, and looked at before the next
 operation. A second flag says whether any rank did what was expected: one that did not raises at once, for the others have gone on.
-Debug mode compares more, before each: `verify`.
+Debug mode compares before each, devices as well.
 """
 
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from accelerate.comm.base import Communicator
-from accelerate.comm.nested import leaves
+from accelerate.utils.nested import filled
 
 PACKED = 256 << 10  # bytes: from here on, packing takes longer than a collective of its own, and nothing is expected
 _REMEMBERED = 16  # calls
-_TEXT = 512  # bytes in which a rank says what it was called for
+_TEXT = 512  # characters in which a rank says what it was called for
 LISTED = 16  # ranks that an error lists
+OBJECTS = "gather_object"
 
 
 class DistributedOperationException(Exception):
@@ -47,8 +47,10 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
-def disagreement(operation: str, passed: Sequence[str]) -> DistributedOperationException:
-    """Return the error for ranks that disagree; `passed` has what each rank passed, in words."""
+def disagreement(said: Sequence[tuple[str, str]]) -> DistributedOperationException:
+    """Return the error for ranks that disagree; `said` has what each rank called, and what it passed in words."""
+    names = list(dict.fromkeys(_full_name(operation) for operation, _ in said))
+    passed = [words if len(names) == 1 else f"`{operation}` of {words}" for operation, words in said]
     common = max(set(passed), key=lambda text: (passed.count(text), -passed.index(text)))
     different = [rank for rank, text in enumerate(passed) if text != common]
     shown = sorted([passed.index(common), *different[:LISTED]])
@@ -56,41 +58,12 @@ def disagreement(operation: str, passed: Sequence[str]) -> DistributedOperationE
     return DistributedOperationException(
         f"The processes disagree about a distributed operation: process(es) {listed(different)} differ from the others. "
         "All must pass the same structure, shapes and dtypes; `accelerator.pad_across_processes` makes shapes equal.\n\n"
-        f"Operation: `{operation}`\nInput shapes:\n{lines}"
+        f"Operation: `{'`, `'.join(names)}`\nInput shapes:\n{lines}"
     )
 
 
-def describe(data: Any, sizes: bool = True) -> str:
-    """Return structure, shapes, dtypes and devices in words; without `sizes`, not what padding makes equal."""
-    if isinstance(data, torch.Tensor):
-        dtype = str(data.dtype).removeprefix("torch.")
-        return f"{dtype}{list(data.shape)} on {data.device.type}" if sizes else f"{dtype} of {data.ndim} dimensions"
-    if isinstance(data, dict) or hasattr(data, "items"):
-        return "{" + ", ".join(f"{key!r}: {describe(value, sizes)}" for key, value in data.items()) + "}"
-    if isinstance(data, (list, tuple)):
-        inner = ", ".join(describe(value, sizes) for value in data)
-        return f"[{inner}]" if isinstance(data, list) else f"({inner})"
-    return type(data).__name__
-
-
-def verify(communicator: Communicator, operation: str, data: Any, device: torch.device | None = None) -> None:
-    """Compare what all ranks are about to pass to an operation: DistributedOperationException on all, or nothing."""
-    pads = operation.rpartition(".")[2] == "pad_across_processes"
-    kinds = {leaf.device.type for leaf in leaves(data) if isinstance(leaf, torch.Tensor)}
-    stray = sorted(kinds - {device.type}) if device is not None else []
-    key = describe(data, sizes=not pads)
-    passed = communicator.gather_object((operation, key, describe(data), stray))
-    strays = {rank: entry[3] for rank, entry in enumerate(passed) if entry[3]}
-    if strays:
-        where = "; ".join(f"process {rank}: {', '.join(kinds)}" for rank, kinds in strays.items())
-        raise DistributedOperationException(
-            f"`{operation}` was given tensors that are not on the device type {device.type!r} of this run ({where}). Move "
-            "them there first, with `tensor.to(accelerator.device)`."
-        )
-    if any(entry[:2] != passed[0][:2] for entry in passed):
-        names = {entry[0] for entry in passed}
-        texts = [entry[2] if len(names) == 1 else f"`{entry[0]}` of {entry[2]}" for entry in passed]
-        raise disagreement(operation, texts)
+def _full_name(operation: str) -> str:
+    return operation if "." in operation else f"accelerate.utils.operations.{operation}"
 
 
 def checksum(value: Any) -> int:
@@ -112,7 +85,7 @@ class Call(NamedTuple):
 
     operation: str
     argument: str | int | None  # a reduction, a source of a broadcast, or None for a gather
-    structure: Any
+    structure: str  # an outline
     device: str  # kind of device over which the tensors travel
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 
@@ -122,21 +95,20 @@ class Call(NamedTuple):
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors)
 
     def in_words(self) -> str:
-        """Return shapes, and a checksum of the rest; what is too long for a message is a checksum as well."""
-        text = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in self.tensors)
-        if len(text) > _TEXT - 128:
-            text = f"{text[: _TEXT - 128]} ... and more ({len(self.tensors)} tensors, checksum {checksum(self.tensors):x})"
+        """Return what is passed; of what is too long for a message, a checksum."""
+        tensors = [f"{dtype}[{', '.join(map(str, shape))}]".removeprefix("torch.") for dtype, shape in self.tensors]
+        text = filled(self.structure, tensors) + ("" if self.argument is None else f", {self.argument!r}")
+        if len(text) > _TEXT:
+            text = f"{text[:_TEXT]} ... and more ({len(tensors)} tensors, checksum {checksum(self):x})"
         return text
 
 
 class CallChecker:
-    """Knows which call all ranks expect next, and compares those that nobody expected."""
+    """Knows which call all ranks expect next, and whether they made it."""
 
-    def __init__(
-        self, rank: int, highest: Callable[..., torch.Tensor], all_gather: Callable[..., torch.Tensor]
-    ) -> None:
-        self.rank, self._highest, self._all_gather = rank, highest, all_gather
-        # The same on all ranks: only calls that all made alike enter, and any disagreement empties it.
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        # The same on all ranks: only calls that all made alike enter, and a disagreement that is found late empties it.
         self._calls: deque[Call] = deque(maxlen=_REMEMBERED)
         self._unread: tuple[Any, torch.Tensor, Call] | None = None
 
@@ -157,7 +129,8 @@ class CallChecker:
         """Say whether all ranks were called for what they expected; `flags`: whether any rank was not, and whether any was."""
         follows = call == expected
         module = getattr(torch, flags.device.type)
-        if not hasattr(module, "Event") or flags.is_cpu:
+        # Objects are read at once; ranks whose objects have grown are no error.
+        if not hasattr(module, "Event") or flags.is_cpu or expected.operation == OBJECTS:
             return follows and not flags[0]
         if follows:
             copy, event = flags.to("cpu", non_blocking=True), module.Event()
@@ -180,24 +153,6 @@ class CallChecker:
     def _late(self, what: str, call: Call) -> DistributedOperationException:
         self._calls.clear()
         return DistributedOperationException(
-            f"The processes disagree about a distributed operation: {what} `accelerate.utils.operations.{call.operation}` of "
-            f"{call.in_words()}. All must pass the same structure, shapes and dtypes; ACCELERATE_DEBUG_MODE=1 compares before each."
+            f"The processes disagree about a distributed operation: {what} `{_full_name(call.operation)}` of {call.in_words()}. "
+            "All must pass the same structure, shapes and dtypes; ACCELERATE_DEBUG_MODE=1 compares before each."
         )
-
-    def require_same(self, call: Call) -> None:
-        """Compare a call on all ranks, which raise together. All ranks."""
-        number = checksum(call)
-        highest, lowest = self._highest(torch.tensor([number, ~number])).tolist()
-        if highest == ~lowest:
-            return
-        self._calls.clear()
-        rest = f"(structure and arguments {checksum(call[1:4]):x})"
-        text = "\n".join((call.operation, call.in_words(), rest)).encode()[:_TEXT]
-        rows = self._all_gather(torch.frombuffer(bytearray(text.ljust(_TEXT, b"\0")), dtype=torch.uint8))
-        said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").split("\n") for row in rows]
-        if len({name for name, *_ in said}) > 1:
-            texts = [f"`{name}` {' '.join(more[:1])}".rstrip() for name, *more in said]
-        else:
-            same = len({tuple(entry[2:]) for entry in said}) == 1
-            texts = [entry[1] if same else " ".join(entry[1:]) for entry in said]
-        raise disagreement(f"accelerate.utils.operations.{call.operation}", texts)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate.comm.base import Communicator, check_reduction, mean_of
-from accelerate.comm.check import PACKED, Call, CallChecker
-from accelerate.comm.nested import padded
+from accelerate.comm.base import Communicator
+from accelerate.comm.check import OBJECTS, PACKED, Call, CallChecker, same_on_all
+from accelerate.utils.nested import TENSOR, padded
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HOST_BACKENDS = ("gloo", "mpi")
@@ -26,7 +26,7 @@ class TorchCommunicator(Communicator):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         pairs = str(dist.get_backend_config()).split(",")
         self._backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
-        self._checker = CallChecker(self.rank, self._highest, self._rows)
+        self._checker = CallChecker(self.rank)
 
     # Where data travels
 
@@ -42,14 +42,6 @@ class TorchCommunicator(Communicator):
         return _device_of("cpu" if on_host else next(iter(self._backends)))
 
     # Collectives without a check
-
-    def _highest(self, words: torch.Tensor) -> torch.Tensor:
-        words = words.to(self._default_device())
-        dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group)
-        return words.cpu()
-
-    def _rows(self, row: torch.Tensor) -> torch.Tensor:
-        return self._gather(row.to(self._default_device())).view(self.world_size, -1).cpu()
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a contiguous tensor; as bytes, for not every backend knows every dtype, and to a gather they are the same."""
@@ -128,43 +120,26 @@ class TorchCommunicator(Communicator):
         return results if self._checker.is_valid(call, expected, flags) else None
 
     def _exchange(
-        self, operation: str, argument: str | int | None, structure: Any, tensors: Sequence[torch.Tensor]
+        self, operation: str, argument: str | int | None, structure: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Do one operation with all tensors, on their devices: as expected, or after the ranks compared what they call."""
-        ready = []
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise TypeError(f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()`.")
-            tensor = tensor.detach().resolve_conj().resolve_neg()
-            ready.append(tensor if tensor.ndim else tensor.reshape(1))
+        ready = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
         device = self._transport(tensors[0].device) if tensors else self._default_device()
         call = Call(operation, argument, structure, device.type, tuple((item.dtype, item.shape) for item in ready))
         results = self._as_expected(call, ready)
         if results is None:
-            self._checker.require_same(call)
+            self.require_same(call)
             results = self._carry_out(call, ready)
         self._checker.remember(call)
         return [result.to(tensor.device) for result, tensor in zip(results, tensors, strict=True)]
 
-    def gather_many(self, tensors: Sequence[torch.Tensor], structure: Any = None) -> list[torch.Tensor]:
-        """Return every rank's tensors; ranks must pass alike."""
-        return self._exchange("gather", None, structure, tensors)
-
-    def reduce_many(
-        self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None, operation: str = "reduce"
-    ) -> list[torch.Tensor]:
-        """Return the reductions; ranks must pass alike."""
-        check_reduction(op)
-        totals = self._exchange(operation, op, structure, tensors)
-        means = [mean_of(total, self.world_size) for total in totals] if op == "mean" else totals
-        return [value.view(tensor.shape) for value, tensor in zip(means, tensors, strict=True)]
-
-    def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
-        """Return rank `src`'s tensors; ranks must pass alike."""
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self.world_size - 1}.")
-        values = self._exchange("broadcast", src, structure, tensors)
-        return [value.view(tensor.shape) for value, tensor in zip(values, tensors, strict=True)]
+    def is_same(self, value: Any) -> bool:
+        """Say whether all ranks give values with the same `repr`, by one all-reduce."""
+        self._checker.settle()
+        return same_on_all(value, self._default_device(), self.group)
 
     # Objects
 
@@ -178,8 +153,10 @@ class TorchCommunicator(Communicator):
             call = expected
         results = self._as_expected(call, [padded(own, 0, call.size, 0, False)])
         if results is None:
-            self._checker.require_same(self._object_call(0))
-            largest = self._highest(torch.tensor([len(own)])).item()
+            self.require_same(self._object_call(0))
+            longest = torch.tensor([len(own)], device=self._default_device())
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+            largest = longest.item()
             # Objects of a loop differ a little in size; the next power of two lets them pass as alike.
             call = self._object_call(1 << (largest - 1).bit_length() if largest <= PACKED else largest)
             results = self._carry_out(call, [padded(own, 0, call.size, 0, False)])
@@ -188,7 +165,7 @@ class TorchCommunicator(Communicator):
         return [pickle.loads(row.data[_LENGTH : int.from_bytes(row[:_LENGTH].data, "little")]) for row in rows]
 
     def _object_call(self, size: int) -> Call:
-        return Call("gather_object", None, None, self._default_device().type, ((torch.uint8, torch.Size([size])),))
+        return Call(OBJECTS, None, TENSOR, self._default_device().type, ((torch.uint8, torch.Size([size])),))
 
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
         """Replace the elements by those of rank `src`."""

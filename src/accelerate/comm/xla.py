@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate.comm.base import Communicator, check_reduction, mean_of
+from accelerate.comm.base import Communicator
 
 
 class XlaCommunicator(Communicator):
@@ -27,26 +27,19 @@ class XlaCommunicator(Communicator):
         """How many of them there are."""
         return self._runtime.world_size()
 
-    def gather_many(self, tensors: Sequence[torch.Tensor], structure: Any = None) -> list[torch.Tensor]:
-        """Return every rank's tensors, concatenated; the graph is cut afterwards, as the results are about to be read."""
-        gathered = [self._model.all_gather(tensor.contiguous()) for tensor in super().gather_many(tensors)]
-        self._model.mark_step()
-        return gathered
-
-    def reduce_many(
-        self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None, operation: str = "reduce"
+    def _exchange(
+        self, operation: str, argument: str | int | None, structure: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the reductions over all ranks."""
-        check_reduction(op)
-        kind = self._model.REDUCE_SUM if op in ("sum", "mean") else op
-        totals = [self._model.all_reduce(kind, tensor.clone()) for tensor in tensors]
-        self._model.mark_step()
-        return [mean_of(total, self.world_size) for total in totals] if op == "mean" else totals
-
-    def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
-        """Return rank `src`'s tensors: XLA broadcasts parameters only, so the others contribute zeros to a sum."""
-        own = self.rank == src
-        return self.reduce_many([tensor if own else torch.zeros_like(tensor) for tensor in tensors], "sum")
+        if argument is None:
+            results = [self._model.all_gather(tensor.contiguous()) for tensor in tensors]
+        else:
+            kind = argument if argument in ("max", "min") else self._model.REDUCE_SUM
+            # XLA broadcasts parameters only, so the others contribute zeros to a sum.
+            blank = isinstance(argument, int) and argument != self.rank
+            own = [torch.zeros_like(tensor) if blank else tensor.clone() for tensor in tensors]
+            results = [self._model.all_reduce(kind, tensor) for tensor in own]
+        self._model.mark_step()  # the results are about to be read
+        return results
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator
-from accelerate.comm.nested import honor_type, like_mapping
+from accelerate.utils.nested import over_leaves
 
 # Batches: nested structures whose leaves have the samples along their first dimension. A leaf is a tensor, or a list without
 # tensors inside (`default_collate` leaves strings as such a list), whose items are one sample each.
@@ -35,20 +35,6 @@ def is_column(value: Any) -> bool:
 def is_nested(value: Any) -> bool:
     """Whether a value holds leaves, instead of being one."""
     return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not is_column(value))
-
-
-def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
-    """Apply `function` to the corresponding leaves of equally built batches; the containers are built anew."""
-    if type(batch) is dict and not others:  # the common batch, spared the questions below
-        return {key: over_leaves(function, value) for key, value in batch.items()}
-    if isinstance(batch, torch.Tensor) or not is_nested(batch):
-        return function(batch, *others)
-    if not isinstance(batch, Mapping):
-        return honor_type(batch, [over_leaves(function, *leaves) for leaves in zip(batch, *others, strict=True)])
-    if any(other.keys() != batch.keys() for other in others):
-        raise ValueError(f"the keys of the first are {list(batch)}")
-    all_of = (batch, *others)
-    return like_mapping(batch, {key: over_leaves(function, *(each[key] for each in all_of)) for key in batch})
 
 
 def samples_of(leaf: Any) -> int | None:
@@ -68,7 +54,7 @@ def batch_length(batch: Any) -> int | None:
 
 def take(batch: Any, start: int, stop: int) -> Any:
     """The samples from `start` to `stop`; leaves that hold no samples stay whole."""
-    return over_leaves(lambda leaf: leaf if samples_of(leaf) is None else leaf[start:stop], batch)
+    return over_leaves(lambda leaf: leaf if samples_of(leaf) is None else leaf[start:stop], batch, is_leaf=is_column)
 
 
 def join(batches: Sequence[Any]) -> Any:
@@ -76,7 +62,7 @@ def join(batches: Sequence[Any]) -> Any:
     if len(batches) == 1:
         return batches[0]
     try:
-        return over_leaves(_join_leaves, *batches)
+        return over_leaves(_join_leaves, *batches, is_leaf=is_column)
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
             "Batches cannot be joined for dispatching, because they differ in structure or in the shape of a sample "

@@ -388,4 +388,4 @@ class PipelineSchedule(ScheduleGPipe):
         else:
             shapes = outputs.shapes(self._samples)
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
-        return outputs.built(comm.current().broadcast_many(tensors, last))
+        return outputs.built(comm.current().broadcast(tensors, last))

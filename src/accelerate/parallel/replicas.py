@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate import comm
-from accelerate.comm import check
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import consistency
 from accelerate.precision.master import local_part
@@ -39,7 +38,7 @@ def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.
     sums = [consistency.checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
     sums = dict(zip(parameters, torch.stack(sums).tolist() if sums else [], strict=True))
     own: list[str] = []
-    if consistency.differing(torch.tensor([check.checksum(sorted(sums.items()))])):
+    if not comm.current().is_same(sorted(sums.items())):
         first = comm.current().broadcast_object_list([sums], 0)[0]
         others = comm.current().all_reduce(
             torch.tensor([sums.get(name) != first[name] for name in first]).int(), "max"

@@ -4,7 +4,7 @@ from accelerate._lazy import front
 
 _HOMES = {
     "typing": "TYPE_CHECKING",
-    "accelerate.comm.nested": "TensorInformation",
+    "accelerate.utils.nested": "TensorInformation",
     "accelerate.config.deepspeed": "DeepSpeedPlugin",
     "accelerate.config.enums": (
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "

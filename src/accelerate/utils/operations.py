@@ -15,15 +15,14 @@ import torch
 
 from accelerate import comm
 from accelerate._lazy import front
-from accelerate.comm import check
 from accelerate.comm.base import Communicator
-from accelerate.comm.check import DistributedOperationException
-from accelerate.comm.nested import flatten, padded, rebuild, recursively_apply
+from accelerate.comm.check import Call, DistributedOperationException
 from accelerate.runtime import storage
+from accelerate.utils.nested import filled, outline, over_leaves, padded, rebuild, recursively_apply
 
 # What this module gives and does not hold itself.
 _HOMES = {
-    "accelerate.comm.nested": (
+    "accelerate.utils.nested": (
         "concatenate find_batch_size find_device get_data_structure get_shape honor_type ignorant_find_batch_size "
         "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify pad_input_tensors "
         "send_to_device slice_tensors"
@@ -53,8 +52,20 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 def _prepare(communicator: Communicator, operation: str, data: Any, module: str = __name__) -> None:
     """Compare what the ranks pass to a collective, in debug mode."""
     process = storage.process.current
-    if process.get("debug") and communicator.world_size > 1:
-        check.verify(communicator, f"{module}.{operation}", data, process.get("device"))
+    if not process.get("debug") or communicator.world_size == 1:
+        return
+    tensors: list[torch.Tensor] = []
+    structure, pads = outline(data, tensors), operation == "pad_across_processes"
+    kinds = ", ".join(sorted({item.device.type for item in tensors}))
+    # Padding makes sizes equal, but not their number.
+    shapes = [(item.dtype, "?" * item.ndim if pads else item.shape) for item in tensors]
+    communicator.require_same(Call(f"{module}.{operation}", None, f"{structure} on {kinds}", kinds, tuple(shapes)))
+    device = process.get("device")
+    if device is not None and tensors and kinds != device.type:
+        raise DistributedOperationException(
+            f"`{module}.{operation}` was given tensors on {kinds}, and the device type of this run is {device.type!r}. Move "
+            "them there first, with `tensor.to(accelerator.device)`."
+        )
 
 
 def gather_with(communicator: Communicator, tensor: Any) -> Any:
@@ -62,10 +73,7 @@ def gather_with(communicator: Communicator, tensor: Any) -> Any:
     if communicator.world_size == 1:
         return tensor
     _prepare(communicator, "gather", tensor)
-    if isinstance(tensor, torch.Tensor):
-        return communicator.all_gather(tensor)
-    tensors, structure = flatten(tensor, "gather")
-    return rebuild(tensor, communicator.gather_many(tensors, structure))
+    return communicator.all_gather(tensor)
 
 
 def gather(tensor: Any) -> Any:
@@ -145,11 +153,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if communicator.world_size == 1:
         return tensor
     _prepare(communicator, "broadcast", tensor)
-    tensors, structure = flatten(tensor, "broadcast")
-    values = communicator.broadcast_many(tensors, from_process, structure)
-    if communicator.rank != from_process:
-        tensors = [_filled(own, value) for own, value in zip(tensors, values, strict=True)]
-    return rebuild(tensor, tensors)
+    values = communicator.broadcast(tensor, from_process)
+    return over_leaves(
+        lambda own, value: own if communicator.rank == from_process else _filled(own, value), tensor, values
+    )
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -182,14 +189,11 @@ def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean"
             f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
         )
     _prepare(communicator, "reduce", tensor)
-    tensors, structure = flatten(tensor, "reduce")
-    if communicator.world_size > 1:
-        values = communicator.reduce_many(tensors, _REDUCTIONS[reduction], structure)
-        parts = communicator.world_size if reduction == "mean" else 1
-        results = [_with_gradient(own, value, parts) for own, value in zip(tensors, values, strict=True)]
-    else:
-        results = [own.clone() for own in tensors]
-    return rebuild(tensor, [result * scale for result in results] if scales else results)
+    # A process that is alone keeps the dtype of integers.
+    values = communicator.all_reduce(tensor, _REDUCTIONS[reduction] if communicator.world_size > 1 else "sum")
+    parts = communicator.world_size if reduction == "mean" else 1
+    results = over_leaves(lambda own, value: _with_gradient(own, value, parts), tensor, values)
+    return recursively_apply(lambda result: result * scale, results) if scales else results
 
 
 def _with_gradient(own: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
@@ -230,7 +234,8 @@ def pad_with(
 ) -> Any:
     """Do what `pad_across_processes` does, with a given communicator."""
     _prepare(communicator, "pad_across_processes", tensor)
-    tensors, structure = flatten(tensor, "pad_across_processes")
+    tensors: list[torch.Tensor] = []
+    structure = outline(tensor, tensors, "pad_across_processes")
     if any(item.is_nested for item in tensors):
         warnings.warn(
             "pad_across_processes leaves torch.nested tensors as they are: their rows have sizes of their own.",
@@ -242,8 +247,9 @@ def pad_with(
         return rebuild(tensor, tensors)
     # One exchange for all tensors. The ranks must agree on what is padded, not on dtypes or sizes.
     sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, wanted, strict=True)])
-    dims = tuple(0 if item.is_nested else item.ndim for item in tensors)
-    longest = communicator.reduce_many([sizes], "max", (structure, dims, dim), "pad_across_processes")[0].tolist()
+    words = filled(structure, ["nested" if item.is_nested else f"{item.ndim}-dimensional" for item in tensors])
+    note = f" for {words} along {dim}"
+    longest = communicator.all_reduce(sizes, "max", "pad_across_processes", note).tolist()
     results = [
         padded(item, dim, length, pad_index, pad_first) if lengthen else item
         for item, lengthen, length in zip(tensors, wanted, longest, strict=True)

@@ -4,6 +4,7 @@ Arguments: a folder for checkpoints, names of strategies (and of checks, for som
 checkpoints are exchanged. The exit status is 1 if anything is wrong.
 """
 
+import gc
 import sys
 import time
 import traceback
@@ -54,6 +55,7 @@ def check_pairs(names: list[str], folder: str) -> list[str]:
 
 
 def main(folder: str, *words: str) -> bool:
+    gc.freeze()  # collections are many, and pass over what imports have left
     PartialState(cpu=CPU, timeout=PATIENCE)
     chosen, exchanged = (words[: words.index("--pairs")], words[words.index("--pairs") + 1 :])
     found = []

@@ -3,6 +3,7 @@
 A check is a function of a script whose name begins with `check_`, with what the script says in `USUAL`, or with one of the words.
 """
 
+import gc
 import importlib
 import sys
 import time
@@ -13,6 +14,7 @@ from harness import say
 if __name__ == "__main__":
     scripts = [word for word in sys.argv[1:] if word.endswith(".py")]
     words = tuple(sys.argv[1 + len(scripts) :])
+    gc.freeze()  # collections are many, and pass over what imports have left
     for script in scripts:
         start, module = time.monotonic(), importlib.import_module(script.removesuffix(".py"))
         begins = words or getattr(module, "USUAL", ("check_",))

@@ -5,6 +5,7 @@ accelerate launch --cpu --num_processes N arrived_models.py FOLDER [train | load
 `train` leaves a checkpoint of each layout in the folder, with what comes next; `load` goes on with it on other processes.
 """
 
+import gc
 import sys
 from contextlib import contextmanager
 from functools import cache
@@ -237,6 +238,7 @@ def adapted(folder, name):
 
 def main():
     folder, what, *names = sys.argv[1:]
+    gc.freeze()  # collections are many, and pass over what imports have left
     for name in names:
         if what == "adapt":
             adapted(folder, name)

@@ -1,6 +1,8 @@
 """What the ranks compare; tests/distributed/scripts/check_operations.py has real ones that disagree."""
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +12,19 @@ from accelerate import comm
 from accelerate.comm import check
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import Call, CallChecker, DistributedOperationException
+from accelerate.process import PartialState
+from accelerate.utils import operations as ops
 
 
 def call(length, operation="gather"):
-    return Call(operation, None, None, "fake", ((torch.float32, torch.Size([length])),))
+    return Call(operation, None, "\0", "fake", ((torch.float32, torch.Size([length])),))
 
 
 # -- what comes next
 
 
 def test_calls_that_repeat_are_expected():
-    checker = CallChecker(0, None, None)
+    checker = CallChecker(0)
     assert checker.expected() is None
     for _ in range(2):
         for length in (3, 5, 1 << 20):
@@ -65,7 +69,7 @@ class Flags:
 def checker(monkeypatch):
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch, "fake", SimpleNamespace(Event=lambda: event), raising=False)
-    return CallChecker(1, None, None)
+    return CallChecker(1)
 
 
 def test_ranks_that_did_what_was_expected_learn_before_the_next_call_that_one_did_not(checker):
@@ -85,46 +89,69 @@ def test_a_rank_that_does_something_else_raises_at_once_unless_all_do(checker):
         checker.is_valid(call(3), call(2), Flags(1, 1))
 
 
+def test_ranks_whose_objects_have_grown_are_waited_for(checker):
+    known, grown = (Call("gather_object", None, "", "fake", ((torch.uint8, torch.Size([n])),)) for n in (64, 0))
+    assert not checker.is_valid(grown, known, Flags(1, 1)) and not checker.is_valid(known, known, Flags(1, 1))
+
+
 # -- errors
 
 
 def test_an_error_lists_few_of_many_ranks():
-    passed = ["float32[2]"] * 1024
-    passed[100:200] = ["float32[3]"] * 100
-    lines = str(check.disagreement("gather", passed)).splitlines()
+    said = [("gather", "float32[2]")] * 1024
+    said[100:200] = [("gather", "float32[3]")] * 100
+    lines = str(check.disagreement(said)).splitlines()
     assert len(lines) < 30 and "  - Process 0: float32[2]" in lines and "  - Process 100: float32[3]" in lines
     assert "100, 101" in lines[0] and "and 84 more" in lines[0]
+
+
+def test_what_is_too_long_for_a_message_has_a_checksum():
+    long = [Call("gather", None, "\0" * 100, "cpu", ((torch.float32, torch.Size([n])),) * 100) for n in (1, 2)]
+    texts = [call.in_words() for call in long]
+    assert all(len(text) < 600 and "100 tensors" in text for text in texts) and texts[0] != texts[1]
 
 
 # -- debug mode
 
 
-class Told(Communicator):
-    """A communicator whose other rank passes something else."""
+class Thread(Communicator):
+    """A rank of two, in a thread."""
 
     world_size = 2
 
-    def __init__(self, other):
-        self.other = other
+    def __init__(self, rank, said, barrier):
+        self.rank, self.said, self.barrier = rank, said, barrier
 
     def gather_object(self, obj):
-        return [obj, check_entry(obj[0], self.other)]
+        self.said[self.rank] = obj
+        self.barrier.wait(30)
+        result = [*self.said]
+        self.barrier.wait(30)
+        return result
 
 
-def check_entry(operation, data):
-    pads = operation.endswith("pad_across_processes")
-    return operation, check.describe(data, sizes=not pads), check.describe(data), []
+def errors_of_two(operation, *data):
+    """Return the errors of two ranks that pass something to an operation."""
+    shared = [None, None], threading.Barrier(2)
+
+    def run(rank):
+        try:
+            operation(Thread(rank, *shared), data[rank])
+        except DistributedOperationException as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(run, range(2)))
 
 
-def test_debug_mode_names_ranks_and_shapes():
-    with pytest.raises(DistributedOperationException) as caught:
-        check.verify(Told({"a": torch.ones(3)}), "accelerate.utils.operations.gather", {"a": torch.ones(2)})
-    text = str(caught.value)
-    for fragment in ("operations.gather", "Process 0: {'a': float32[2]", "Process 1: {'a': float32[3]"):
-        assert fragment in text
-    operation = "accelerate.utils.operations.pad_across_processes"
-    check.verify(Told([torch.ones(3)]), operation, [torch.ones(2)])  # padding repairs it
-    with pytest.raises(DistributedOperationException):
-        check.verify(Told([torch.ones(3, 1)]), operation, [torch.ones(2)])
-    with pytest.raises(DistributedOperationException, match=r"'cuda'.*process 0: cpu"):
-        check.verify(Told(torch.ones(1)), "gather", torch.ones(1), torch.device("cuda"))
+def test_debug_mode_names_ranks_shapes_and_devices():
+    PartialState(cpu=True).debug = True
+    a, b = torch.ones(2), torch.ones(3)
+    for text in errors_of_two(ops.gather_with, {"a": a}, {"a": b}):
+        for fragment in ("operations.gather", "Process 0: {'a': float32[2]", "Process 1: {'a': float32[3]"):
+            assert fragment in text
+    for first, second in (([a], [a, a]), (a, None), (a, a.to("meta"))):
+        assert all(errors_of_two(ops.gather_with, first, second))
+    assert errors_of_two(ops.pad_with, [a], [b]) == [None, None], "padding repairs it"
+    assert all("[?, ?]" in text for text in errors_of_two(ops.pad_with, [a], [a[None]]))
+    assert all("meta" in text and "'cpu'" in text for text in errors_of_two(ops.gather_with, *[a.to("meta")] * 2))

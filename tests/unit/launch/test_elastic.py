@@ -207,7 +207,7 @@ def _marked(mark):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end a process with its parent")
-@pytest.mark.parametrize("begun", [1, 3, 8])
+@pytest.mark.parametrize("begun", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))])
 def test_a_launcher_that_is_killed_while_it_starts_ranks_leaves_none(tmp_path, begun):
     mark = f"rank-of-{os.getpid()}-{begun}"
     launcher = subprocess.Popen([sys.executable, "-c", _EIGHT, str(tmp_path), mark])

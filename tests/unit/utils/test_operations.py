@@ -15,14 +15,10 @@ class Two(Communicator):
 
     world_size = 2
 
-    def gather_many(self, tensors, structure=None):
-        return [torch.cat([t, t]) for t in tensors]
-
-    def reduce_many(self, tensors, op, structure=None, operation="reduce"):
-        return [t if op == "max" else t + t for t in tensors]
-
-    def broadcast_many(self, tensors, src, structure=None):
-        return [t + src for t in tensors]
+    def _exchange(self, operation, argument, structure, tensors):
+        if argument is None:
+            return [torch.cat([t, t]) for t in tensors]
+        return [t + (argument if operation == "broadcast" else 0 if argument == "max" else t) for t in tensors]
 
 
 @pytest.fixture
@@ -68,7 +64,7 @@ def test_broadcast_fills_what_it_is_given(two):
 def test_debug_mode_compares_first(two, monkeypatch):
     storage.process.current["debug"] = True
     seen = []
-    monkeypatch.setattr(ops.check, "verify", lambda communicator, operation, data, device: seen.append(operation))
+    monkeypatch.setattr(Two, "require_same", lambda self, call: seen.append(call.operation))
     ops.gather(torch.ones(1)), ops.reduce(torch.ones(1)), ops.broadcast(torch.ones(1))
     ops.pad_across_processes(torch.ones(1))
     ops.verify_operation(lambda tensor: tensor)(tensor=torch.ones(1))

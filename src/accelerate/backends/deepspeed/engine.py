@@ -12,7 +12,6 @@ from torch import nn
 from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, settings, ulysses
 from accelerate.checkpoint.state import together
-from accelerate.comm.nested import recursively_apply
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.precision import master
@@ -25,6 +24,7 @@ from accelerate.utils.deepspeed import (
     map_pytorch_optim_to_deepspeed,
 )
 from accelerate.utils.imports import is_transformers_available
+from accelerate.utils.nested import recursively_apply
 
 logger = logging.getLogger(__name__)
 

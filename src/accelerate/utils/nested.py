@@ -84,23 +84,37 @@ def recursively_apply(
         {'a': tensor([2.]), 'b': 'text'}
     """
 
-    options = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+    def applied(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"Unsupported type {type(leaf)} passed to `{getattr(func, '__name__', func)}`: only tensors, and lists, tuples "
+                "and mappings of them, can be used here."
+            )
+        return leaf
 
-    def applied(item: Any) -> Any:
-        return recursively_apply(func, item, *args, **options)
+    return over_leaves(applied, data)
 
-    if isinstance(data, (tuple, list)):
-        return honor_type(data, map(applied, data))
+
+def over_leaves(
+    function: Callable[..., Any], data: Any, *others: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Apply a function to the corresponding leaves of equally built structures (else ValueError); the containers are built anew.
+
+    A leaf is what is no list, tuple or mapping, and a list or tuple that `is_leaf` takes for one.
+    """
+    if isinstance(data, torch.Tensor):  # the usual leaf, spared the questions below
+        return function(data, *others)
+    if isinstance(data, (tuple, list)) and not (is_leaf and is_leaf(data)):
+        rows = zip(data, *others, strict=True)
+        return honor_type(data, [over_leaves(function, *row, is_leaf=is_leaf) for row in rows])
     if isinstance(data, Mapping):
-        return like_mapping(data, {key: applied(item) for key, item in data.items()})
-    if test_type(data):
-        return func(data, *args, **kwargs)
-    if error_on_other_type:
-        raise TypeError(
-            f"Unsupported type {type(data)} passed to `{getattr(func, '__name__', func)}`: only tensors, and lists, tuples "
-            "and mappings of them, can be used here."
-        )
-    return data
+        if any(other.keys() != data.keys() for other in others):
+            raise ValueError(f"the keys of the first are {list(data)}")
+        rows = {key: (value, *(other[key] for other in others)) for key, value in data.items()}
+        return like_mapping(data, {key: over_leaves(function, *row, is_leaf=is_leaf) for key, row in rows.items()})
+    return function(data, *others)
 
 
 def leaves(data: Any) -> Iterator[Any]:
@@ -115,28 +129,35 @@ def leaves(data: Any) -> Iterator[Any]:
         yield data
 
 
-def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], Any]:
-    """Return the tensors of a structure from left to right, and a hashable description; TypeError for others."""
-    tensors: list[torch.Tensor] = []
-    return tensors, _take_apart(data, operation, tensors)
+TENSOR = "\0"  # stands for a tensor in an outline
 
 
-def _take_apart(data: Any, operation: str, tensors: list[torch.Tensor]) -> Any:
+def outline(data: Any, tensors: list[torch.Tensor], operation: str | None = None) -> str:
+    """Return a structure in words, and append its tensors to a list; TypeError for other leaves where an operation exchanges it."""
     if isinstance(data, torch.Tensor):
         tensors.append(data)
-        return None
+        return TENSOR
     if isinstance(data, (tuple, list)):
-        return ("sequence", *[_take_apart(item, operation, tensors) for item in data])
+        return f"[{', '.join([outline(item, tensors, operation) for item in data])}]"
     if isinstance(data, Mapping):
-        return ("mapping", *[(key, _take_apart(item, operation, tensors)) for key, item in data.items()])
+        return f"{{{', '.join([f'{key!r}: {outline(item, tensors, operation)}' for key, item in data.items()])}}}"
+    if operation is None:
+        return type(data).__name__
     raise TypeError(
         f"Unsupported type {type(data)} passed to `{operation}`: only tensors, and lists, tuples and mappings of them, can be "
         "exchanged. `gather_object` takes anything."
     )
 
 
+def filled(outline: str, words: Iterable[str]) -> str:
+    """Put words for the tensors into an outline."""
+    for word in words:
+        outline = outline.replace(TENSOR, word, 1)
+    return outline
+
+
 def rebuild(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Put a structure that `flatten` took apart together again, with other tensors from left to right."""
+    """Put other tensors into a structure, from left to right."""
     supply = iter(tensors)
     return recursively_apply(lambda _: next(supply), data)
 
@@ -283,21 +304,21 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
     Raises:
         TypeError: a leaf of several structures is no tensor.
+        ValueError: the structures differ.
 
     Example:
         >>> concatenate([{"a": torch.ones(1)}, {"a": torch.zeros(1)}])
         {'a': tensor([1., 0.])}
     """
-    first = data[0]
-    if isinstance(first, (tuple, list)):
-        return honor_type(first, (concatenate([item[i] for item in data], dim) for i in range(len(first))))
-    if isinstance(first, Mapping):
-        return like_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
-    if not isinstance(first, torch.Tensor):
-        if len(data) == 1:
-            return first
-        raise TypeError(f"Can only concatenate tensors, not {type(first)}.")
-    return torch.cat(list(data), dim)
+
+    def joined(first: Any, *others: Any) -> Any:
+        if isinstance(first, torch.Tensor):
+            return torch.cat([first, *others], dim)
+        if others:
+            raise TypeError(f"Can only concatenate tensors, not {type(first)}.")
+        return first
+
+    return over_leaves(joined, *data)
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:

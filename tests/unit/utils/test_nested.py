@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerate.comm import nested
+from accelerate.utils import nested
 
 
 def plus_one(data):
@@ -23,7 +23,7 @@ def test_arguments_reach_the_function_and_other_types_can_be_refused():
     with pytest.raises(TypeError, match=r"str.*plus_one"):
         nested.recursively_apply(plus_one, {"a": "text"}, error_on_other_type=True)
     with pytest.raises(TypeError, match=r"NoneType.*`reduce`"):
-        nested.flatten([torch.ones(1), None], "reduce")
+        nested.outline([torch.ones(1), None], [], "reduce")
 
 
 # -- pieces
