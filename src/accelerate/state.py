@@ -221,11 +221,24 @@ class AcceleratorState(ProcessView):
             if live is None and name in _ENGINES and (value is not None or name == engine):
                 said = f"{name} was given, but AcceleratorState has already been initialized without one"
                 raise ValueError(f"{said} ({self.distributed_type}). {_TOO_LATE}")
-            if value is not None and value is not live and value != live:
+            if value is None or value is live or value == live:
+                continue
+            if name == "deepspeed_plugins":
+                self._check_engine(value)
+            else:
                 said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
-                if name == "deepspeed_plugins":
-                    raise NotImplementedError(f"{name}={value!r} was given, but {said}")
                 logger.warning("%s=%r is not used, because %s", name, value, said)
+
+    def _check_engine(self, given: Any) -> None:
+        """Raise where plugins of DeepSpeed ask for another engine than the one in force."""
+        asked, live = (one if isinstance(one, dict) else {"": one} for one in (given, self.deepspeed_plugins))
+        for key, plugin in asked.items():
+            other = [f"the key {key!r}"] if key not in live else plugin.contradictions(live[key])
+            if other:
+                raise NotImplementedError(
+                    f"deepspeed_plugins={plugin!r} was given, and asks for {', '.join(other)}, but AcceleratorState has already been "
+                    f"initialized with {live.get(key, self.deepspeed_plugins)!r}. {_TOO_LATE}"
+                )
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, asked_for, is_initialized
 from accelerate.utils.environment import parse_flag_from_env
@@ -135,12 +136,20 @@ def test_several_deepspeed_plugins(process_group, fake_deepspeed):
         state.get_deepspeed_plugin("judge")
 
 
-def test_another_deepspeed_plugin_is_refused(process_group, fake_deepspeed):
-    plugin = Plugin()
+def test_another_deepspeed_plugin_is_refused(process_group, fake_deepspeed, monkeypatch):
+    """One that asks for the same is not: what was left to the objects was filled in meanwhile."""
+    monkeypatch.setattr("accelerate.config.deepspeed.is_deepspeed_available", lambda: False)
+    plugin = DeepSpeedPlugin(zero_stage=2)
     build(deepspeed_plugin=plugin)
-    assert build(deepspeed_plugin=plugin).deepspeed_plugin is build().deepspeed_plugin is plugin
-    for other in (Plugin(), {"teacher": Plugin()}):
-        with pytest.raises(NotImplementedError, match=r"deepspeed_plugins=.*_reset_state\(True\)"):
+    plugin.deepspeed_config["train_batch_size"] = 16
+    for same in (plugin, None, DeepSpeedPlugin(zero_stage=2)):
+        assert build(deepspeed_plugin=same).deepspeed_plugin is plugin
+    for other, asked in (
+        (DeepSpeedPlugin(zero_stage=3), "zero_optimization.stage=3"),
+        (DeepSpeedPlugin(gradient_clipping=0.5), "gradient_clipping=0.5"),
+        ({"teacher": DeepSpeedPlugin(zero_stage=2)}, "the key 'teacher'"),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"deepspeed_plugins=.* asks for {asked}.*_reset_state\(True\)"):
             build(deepspeed_plugin=other)
 
 

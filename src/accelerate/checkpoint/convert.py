@@ -5,6 +5,7 @@ tensor into a staged folder, publish. `merge_fsdp_weights` writes one file besid
 time, but for torch's format.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -222,12 +223,19 @@ def merge_fsdp_weights(
         target.mkdir(parents=True, exist_ok=True)
         path = target / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
         values = layouts.model_values(stored)
-        if safe_serialization:
-            tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-            entry = formats.write_safetensors(path, tensors, {"format": "pt"}, read=lambda n: stored.read(tensors[n]))
-        else:
-            entry = formats.write_torch(path, stored.read(values))
-        durable.sync_folder(target)
+        try:
+            if safe_serialization:
+                tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+                entry = formats.write_safetensors(
+                    path, tensors, {"format": "pt"}, read=lambda n: stored.read(tensors[n])
+                )
+            else:
+                entry = formats.write_torch(path, stored.read(values))
+            durable.sync_folder(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                target.rmdir()  # if a failure leaves it empty
+            raise
         if remove_checkpoint_dir:
             if durable.of_file(path) != (entry.size, entry.checksum):
                 raise OSError(f"{path} is not what was written, so no shards were deleted.")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.checkpoint import load
+from accelerate.checkpoint.state import mapped_leaves
 from accelerate.modules.unwrap import canonical_name
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Folder:
     def _stored(self, state: Any, aliases: Mapping[str, str]) -> "CheckpointReader":
         from accelerate.checkpoint.reader import CheckpointReader, Metadata
 
+        state = mapped_leaves(state, self._reader.add)  # what is there as a whole is read in parts, too
         return CheckpointReader(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)
 
     def model(self) -> "CheckpointReader":

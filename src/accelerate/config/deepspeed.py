@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -415,6 +415,17 @@ class DeepSpeedPlugin:
         _REGISTERED[:] = [weakref.ref(self)]
         if register and is_transformers_available() and is_deepspeed_available():
             self.set_deepspeed_weakref()
+
+    def contradictions(self, live: "DeepSpeedPlugin") -> list[str]:
+        """Return the settings, as "zero_optimization.stage=3", that this plugin asks for and a live one has otherwise."""
+
+        def leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+            for key, value in config.items():
+                yield from leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [(path + key, value)]
+
+        known = dict(leaves(live.deepspeed_config))
+        asked = [(key, value) for key, value in leaves(self.deepspeed_config) if value != "auto"]
+        return [f"{key}={value!r}" for key, value in asked if known.get(key) not in (value, "auto")]
 
     # -- several plugins -----------------------------------------------------------------------------------------
 

@@ -164,7 +164,6 @@ def check_reports_tell_what_an_engine_has():
         assert copies <= steps <= copies + 4 * 4, held
         least = {0: count, 3: 65 + count}.get(stage, 132) * size
         assert least <= row.parameters <= least + 4 * size, held
-        assert row.activations == 46 * size, held
         accelerator.free_memory()
 
 
