@@ -425,7 +425,7 @@ class DeepSpeedPlugin:
 
         known = dict(leaves(live.deepspeed_config))
         asked = [(key, value) for key, value in leaves(self.deepspeed_config) if value != "auto"]
-        return [f"{key}={value!r}" for key, value in asked if known.get(key) not in (value, "auto")]
+        return [f"{key}={value!r}" for key, value in asked if known.get(key) != value]
 
     # -- several plugins -----------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Progress:
     # Micro-batches that each batch is handed out in, and how many of the present one were; 0 when all were.
     parts: int = 1
     part: int = 0
+    loops_in_parts: int = 0
     extra_samples: int = 0
     running: bool = False
     pending: Pending | None = None

@@ -101,6 +101,17 @@ def train(accelerator, model, optimizer, scheduler, batches):
     return losses
 
 
+def check_the_end_of_a_loop_that_was_left_is_not_that_of_the_next_one():
+    """When a generator is collected is nobody's to say: it may be in the middle of the next epoch."""
+    accelerator = shared()
+    model, _, _, batches = prepared(accelerator)
+    left, running = iter(batches), iter(batches)
+    next(left), next(running)
+    left.close()
+    assert loss_of(model, next(running), sp_group()).isfinite()
+    running.close()
+
+
 def plain(accumulation):
     """The same in plain torch on whole sequences: a step takes the batch of one rank of each group that shares sequences."""
     model, clip = llama(), nn.utils.clip_grad_norm_

@@ -171,6 +171,7 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader, progress, size, skip = self.dl, self.dl._progress, self.sp_world_size, self.skip
         pending, progress.parts, progress.part = progress.pending, size, 0
+        progress.loops_in_parts = loop = progress.loops_in_parts + 1
         alone = pending is not None and pending.resume_without_skip and loader._origin is None
         batches = iter(loader)
         try:
@@ -188,7 +189,8 @@ class UlyssesSPDataLoaderAdapter:
                 skip, alone = 0, False
         finally:
             batches.close()
-            progress.parts, progress.part = 1, 0
+            if progress.loops_in_parts == loop:  # else it was left, and is collected while another one runs
+                progress.parts, progress.part = 1, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws."""
