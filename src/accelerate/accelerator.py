@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate import comm
 from accelerate._lazy import front
 from accelerate.backends import registry as backends
-from accelerate.checkpoint.background import Background
+from accelerate.checkpoint.save import Background
 from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
 from accelerate.config.handlers import (

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import formats, manifest
-from accelerate.checkpoint.background import copied
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
+from accelerate.checkpoint.save import copied
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate._warn import warn_user
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint.background import HostBuffers
+from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import FP8BackendType
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.modules.repoint import follow_any, followed

@@ -15,10 +15,9 @@ from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.background import snapshot
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
-from accelerate.checkpoint.save import Save, SavePlan, plain_names, write_common, writes
+from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors

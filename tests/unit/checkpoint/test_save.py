@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from accelerate.checkpoint import barrier
-from accelerate.checkpoint.background import HostBuffers, copied, snapshot
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.save import Save, SavePlan
+from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, copied, snapshot
 from accelerate.checkpoint.storage import storage_of
 
 
