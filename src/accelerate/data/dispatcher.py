@@ -15,8 +15,7 @@ from accelerate import comm
 from accelerate.data import adapter, broadcast, resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, variant
 from accelerate.data.broadcast import END, FAILED, BatchScatter, Round
-from accelerate.data.epoch import EpochIterator
-from accelerate.data.loader import PreparedLoader
+from accelerate.data.loader import EpochIterator, PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending, generators_kept, is_stateful
 from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
