@@ -37,7 +37,7 @@ from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
-from accelerate.precision.base import apply_downcast, precision
+from accelerate.precision.amp import apply_downcast, precision
 from accelerate.process import Processes
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
