@@ -43,17 +43,7 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import (
-    collectives,
-    gradients,
-    out_of_memory,
-    preemption,
-    prepare,
-    restoring,
-    saving,
-    setup,
-    tracking,
-)
+from accelerate.training import gradients, metrics, out_of_memory, preemption, prepare, restoring, saving, setup
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -99,7 +89,7 @@ def _from_main_process(method: Callable) -> Callable:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         accelerator = args[0]
-        if accelerator.is_main_process or tracking.needs_every_rank(accelerator):
+        if accelerator.is_main_process or metrics.needs_every_rank(accelerator):
             return method(*args, **kwargs)
         return None
 
@@ -881,7 +871,7 @@ class Accelerator(Processes):
             >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
             tensor([0, 1, 2])
         """
-        return collectives.gather_for_metrics(self, input_data, use_gather_object)
+        return metrics.gather_for_metrics(self, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average tensors over all ranks, or take the largest values. All ranks.
@@ -1207,7 +1197,7 @@ class Accelerator(Processes):
             config: Hyperparameters to store.
             init_kwargs: For each tracker's name the arguments of its constructor.
         """
-        tracking.init_trackers(self, project_name, config, init_kwargs)
+        metrics.init_trackers(self, project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker that was started, after ``end_training()`` too.
@@ -1216,7 +1206,7 @@ class Accelerator(Processes):
             name: Its name, such as ``"tensorboard"``.
             unwrap: Whether to return the library's own object.
         """
-        return tracking.get_tracker(self, name, unwrap)
+        return metrics.get_tracker(self, name, unwrap)
 
     @_from_main_process
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
@@ -1227,7 +1217,7 @@ class Accelerator(Processes):
             step: The step they belong to.
             log_kwargs: For each tracker's name the arguments of its ``log``.
         """
-        tracking.log(self, values, step, log_kwargs)
+        metrics.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
         """Finish checkpoints and trackers, give signals back to their handlers, leave the process group. All ranks, at the end."""
@@ -1237,5 +1227,5 @@ class Accelerator(Processes):
         try:
             self._background.finish()
         finally:
-            tracking.finish(self)
+            metrics.finish(self)
             self.state.destroy_process_group()
