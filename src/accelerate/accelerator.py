@@ -33,6 +33,7 @@ from accelerate.config.handlers import (
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data.plan import DataPlan
+from accelerate.diagnostics import memory
 from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
@@ -43,7 +44,7 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import gradients, metrics, out_of_memory, preemption, prepare, restoring, saving, setup
+from accelerate.training import gradients, metrics, preemption, prepare, restoring, saving, setup
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -260,7 +261,7 @@ class Accelerator(Processes):
         # 3. What training needs, signals after which the run saves and leaves, and what is said when memory runs out.
         self._begin(accumulation)
         preemption.install(self)
-        out_of_memory.watch(self)
+        memory.watch(self)
         self._replica_check = setup.replica_check(self)
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
@@ -642,8 +643,6 @@ class Accelerator(Processes):
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
-        from accelerate.diagnostics import memory
-
         held = self.prepared.models, self.prepared.optimizers
         return memory.memory_report(*held, self.device, self.gather)
 
@@ -961,8 +960,6 @@ class Accelerator(Processes):
         Source:
             https://docs.pytorch.org/docs/stable/profiler.html
         """
-        from accelerate.diagnostics import memory
-
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with memory.snapshot(handler.snapshot_folder, self.device, self.process_index), handler.build() as profiler:
             yield profiler

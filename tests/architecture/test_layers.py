@@ -18,8 +18,8 @@ LAYERS: list[str] = [
     "logging modules precision utils.other utils.random utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
-    "utils.megatron_lm diagnostics.memory diagnostics.precision diagnostics.throughput",
-    "checkpoint checkpointing utils.fsdp_utils utils.memory",
+    "utils.megatron_lm diagnostics.precision diagnostics.throughput",
+    "checkpoint checkpointing utils.fsdp_utils utils.memory diagnostics.memory",
     "backends",
     "training accelerator",
     "local_sgd inference launch launchers utils.launch",
