@@ -33,12 +33,12 @@ def forget_states() -> None:
     import torch.distributed as dist
 
     from accelerate import comm
-    from accelerate.devices import probe
+    from accelerate.devices import table
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    probe.forget()
+    table.forget()
     if dist.is_available() and dist.is_initialized():
         comm.forget()
         dist.destroy_process_group()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from accelerate.data.broadcast import BatchScatter
 from accelerate.data.build import prepare_data_loader
+from accelerate.data.dispatcher import BatchScatter
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 CPU = torch.device("cpu")

@@ -33,27 +33,18 @@ from accelerate.config.handlers import (
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data.plan import DataPlan
+from accelerate.diagnostics import memory
 from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
-from accelerate.precision.base import apply_downcast, precision
+from accelerate.precision.amp import apply_downcast, precision
 from accelerate.process import Processes
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import (
-    collectives,
-    gradients,
-    out_of_memory,
-    preemption,
-    prepare,
-    restoring,
-    saving,
-    setup,
-    tracking,
-)
+from accelerate.training import gradients, metrics, preemption, prepare, restoring, saving, setup
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -99,7 +90,7 @@ def _from_main_process(method: Callable) -> Callable:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         accelerator = args[0]
-        if accelerator.is_main_process or tracking.needs_every_rank(accelerator):
+        if accelerator.is_main_process or metrics.needs_every_rank(accelerator):
             return method(*args, **kwargs)
         return None
 
@@ -270,7 +261,7 @@ class Accelerator(Processes):
         # 3. What training needs, signals after which the run saves and leaves, and what is said when memory runs out.
         self._begin(accumulation)
         preemption.install(self)
-        out_of_memory.watch(self)
+        memory.watch(self)
         self._replica_check = setup.replica_check(self)
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
@@ -652,8 +643,6 @@ class Accelerator(Processes):
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
-        from accelerate.diagnostics import memory
-
         held = self.prepared.models, self.prepared.optimizers
         return memory.memory_report(*held, self.device, self.gather)
 
@@ -881,7 +870,7 @@ class Accelerator(Processes):
             >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
             tensor([0, 1, 2])
         """
-        return collectives.gather_for_metrics(self, input_data, use_gather_object)
+        return metrics.gather_for_metrics(self, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average tensors over all ranks, or take the largest values. All ranks.
@@ -971,8 +960,6 @@ class Accelerator(Processes):
         Source:
             https://docs.pytorch.org/docs/stable/profiler.html
         """
-        from accelerate.diagnostics import memory
-
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with memory.snapshot(handler.snapshot_folder, self.device, self.process_index), handler.build() as profiler:
             yield profiler
@@ -1207,7 +1194,7 @@ class Accelerator(Processes):
             config: Hyperparameters to store.
             init_kwargs: For each tracker's name the arguments of its constructor.
         """
-        tracking.init_trackers(self, project_name, config, init_kwargs)
+        metrics.init_trackers(self, project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker that was started, after ``end_training()`` too.
@@ -1216,7 +1203,7 @@ class Accelerator(Processes):
             name: Its name, such as ``"tensorboard"``.
             unwrap: Whether to return the library's own object.
         """
-        return tracking.get_tracker(self, name, unwrap)
+        return metrics.get_tracker(self, name, unwrap)
 
     @_from_main_process
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
@@ -1227,7 +1214,7 @@ class Accelerator(Processes):
             step: The step they belong to.
             log_kwargs: For each tracker's name the arguments of its ``log``.
         """
-        tracking.log(self, values, step, log_kwargs)
+        metrics.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
         """Finish checkpoints and trackers, give signals back to their handlers, leave the process group. All ranks, at the end."""
@@ -1237,5 +1224,5 @@ class Accelerator(Processes):
         try:
             self._background.finish()
         finally:
-            tracking.finish(self)
+            metrics.finish(self)
             self.state.destroy_process_group()

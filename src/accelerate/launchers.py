@@ -110,11 +110,11 @@ def notebook_launcher(
             "This notebook has a TPU (TPU_NAME is set), and torch_xla, which uses it, is not installed. Install it, in the release of "
             f"torch {torch.__version__}, and restart; or choose a machine without a TPU."
         )
-    from accelerate.devices import probe
+    from accelerate.devices import table
 
     # Torch's usual look for GPUs starts the driver, and processes that are forked afterwards cannot use it.
     with patch_environment(pytorch_nvml_based_cuda_check=1):
-        device = probe.detect()
+        device = table.detect()
     variables = {}
     if request.precision != "no" or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         variables["ACCELERATE_MIXED_PRECISION"] = request.precision

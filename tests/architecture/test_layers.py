@@ -12,14 +12,14 @@ from architecture import source
 LAYERS: list[str] = [
     "_lazy _warn runtime.torch_private utils.constants utils.versions utils.imports utils.environment",
     "config parallelism_config",
-    "runtime.storage runtime.durable runtime.store devices utils.nested",
+    "runtime.storage runtime.durable devices utils.nested",
     "comm utils.operations",
     "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.run diagnostics runtime.traits process state",
     "logging modules precision utils.other utils.random utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
-    "utils.megatron_lm diagnostics.memory diagnostics.precision diagnostics.throughput",
-    "checkpoint checkpointing utils.fsdp_utils utils.memory",
+    "utils.megatron_lm diagnostics.precision diagnostics.throughput",
+    "checkpoint checkpointing utils.fsdp_utils utils.memory diagnostics.memory",
     "backends",
     "training accelerator",
     "local_sgd inference launch launchers utils.launch",

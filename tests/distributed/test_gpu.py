@@ -63,7 +63,7 @@ def test_one_gpu_shards(version, offload):
 def test_one_gpu_says_what_holds_its_memory_and_writes_a_snapshot(tmp_path):
     """The report of an error that ends a program needs no memory of the GPU; a snapshot is written after an error, too."""
     from accelerate import Accelerator, ProfileKwargs
-    from accelerate.training import out_of_memory
+    from accelerate.diagnostics import memory
 
     accelerator = Accelerator()
     model = torch.nn.Linear(1024, 1024, bias=False)
@@ -73,7 +73,7 @@ def test_one_gpu_says_what_holds_its_memory_and_writes_a_snapshot(tmp_path):
         optimizer.step()
         torch.empty(1 << 50, device=accelerator.device)
     assert (tmp_path / "memory_0.pickle").stat().st_size > 0
-    text = out_of_memory.explain(caught.value)
+    text = memory.explain(caught.value)
     assert "Memory on cuda" in text and "4.0 MiB      0 B    4.0 MiB    8.0 MiB" in text
     assert "8-bit optimizer" in text and "cache: " in text
 

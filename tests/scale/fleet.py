@@ -156,7 +156,7 @@ def measure(ranks: int, mode: str = "ddp") -> dict[str, dict[str, float]]:
         importlib.import_module(module)  # before the forks, which share it
     import torch
 
-    from accelerate.runtime.store import serve_this_machine
+    from accelerate.runtime.rendezvous import serve_this_machine
 
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # so is what this imports
     warnings.simplefilter("ignore")

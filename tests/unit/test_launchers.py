@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate import launchers
-from accelerate.devices import probe
+from accelerate.devices import table
 from accelerate.launch import notebook
 from accelerate.launch.errors import NotAvailableError
 from accelerate.launchers import debug_launcher, notebook_launcher
@@ -40,7 +40,7 @@ def quiet_place(monkeypatch):
 
 @pytest.fixture
 def device(monkeypatch):
-    return lambda device: monkeypatch.setattr("accelerate.devices.probe.detect", lambda cpu=False: device)
+    return lambda device: monkeypatch.setattr("accelerate.devices.table.detect", lambda cpu=False: device)
 
 
 @pytest.fixture
@@ -124,9 +124,9 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != home in calls)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
-    probe.forget()
+    table.forget()
     yield calls
-    probe.forget()
+    table.forget()
 
 
 def test_gpus_are_counted_in_a_way_that_lets_processes_be_forked(driver, started, capsys):

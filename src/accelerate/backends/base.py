@@ -24,7 +24,7 @@ from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
 from accelerate.precision import amp
-from accelerate.precision.base import precision
+from accelerate.precision.amp import precision
 from accelerate.runtime.run import Run
 
 

@@ -13,7 +13,7 @@ from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
-from accelerate.parallel import consistency, replicas
+from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
@@ -78,7 +78,7 @@ class FSDP1(Sharded):
             _repoint_flat(accelerator, wrapped, before)
         if ignored:
             own = {id(parameter) for parameter in ignored if parameter.requires_grad}
-            replicas.train_alike(accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own})
+            consistency.train_alike(accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own})
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:

@@ -45,7 +45,7 @@ SPECS: list[BackendSpec] = [
     BackendSpec("tensor_parallel", _splits_layers, "accelerate.backends.sharded:TensorParallel"),
     BackendSpec("ddp", _serves(*_REPLICAS), "accelerate.backends.ddp:DataParallel"),
     BackendSpec("xla", _serves(DistributedType.XLA), "accelerate.backends.ddp:XLA"),
-    BackendSpec("fsdp2", lambda state: getattr(state, "is_fsdp2", False), "accelerate.backends.fsdp2:FSDP2"),
+    BackendSpec("fsdp2", lambda state: getattr(state, "is_fsdp2", False), "accelerate.backends.sharded:FSDP2"),
     BackendSpec("fsdp1", _serves(DistributedType.FSDP), "accelerate.backends.fsdp1:FSDP1"),
     BackendSpec("deepspeed", _serves(DistributedType.DEEPSPEED), "accelerate.backends.deepspeed:DeepSpeed"),
     BackendSpec("megatron", _serves(DistributedType.MEGATRON_LM), None),

@@ -1,11 +1,13 @@
-"""What strategies share whose ranks hold parts of the parameters; and tensor parallelism, which needs little more."""
+"""What strategies share whose ranks hold parts of the parameters; and tensor parallelism and FSDP2, which need little more."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accelerate.backends.base import Backend
@@ -15,10 +17,13 @@ from accelerate.checkpoint.load import loads_by_name, uses_torch_load
 from accelerate.checkpoint.state import Layout
 from accelerate.devices import row
 from accelerate.modules import norms
+from accelerate.modules.unwrap import is_compiled_module
+from accelerate.parallel import shard
 from accelerate.precision import footprint
 from accelerate.runtime import rendezvous
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
+from accelerate.utils.versions import is_torch_version
 
 _WITHOUT_COLLECTIVES = ("mps",)
 
@@ -203,3 +208,47 @@ def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
         f"No prepared model has all parameters of the optimizer ({type(states.inner_optimizer(optimizer)).__name__}), so "
         "its state cannot be saved as shards. Give each model an optimizer of its own, made from its parameters."
     )
+
+
+class FSDP2(Sharded):
+    """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh."""
+
+    name = "fsdp2"
+
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
+        """Refuse weights that one rank alone has where layers are split first, from those of every rank."""
+        if is_torch_version("<", "2.10") and accelerator.num_processes > 1 and dist.get_backend() == "gloo":
+            raise ValueError(
+                "fsdp_version=2 on CPUs with several processes needs torch 2.10 or newer: gloo of older ones mixes up the exchanges of "
+                "`fully_shard`, and weights come out wrong. Run pip install 'torch>=2.10', or set fsdp_version=1."
+            )
+        layout = accelerator.parallelism_config
+        split = layout is not None and (layout.tp_enabled or layout.ep_size > 1)
+        if split and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size} and ep_size={layout.ep_size}: layers are split before they are sharded, and each "
+                "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
+            )
+        super().check(accelerator, objects)
+
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
+        """Shard the model in place, through the function that libraries replace."""
+        return accelerator.shard_model(model)
+
+    @contextlib.contextmanager
+    def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
+        """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
+        inner = model._orig_mod if is_compiled_module(model) else model
+        # None in a model that was prepared for evaluation; of those that are held already the outer context lets go.
+        held = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
+        if held:
+            note_memory(accelerator, model)
+        for root in held:
+            root.set_requires_gradient_sync(False)
+            root._accelerate_held = True
+        try:
+            yield
+        finally:
+            for root in held:
+                root._accelerate_held = False
+                root.set_requires_gradient_sync(True)

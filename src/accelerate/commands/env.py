@@ -93,9 +93,9 @@ def _system() -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     import torch
 
-    from accelerate.devices import probe
+    from accelerate.devices import table
 
-    device = probe.detect()
+    device = table.detect()
     kind, devices = "none", "none besides the CPU"
     if device.type != "cpu":
         name_of = getattr(device.namespace(), "get_device_name", lambda index: device.type)

@@ -2,7 +2,5 @@
 
 from accelerate._lazy import front
 
-# `affinity` needs no torch, which `probe` and `table` import.
-__getattr__, __dir__, __all__ = front(
-    __name__, {"accelerate.devices.probe": "detect row", "accelerate.devices.table": "DEVICES Device"}, []
-)
+# `affinity` needs no torch, which `table` imports.
+__getattr__, __dir__, __all__ = front(__name__, {"accelerate.devices.table": "DEVICES Device detect row"}, [])

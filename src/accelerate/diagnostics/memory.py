@@ -1,9 +1,10 @@
-"""The memory report: parameters, gradients, optimizer state and the peak of activations of each rank."""
+"""The memory report: parameters, gradients, optimizer state and the peak of activations of each rank; shown, too, as memory runs out."""
 
 import contextlib
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,20 @@ from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
 from accelerate.precision.footprint import engine_updates, zero_stage
 from accelerate.precision.master import local_part, size
-from accelerate.runtime import torch_private
+from accelerate.runtime import failure, torch_private
+from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import pytree
+from accelerate.utils.memory import should_reduce_batch_size
 
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")
+_LIVE: "weakref.WeakKeyDictionary[Run, None]" = weakref.WeakKeyDictionary()  # the newest is last
+_ADVICE = (
+    "What makes it smaller: shards (--use_fsdp --fsdp_version 2, or DeepSpeedPlugin(zero_stage=3)), activation checkpointing\n"
+    "(model.gradient_checkpointing_enable(), or torch.utils.checkpoint), half the batch size with twice the\n"
+    "gradient_accumulation_steps, mixed_precision='bf16', an 8-bit optimizer, and on a GPU offload to the host.\n"
+)
+_CACHED = "cache: {} that torch has reserved, and no tensor takes; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes it less.\n"
 
 
 @dataclass(frozen=True)
@@ -155,3 +165,25 @@ def _resident_peak() -> int:
         return 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+# A program that runs out of memory says as it ends what holds the memory of its rank, and what makes it smaller -------------
+
+
+def watch(accelerator: Run) -> None:
+    """Explain an error that ends the program, if it means that memory ran out, for as long as the Accelerator lives."""
+    _LIVE[accelerator] = None
+    failure.watch(explain)
+
+
+def explain(error: BaseException) -> str:
+    """Return what holds this rank's memory, and what would help; an empty text for an error of another kind. Any rank, alone."""
+    runs = list(_LIVE)
+    if not runs or not isinstance(error, Exception) or not should_reduce_batch_size(error):
+        return ""
+    run = runs[-1]
+    models = [model for each in runs for model in each.prepared.models]
+    optimizers = [optimizer for each in runs for optimizer in each.prepared.optimizers]
+    report = memory_report(models, optimizers, run.device, None, run.process_index)
+    kept = _CACHED.format(size(cache)) if (cache := cached(run.device)) else ""
+    return f"\n{report}\n{kept}\n{_ADVICE}"

@@ -10,8 +10,7 @@ from torch import nn
 from accelerate.config.enums import FP8BackendType
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import extract_model_from_parallel
-from accelerate.precision.amp import autocast_of
-from accelerate.precision.base import precision
+from accelerate.precision.amp import autocast_of, precision
 from accelerate.precision.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
 from accelerate.precision.fp8 import ENGINES
 from accelerate.precision.master import local_part, size

@@ -33,8 +33,9 @@ from accelerate.launch.errors import LaunchError, Reporter, follows
 from accelerate.launch.guard import Guard, bound, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
-from accelerate.runtime import failure, store
+from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
+from accelerate.runtime.rendezvous import LOOPBACK, serve_this_machine, uses_libuv
 from accelerate.utils.environment import clear_environment
 
 # Signals that are forwarded to the processes, which may need time to save their run. Schedulers send these.
@@ -113,8 +114,8 @@ class StoreRendezvous(StaticTCPRendezvous):
         """Return a new store: restarted processes must not find the addresses of those before them."""
         # The previous store may still hold the port that the user chose.
         port = self.master_port if self._own_store is None else 0
-        self._own_store = store.serve_this_machine(port, self.timeout)
-        address = RendezvousStoreInfo(store.LOOPBACK, self._own_store.port)
+        self._own_store = serve_this_machine(port, self.timeout)
+        address = RendezvousStoreInfo(LOOPBACK, self._own_store.port)
         return RendezvousInfo(PrefixStore(self.run_id, self._own_store), 0, 1, address)
 
 
@@ -358,7 +359,7 @@ def start(
     config = LaunchConfig(1, 1, processes, logs, **{"run_id": f"accelerate-{os.getpid()}", **settings})
     if isinstance(rendezvous, Rendezvous):
         timeout = float(rendezvous.settings.get("timeout", 600))
-        rendezvous = StoreRendezvous(store.LOOPBACK, rendezvous.port, 0, 1, config.run_id, timeout)
+        rendezvous = StoreRendezvous(LOOPBACK, rendezvous.port, 0, 1, config.run_id, timeout)
     else:
         environment = {**rendezvous.variables, **environment}
     # Torch's launcher would build its own agent from the same fields, and takes no other class.
@@ -374,7 +375,7 @@ def start(
     if isinstance(entrypoint, str):
         environment[failure.LAUNCHER] = str(os.getpid())  # the processes leave their tracebacks to the launcher
         watcher.reporter, watcher.guard = reporter or Reporter(), Guard(watcher.shutdown_timeout)
-        if not store.uses_libuv():
+        if not uses_libuv():
             environment["USE_LIBUV"] = "0"
         if isinstance(sys.stdout, io.TextIOWrapper):  # torch copies the lines of the processes to it
             sys.stdout.reconfigure(line_buffering=True)

@@ -81,7 +81,7 @@ def _library(posix: str, windows: str) -> ctypes.CDLL | None:
 
 
 def _ask_torch() -> Hardware:
-    from accelerate.devices.probe import detect as detect_device
+    from accelerate.devices.table import detect as detect_device
 
     device = detect_device()
     if device.type == "cpu":

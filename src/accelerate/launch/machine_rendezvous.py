@@ -39,7 +39,7 @@ from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Rendezvous
 from accelerate.runtime.failure import MACHINES, PREEMPTED
-from accelerate.runtime.store import serve
+from accelerate.runtime.rendezvous import serve
 
 # How often a launcher looks for the others, many of them more seldom; and how often it reports that it waits.
 _LOOK_S = 0.1

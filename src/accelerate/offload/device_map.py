@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.devices import probe
-from accelerate.devices.probe import detect
+from accelerate.devices.table import detect, row
 from accelerate.offload.placement import Device, as_device
 from accelerate.offload.planner import Planner, Ties, fitting, make_plan, parts
 from accelerate.offload.tensors import (
@@ -215,7 +214,7 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
         found = as_device(device)
         if found.type in ("cpu", "meta"):
             continue
-        kind = probe.row(found.type)
+        kind = row(found.type)
         count = kind.count() if kind.available() else 0
         if (found.index or 0) >= count:
             module = next(name for name, value in device_map.items() if value == device)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from accelerate.devices.probe import detect
+from accelerate.devices.table import detect
 from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.offload.device_map import check_devices, disjoint_map
 from accelerate.offload.placement import (

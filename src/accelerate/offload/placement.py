@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.devices.probe import detect
+from accelerate.devices.table import detect
 from accelerate.offload.tensors import _get_proper_dtype, tensor_at
 from accelerate.runtime import storage, torch_private
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.devices import probe
+from accelerate.devices import table
 from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, hooks_of, offloading_hook
 from accelerate.offload.store import OffloadedWeightsLoader, resolved
 from accelerate.offload.tensors import convert_file_size_to_int
@@ -313,5 +313,5 @@ def _transfer(device: torch.device) -> HostTransfer | StreamTransfer | None:
     """The way to a device; None for accelerators without streams."""
     if device.type == "cpu":
         return HostTransfer()
-    namespace = probe.row(device.type).namespace()
+    namespace = table.row(device.type).namespace()
     return StreamTransfer(device, namespace) if hasattr(namespace, "Stream") and hasattr(namespace, "Event") else None

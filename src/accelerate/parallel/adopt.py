@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel import consistency, experts, replicas
+from accelerate.parallel import consistency, experts
 from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.parallel.shard import is_sharded
 from accelerate.parallel.tensor import sum_replicas
@@ -71,13 +71,13 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
                 _refuse_adapted_experts(model)
             parts.append(model)
     for model in parts:
-        whole = replicas.whole(model)
+        whole = consistency.whole(model)
         added = {id(parameter) for parameter in whole.values()}
         others = [tensor for tensor in consistency.tensors_of(model).values() if id(tensor) not in added]
         consistency.require_same_model(accelerator, model, others)
         for parameter in whole.values():
             take_from_first(parameter, accelerator.device)
-        replicas.train_alike(accelerator, model, whole)
+        consistency.train_alike(accelerator, model, whole)
     accelerator.state.parallelism_config = layout
     if parts and not accelerator.is_fsdp2:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
@@ -116,7 +116,7 @@ def _refuse_adapted_experts(model: nn.Module) -> None:
     for name in [names[id(module)] for module in experts.modules(model)]:
         while name.endswith(".base_layer"):  # what PEFT puts around a module keeps it under this name
             name = name.removesuffix(".base_layer")
-        if adapter := next((own for own in replicas.whole(model) if own.startswith(f"{name}.")), None):
+        if adapter := next((own for own in consistency.whole(model) if own.startswith(f"{name}.")), None):
             raise ValueError(
                 f"{adapter!r} of {type(model).__name__} adapts experts that ranks share out (expert parallelism), so it means other "
                 "experts on each rank, and its gradients cannot be averaged. Adapt other layers, or load the model without ep_size."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.modules.repoint import named, repoint, tie, ties
-from accelerate.parallel import consistency, replicas
+from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import four_bit, master
 from accelerate.precision.master import local_part
@@ -150,7 +150,7 @@ def shard(
     four_bit.attach(model)
     repoint(accelerator, model, before)
     if ignored:
-        replicas.train_alike(accelerator, model, replicas.whole(model))
+        consistency.train_alike(accelerator, model, consistency.whole(model))
     return model
 
 

@@ -1,10 +1,11 @@
-"""How a process finds the others: from ranks to a process group. `runtime.ranks` reads the ranks from the environment."""
+"""How a process finds the others: from ranks to a process group, by way of a key-value store. `runtime.ranks` reads the ranks."""
 
 import atexit
 import contextlib
 import functools
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,11 +14,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistNetworkError, TCPStore
 
 from accelerate import comm
 from accelerate.runtime import torch_private
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
-from accelerate.runtime.store import LOOPBACK, serve_this_machine
+
+LOOPBACK = "127.0.0.1"
+
+
+def uses_libuv() -> bool:
+    """Return whether libuv serves a store, as USE_LIBUV says; torch for Windows has none."""
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
+
+
+def serve(host: str, port: int, timeout: Any, **settings: Any) -> TCPStore:
+    """Return a new store that listens at all addresses of this machine; `host` is the one by which others know it."""
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=uses_libuv(), **settings)
+
+
+def serve_this_machine(port: int, timeout: Any, **settings: Any) -> TCPStore:
+    """Return a new store that no other machine reaches; port 0 takes a free one."""
+    if os.name != "posix":
+        return serve(LOOPBACK, port, timeout, **settings)
+    try:
+        listener = socket.create_server((LOOPBACK, port), backlog=2048)
+    except OSError as error:
+        raise DistNetworkError(f"{LOOPBACK}, port {port}: {error}") from None
+    settings |= {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}  # the store closes it
+    return serve(LOOPBACK, timeout=timeout, **settings)
+
 
 Meeting = Callable[[Any], contextlib.AbstractContextManager]
 

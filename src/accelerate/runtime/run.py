@@ -19,7 +19,7 @@ class Prepared(Protocol):
         moved: The `modules.repoint.MovedParameters`: what became of parameters that preparing replaced.
         sequence_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
         logged: Messages that were logged, and are logged once.
-        replicated: Models with the trainable parameters that ranks have whole beside shards; see `parallel.replicas`.
+        replicated: Models with the trainable parameters that ranks have whole beside shards; see `parallel.consistency`.
     """
 
     models: list[nn.Module]

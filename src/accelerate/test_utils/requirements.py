@@ -9,7 +9,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accelerate.devices import probe
+from accelerate.devices import table
 from accelerate.utils import imports
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.versions import compare_versions, is_torch_version
@@ -79,10 +79,10 @@ def _has_huggingface_suite() -> bool:
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
     """Return what tests run on: the device, how many (1 for the CPU), and a function for the bytes in use, or 0."""
-    device = "xla" if imports.is_torch_xla_available() else probe.detect().type
+    device = "xla" if imports.is_torch_xla_available() else table.detect().type
     if device in ("cpu", "xla"):
         return device, 1, lambda: 0
-    row = probe.row(device)
+    row = table.row(device)
     used = getattr(row.namespace(), "memory_allocated", None) or getattr(
         row.namespace(), "current_allocated_memory", lambda: 0
     )

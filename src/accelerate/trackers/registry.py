@@ -7,23 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.config.enums import LoggerType
-from accelerate.trackers.aim import AimTracker
 from accelerate.trackers.base import GeneralTracker
-from accelerate.trackers.clearml import ClearMLTracker
-from accelerate.trackers.comet import CometMLTracker
-from accelerate.trackers.dvclive import DVCLiveTracker
-from accelerate.trackers.mlflow import MLflowTracker
-from accelerate.trackers.runs import SwanLabTracker, TrackioTracker, WandBTracker
-from accelerate.trackers.tensorboard import TensorBoardTracker
+from accelerate.trackers.libraries import BUILT_IN
 from accelerate.utils import imports
 
 logger = logging.getLogger(__name__)
 
-_BUILT_IN = (
-    *(AimTracker, CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker),
-    *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, TrackioTracker),
-)
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in BUILT_IN}
 
 # Whether the library of each built-in tracker is installed, in the order of "all"; a registered tracker answers for itself.
 _AVAILABLE: dict[str, Callable[[], bool]] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accelerate.backends.deepspeed.settings import is_schedule
+from accelerate.backends.deepspeed.engine import is_schedule
 from accelerate.data.loader import PreparedLoader
 from accelerate.training.prepare import again, chain, kind_of, own_states, register
 from accelerate.training.prepared import Facade

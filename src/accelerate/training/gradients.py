@@ -26,7 +26,7 @@ from accelerate.backends.registry import resolve
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel import replicas
+from accelerate.parallel import consistency
 from accelerate.precision import master
 from accelerate.runtime import traits
 from accelerate.training.prepared import Facade
@@ -266,7 +266,7 @@ def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: d
         return
     resolve(accelerator.state).backward(accelerator, loss, **options)
     if accelerator.prepared.replicated:
-        replicas.average(accelerator, window.held)
+        consistency.average(accelerator, window.held)
 
 
 def unscale(accelerator: Facade, optimizer: Any | None) -> None:

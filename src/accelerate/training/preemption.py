@@ -30,7 +30,7 @@ from accelerate.data.iterable import ends_are_uneven
 from accelerate.diagnostics import hang
 from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED
-from accelerate.training import tracking
+from accelerate.training import metrics
 from accelerate.training.prepared import Facade
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Watch:
                 f"{number.name} came: the run is saved in {location}, and ends with status {PREEMPTED}. Submitted again, it "
                 "goes on there with load_state(latest=True, missing_ok=True)."
             )
-        tracking.finish(accelerator)
+        metrics.finish(accelerator)
         accelerator.wait_for_everyone()
         # Not yet: `finally` blocks of the program may communicate.
         atexit.register(accelerator.state.destroy_process_group)

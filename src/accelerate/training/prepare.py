@@ -26,7 +26,7 @@ from accelerate.modules.unwrap import (
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, four_bit, master
-from accelerate.precision.base import precision
+from accelerate.precision.amp import precision
 from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.config.enums import DistributedType
 from accelerate.data import resume
-from accelerate.devices import probe
+from accelerate.devices import table
 from accelerate.diagnostics import threads
 from accelerate.runtime import storage, traits
 from accelerate.runtime.run import Run
@@ -39,7 +39,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    probe.detect().empty_cache()
+    table.detect().empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -10,9 +10,8 @@ import torch
 from accelerate._lazy import front
 from accelerate.config.enums import DistributedType
 from accelerate.config.handlers import AutocastKwargs
-from accelerate.devices.probe import detect
-from accelerate.precision.amp import autocast_context
-from accelerate.precision.base import precision
+from accelerate.devices.table import detect
+from accelerate.precision.amp import autocast_context, precision
 from accelerate.state import AcceleratorState
 
 # What this module gives and does not hold itself.

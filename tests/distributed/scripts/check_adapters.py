@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from accelerate.utils import GradientAccumulationPlugin
 
 STEPS, MAX_NORM = 4, 0.3
-REPLICAS = "accelerate.parallel.replicas"
+AVERAGED = "accelerate.parallel.consistency"
 
 
 class Adapted(nn.Module):
@@ -207,7 +207,7 @@ def check_modules_that_fsdp_ignores_train_as_on_one_process():
         )
         torch.manual_seed(0)
         model = adapt(Model())
-        with logged(REPLICAS) as lines:
+        with logged(AVERAGED) as lines:
             model, optimizer = accelerator.prepare(model, adam(model))
         assert len(lines) == (rank() == 0) and all("averages their gradients" in line for line in lines), lines
         norms = trained(accelerator, model, optimizer, window)
@@ -226,7 +226,7 @@ def check_ignored_modules_that_differ_stay_each_ranks_own():
         with torch.no_grad():
             model.last.weight += rank()
         kept = model.last.weight.clone()
-        with logged(REPLICAS) as lines:
+        with logged(AVERAGED) as lines:
             model = accelerator.prepare(model)
         told = [line for line in lines if "differ between ranks, 'last.weight'" in line]
         assert len(told) == (rank() == 0), lines

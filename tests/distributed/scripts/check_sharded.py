@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import shards
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
+from accelerate.diagnostics import memory
 from accelerate.parallel import shard
 from accelerate.precision import master
-from accelerate.training import out_of_memory, saving
+from accelerate.training import saving
 from accelerate.training.divergence import ReplicasDiffer
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
@@ -268,7 +269,7 @@ def check_what_this_rank_holds_is_said_when_memory_runs_out():
         accelerator = fresh_accelerator(**options)
         model, optimizer = accelerator.prepare(*build())
         learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
-        text, (row, *_) = out_of_memory.explain(error), accelerator.memory_report().rows
+        text, (row, *_) = memory.explain(error), accelerator.memory_report().rows
         assert f"\n   {rank()}  " in text and master.size(row.parameters) in text
 
 

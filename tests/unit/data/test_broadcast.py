@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
-from accelerate.data import broadcast
-from accelerate.data.broadcast import BatchScatter, Round
+from accelerate.data import dispatcher
+from accelerate.data.dispatcher import BatchScatter, Round
 from loader_samples import CPU, Line
 
 
@@ -102,15 +102,15 @@ def batch_of(start, stop):
 
 
 def test_cut_and_join_are_inverse():
-    whole = broadcast.join([batch_of(0, 2), batch_of(2, 3), batch_of(3, 7)])
+    whole = dispatcher.join([batch_of(0, 2), batch_of(2, 3), batch_of(3, 7)])
     assert type(whole) is OrderedDict and type(whole["pair"]) is Pair
     assert str(whole) == str(batch_of(0, 7))
-    assert broadcast.batch_length(whole) == 7
-    assert str(broadcast.take(whole, 2, 5)) == str(batch_of(2, 5))
+    assert dispatcher.batch_length(whole) == 7
+    assert str(dispatcher.take(whole, 2, 5)) == str(batch_of(2, 5))
 
 
 def test_batches_that_differ_are_refused():
     row = torch.zeros(2)
     for batches in ([torch.zeros(2, 3), torch.zeros(2, 4)], [[row], [row, row]]):
         with pytest.raises(ValueError, match="cannot be joined"):
-            broadcast.join(batches)
+            dispatcher.join(batches)

@@ -11,7 +11,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data import plan
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.training import collectives
+from accelerate.training import metrics
 from accelerate.utils import operations
 from loader_samples import Numbers, SizedStream, needs_torchdata, values
 
@@ -232,7 +232,7 @@ def test_a_metric_sees_each_sample_once(monkeypatch, objects):
                             ),
                             _communicator=None, parallelism_config=None, torch_device_mesh=None, num_processes=shards,
                         )  # fmt: skip
-                        found = collectives.gather_for_metrics(accelerator, batches[0], objects)
+                        found = metrics.gather_for_metrics(accelerator, batches[0], objects)
                         seen += found if objects else found.tolist()
                         handed = [count + len(batch) for count, batch in zip(handed, batches, strict=True)]
                     case = shards, length, drops, sampler_drops

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerate.training import collectives
+from accelerate.training import metrics
 from accelerate.utils import operations
 
 MESHES = {
@@ -33,5 +33,5 @@ def test_what_fills_up_a_round_is_dropped_from_each_rank_of_a_mesh(monkeypatch, 
     )
     everything = torch.cat(parts).tolist() if objects else torch.cat(parts)
     monkeypatch.setattr(operations, "gather_object_with" if objects else "gather_with", lambda *_: everything)
-    gathered = collectives.gather_for_metrics(accelerator, parts[0], objects)
+    gathered = metrics.gather_for_metrics(accelerator, parts[0], objects)
     assert (gathered if objects else gathered.tolist()) == expected

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from accelerate.devices import DEVICES, detect, probe, row
+from accelerate.devices import DEVICES, detect, row, table
 
 
 def test_environment_chooses_the_device(monkeypatch):
-    probe.forget()
+    table.forget()
     assert detect().available() and detect(cpu=True) is DEVICES["cpu"]
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mps:0")
     assert detect().type == "mps"

@@ -35,7 +35,7 @@ def driver(count, status=0):
 def machine(monkeypatch, tmp_path):
     """A machine with a torch that was built for something, and NVIDIA's driver or none."""
     device = SimpleNamespace(type="npu", count=lambda: 3, visible_env=BY_TORCH.visible_env, shareable=True)
-    monkeypatch.setattr("accelerate.devices.probe.detect", lambda: device)
+    monkeypatch.setattr("accelerate.devices.table.detect", lambda: device)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, "torch")

@@ -63,11 +63,11 @@ assert affinity.bind("exclusive", 0, 2) is None
 # What several processes need on Windows: a store without libuv, a signal that exists, and no guard.
 WITHOUT_GROUPS = """
 from accelerate.launch import elastic, errors, guard
-from accelerate.runtime import store
+from accelerate.runtime import rendezvous
 assert [int(number) for number in (*elastic.FORWARDED, *elastic.STOPPING)] == [15, 2]
 assert elastic._SIGNAL_OF_TORCH == "SIGBREAK"
-store.TCPStore = lambda *args, **settings: settings
-assert store.serve_this_machine(0, None)["use_libuv"] is False
+rendezvous.TCPStore = lambda *args, **settings: settings
+assert rendezvous.serve_this_machine(0, None)["use_libuv"] is False
 watching = guard.Guard()
 watching.watch([1])
 watching.close()

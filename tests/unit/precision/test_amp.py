@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.precision import amp
-from accelerate.precision.base import apply_downcast, precision
+from accelerate.precision.amp import apply_downcast, precision
 
 
 class Named(nn.Module):

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from accelerate.runtime import rendezvous, store
+from accelerate.runtime import rendezvous
 from accelerate.runtime.ranks import Ranks
 from accelerate.utils.other import get_free_port
 from cases import cases
@@ -22,13 +22,13 @@ def listening_at(port):
 @pytest.mark.parametrize("libuv", ["1", "0"])
 def test_the_store_of_one_machine_is_reached_from_here_alone(monkeypatch, libuv):
     monkeypatch.setenv("USE_LIBUV", libuv)
-    server = store.serve_this_machine(0, LIMIT)
-    assert listening_at(server.port) == {store.LOOPBACK} and server.libuvBackend == (libuv == "1")
-    client = dist.TCPStore(store.LOOPBACK, server.port, is_master=False, wait_for_workers=False)
+    server = rendezvous.serve_this_machine(0, LIMIT)
+    assert listening_at(server.port) == {rendezvous.LOOPBACK} and server.libuvBackend == (libuv == "1")
+    client = dist.TCPStore(rendezvous.LOOPBACK, server.port, is_master=False, wait_for_workers=False)
     client.set("key", "value")
     assert server.get("key") == b"value"
     with pytest.raises(dist.DistNetworkError, match=f"port {server.port}: .*in use"):
-        store.serve_this_machine(server.port, LIMIT)
+        rendezvous.serve_this_machine(server.port, LIMIT)
 
 
 @pytest.fixture

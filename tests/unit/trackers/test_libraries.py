@@ -4,11 +4,15 @@ import types
 
 import pytest
 
-from accelerate.trackers.aim import AimTracker
-from accelerate.trackers.clearml import ClearMLTracker
-from accelerate.trackers.comet import CometMLTracker
-from accelerate.trackers.dvclive import DVCLiveTracker
-from accelerate.trackers.runs import SwanLabTracker, TrackioTracker, WandBTracker
+from accelerate.trackers.libraries import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 
 def test_an_aim_run(library, tmp_path):

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from accelerate.trackers.mlflow import MLflowTracker
+from accelerate.trackers.libraries import MLflowTracker
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from accelerate.trackers.tensorboard import TensorBoardTracker
+from accelerate.trackers.libraries import TensorBoardTracker
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

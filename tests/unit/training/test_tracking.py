@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.trackers import registry
 from accelerate.trackers.base import GeneralTracker
-from accelerate.training import tracking
+from accelerate.training import metrics
 
 
 class Recording(GeneralTracker):
@@ -57,7 +57,7 @@ class Failing(Recording):
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     known = {tracker.name: tracker for tracker in (Recording, Local, Failing)}
-    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {**registry.LOGGER_TYPE_TO_CLASS, **known})
+    monkeypatch.setattr(metrics, "LOGGER_TYPE_TO_CLASS", {**registry.LOGGER_TYPE_TO_CLASS, **known})
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def test_whether_every_rank_is_needed(make):
     class Everywhere(Recording):
         main_process_only = False
 
-    assert not tracking.needs_every_rank(make())
-    assert not tracking.needs_every_rank(make("recording", registry.LoggerType.MLFLOW))
-    assert tracking.needs_every_rank(make("recording", Everywhere()))
-    assert tracking.needs_every_rank(make(registry.LoggerType.WANDB))
+    assert not metrics.needs_every_rank(make())
+    assert not metrics.needs_every_rank(make("recording", registry.LoggerType.MLFLOW))
+    assert metrics.needs_every_rank(make("recording", Everywhere()))
+    assert metrics.needs_every_rank(make(registry.LoggerType.WANDB))
 
 
 @pytest.mark.parametrize("as_objects", [False, True])

@@ -1,6 +1,6 @@
 """DeepSpeed: an engine that owns the model, its gradients, and the optimizer's step.
 
-`settings` turns the plugin's configuration into the one that the engine gets, `checkpoints` lets it write into and read from checkpoints.
+`engine` has the backend and turns the plugin's configuration into the one that the engine gets, `checkpoint` lets it write into and read from checkpoints.
 
 Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 """
