@@ -19,6 +19,7 @@ from torch.distributed import DistNetworkError, TCPStore
 from accelerate import comm
 from accelerate.runtime import torch_private
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
+from accelerate.utils.versions import is_torch_version
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,7 +31,11 @@ def uses_libuv() -> bool:
 
 def serve(host: str, port: int, timeout: Any, **settings: Any) -> TCPStore:
     """Return a new store that listens at all addresses of this machine; `host` is the one by which others know it."""
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=uses_libuv(), **settings)
+    # Up to 2.7, and perhaps 2.8, torch's libuv takes no socket that listens already.
+    takes = "master_listen_fd" not in settings or not is_torch_version("<", "2.9")
+    return TCPStore(
+        host, port, None, True, timeout, wait_for_workers=False, use_libuv=takes and uses_libuv(), **settings
+    )
 
 
 def serve_this_machine(port: int, timeout: Any, **settings: Any) -> TCPStore:
