@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
@@ -245,6 +245,11 @@ class Agent(OpenAgent):
         if self._is_ending(statuses) or self._waits_for_cause(statuses):
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
+        statuses = self.statuses if result.failures else {}
+        for local in (local for local, status in statuses.items() if status):
+            # Up to 2.9, torch leaves out those that it has stopped, or that have ended meanwhile.
+            found = ProcessFailure(local, self.processes[local].pid, statuses[local], self.error_files[local])
+            result.failures.setdefault(worker_group.workers[local].global_rank, found)
         # Asked of what torch saw: a process may have ended between the two looks.
         if self._forwarded or PREEMPTED in (failed.exitcode for failed in result.failures.values()):
             self.restarts_left = 0
