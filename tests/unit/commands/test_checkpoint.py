@@ -175,7 +175,7 @@ def prune(accelerate, folder, keep, *words, status=0):
 def test_prune(accelerate, project):
     """Each folder for itself: one of a former run, in the project itself, stays."""
     samples.write(project / "checkpoints" / "best", age=99_999)
-    samples.write(project / "checkpoint_9", age=99_999)
+    samples.write(project / "checkpoint_9", age=100_060)
     assert [row[0] for row in rows(run(accelerate, "ls", project))[1:3]] == ["checkpoint_9", "checkpoints/best"]
     out = prune(accelerate, project, 2)
     assert left_in(project) == ["best", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
