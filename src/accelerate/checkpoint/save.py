@@ -133,13 +133,15 @@ def planned(folder: durable.Path, save_on_each_node: bool = False) -> Iterator[S
 def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return a state dict, and the versions of modules in it, without what torch.compile puts into names."""
 
-    def plain(name: str) -> str:
-        return f"{name}.".replace("_orig_mod.", "").removesuffix(".")
+    def plain(named: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        return OrderedDict(
+            [(f"{name}.".replace("_orig_mod.", "").removesuffix("."), value) for name, value in named.items()]
+        )
 
-    state = OrderedDict((plain(name), value) for name, value in state_dict.items())
+    state = plain(state_dict)
     if hasattr(state_dict, "_metadata"):
         # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
-        state._metadata = OrderedDict((plain(name), version) for name, version in state_dict._metadata.items())
+        state._metadata = plain(state_dict._metadata)
     return state
 
 
