@@ -9,6 +9,7 @@ import torch.distributed as dist
 from accelerate.runtime import rendezvous
 from accelerate.runtime.ranks import Ranks
 from accelerate.utils.other import get_free_port
+from accelerate.utils.versions import is_torch_version
 from cases import cases
 
 LIMIT = timedelta(seconds=30)
@@ -23,7 +24,8 @@ def listening_at(port):
 def test_the_store_of_one_machine_is_reached_from_here_alone(monkeypatch, libuv):
     monkeypatch.setenv("USE_LIBUV", libuv)
     server = rendezvous.serve_this_machine(0, LIMIT)
-    assert listening_at(server.port) == {rendezvous.LOOPBACK} and server.libuvBackend == (libuv == "1")
+    by_libuv = libuv == "1" and not is_torch_version("<", "2.9")  # which takes no socket of ours
+    assert listening_at(server.port) == {rendezvous.LOOPBACK} and server.libuvBackend == by_libuv
     client = dist.TCPStore(rendezvous.LOOPBACK, server.port, is_master=False, wait_for_workers=False)
     client.set("key", "value")
     assert server.get("key") == b"value"
