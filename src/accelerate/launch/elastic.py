@@ -249,6 +249,7 @@ class Agent(OpenAgent):
         for local in (local for local, status in statuses.items() if status):
             # Up to 2.9, torch leaves out those that it has stopped, or that have ended meanwhile.
             found = ProcessFailure(local, self.processes[local].pid, statuses[local], self.error_files[local])
+            found.died = self._died.get(local)
             result.failures.setdefault(worker_group.workers[local].global_rank, found)
         # Asked of what torch saw: a process may have ended between the two looks.
         if self._forwarded or PREEMPTED in (failed.exitcode for failed in result.failures.values()):

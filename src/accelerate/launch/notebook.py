@@ -350,7 +350,8 @@ class FunctionAgent(elastic.Agent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        statuses, ended = self.statuses, {one.local_rank for one in result.failures.values()}
+        statuses = self.statuses
+        ended = {one.local_rank for one in result.failures.values() if getattr(one, "died", 0.0) is not None}
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
             ended = {local for local, status in statuses.items() if status == 0 and not self.has_returned(local)}
