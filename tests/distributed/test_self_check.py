@@ -13,7 +13,7 @@ def test_the_self_check_passes_on_two_processes(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", "c.yaml"]
     ended = done(command, cwd=tmp_path, env=variables)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = ended.stdout.splitlines()
+    lines = [line for line in ended.stdout.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.9 prints
     assert lines[1].startswith("2 processes on cpu (gloo), MULTI_CPU, mixed precision bf16")
     progress = [line for line in lines if line.startswith("[")]
     count = len(progress)

@@ -2,7 +2,7 @@
 
 The methods that an agent overrides (`_start_workers`, `_monitor_workers`, ...) are documented for that purpose, and are not here.
 
-Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.15.0 (`make test-versions`).
+Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 
 Source: https://docs.pytorch.org/docs/stable/elastic/agent.html
 """

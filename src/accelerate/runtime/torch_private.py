@@ -3,7 +3,7 @@
 A release may drop any of these names. Functions ask whether a name is there, and fall back on the next best. What stands in
 `_HOMES` is imported when it is first asked for: a torch that lacks it loses the feature, by name, and goes on otherwise.
 
-Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.15.0 (`make test-versions`).
+Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 """
 
 import contextlib
