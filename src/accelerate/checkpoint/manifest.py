@@ -117,7 +117,7 @@ def number_of(folder: Path) -> int | None:
 
 def is_ours_alone(name: str) -> bool:
     """Say whether an entry of a folder shows that `save_state` wrote it, with a manifest; format 1 had files of generators."""
-    return name == PARTS_FOLDER or re.fullmatch(r"generators_\d+\.safetensors", name) is not None
+    return name in (PARTS_FOLDER, PARAMETER_NAMES) or re.fullmatch(r"generators_\d+\.safetensors", name) is not None
 
 
 def is_checkpoint_file(name: str) -> bool:

@@ -51,6 +51,7 @@ class Site:
         """Let the manifest have the sizes and checksums of what is there; in one of four cases there is none, as in older versions."""
         if self.draw.random() >= manifest:
             (self.folder / NAME).unlink()
+            (self.folder / "parameter_names.json").unlink(missing_ok=True)
             return
         values = json.loads((self.folder / NAME).read_text())
         for name, entry in values["files"].items():

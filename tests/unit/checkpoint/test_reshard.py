@@ -45,6 +45,12 @@ def full(tmp_path, trained):
     return folder
 
 
+def foreign(folder):
+    """Take away what only `save_state` writes."""
+    for name in ("accelerate_manifest.json", "parameter_names.json"):
+        (folder / name).unlink()
+
+
 def whole(folder):
     manifest = Manifest.read(folder)
     assert not problems(folder, manifest, deep=True)
@@ -133,7 +139,7 @@ def refused(source, target, kind, match, layout="sharded", **options):
 
 def test_two_layouts_at_once_and_files_of_single_ranks(tmp_path, full, trained):
     """As in a folder that two programs have saved to; `export` refuses in the same words."""
-    (full / "accelerate_manifest.json").unlink()
+    foreign(full)
     sharded_io.save_model(job(1)[0], full, layout="sharded")
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "pytorch_model_fsdp_0_rank0.bin").touch()
@@ -161,9 +167,9 @@ def test_what_links_lead_to_outside_is_not_copied(tmp_path, full, name, listed):
         (full / name).rename(elsewhere / name)
         (full / name).symlink_to(elsewhere / name)
     if not listed:
-        (full / "accelerate_manifest.json").unlink()
+        foreign(full)
     if name == "folder/notes.txt" and not listed:  # what a linked folder has is no part of a checkpoint
-        reshard(str(full), str(tmp_path / "new"), "sharded")
+        reshard(str(full), str(tmp_path / "new"), "full")
         assert not (tmp_path / "new" / "folder").exists()
     else:
         refused(full, tmp_path / "new", ValueError, f"{name}' is a link to .*elsewhere.*Put the file itself there")
@@ -175,10 +181,10 @@ def test_what_links_lead_to_outside_is_not_copied(tmp_path, full, name, listed):
 
 def test_links_within_a_checkpoint_are_files_of_it(tmp_path, full):
     (full / "latest").symlink_to("notes.txt")
-    (full / "accelerate_manifest.json").unlink()
+    foreign(full)
     (full / "scheduler.bin").rename(full / "real.bin")
     (full / "scheduler.bin").symlink_to("real.bin")
-    reshard(str(full), str(tmp_path / "new"), "sharded")
+    reshard(str(full), str(tmp_path / "new"), "full")
     copied = tmp_path / "new" / "scheduler.bin"
     assert torch.load(copied) == {"last_epoch": 3} and not copied.is_symlink()
 
@@ -199,11 +205,12 @@ def test_shards_that_lie_elsewhere_are_neither_converted_nor_merged(tmp_path, fu
 
 
 def test_numbers_without_names(tmp_path, full):
-    (full / "accelerate_manifest.json").unlink()
-    for text in ("", "[]", '{"0": 3}', '{"0": [[1]]}'):
-        (full / "parameter_names.json").write_text(text)
+    listing = Manifest.read(full)
+    for text in (b"", b"[]", b'{"0": 3}', b'{"0": [[1]]}'):
+        written = formats.write_bytes(full / "parameter_names.json", text)
+        Manifest({**listing.files, "parameter_names.json": written}).write(full)
         refused(full, tmp_path / "new", DamagedCheckpoint, "does not hold names")
-    (full / "parameter_names.json").unlink()
+    foreign(full)
     refused(full, tmp_path / "new", ValueError, "numbers its parameters")
     reshard(str(full), str(tmp_path / "new"), "full")
     assert not (tmp_path / "new" / "parameter_names.json").exists()

@@ -285,7 +285,11 @@ def test_kinds_of_folders(tmp_path):
     assert made.state().kind == "incomplete" and not made.state().loads
     (folder / NAME).unlink()
     assert made.state().kind == "foreign" and made.state().loads
-    for ours in (manifest.PARTS_FOLDER, "generators_0.safetensors"):  # the latter in format 1
+    for ours in (
+        manifest.PARTS_FOLDER,
+        manifest.PARAMETER_NAMES,
+        "generators_0.safetensors",
+    ):  # the latter in format 1
         (folder / ours).touch()
         assert made.state().kind == "incomplete" and "manifest" in made.state().reason
         (folder / ours).unlink()
