@@ -256,18 +256,19 @@ class Save:
 
         The error of this rank is raised as it is, that of another one as a RuntimeError.
         """
+        leads, publishes = self._leads, self._publishes
         own = self._attempt(lambda: self.plan.write(writers, self.shards)) or {}
-        if own and not self._leads:
+        if own and not leads:
             self._attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
-        written = self._meet(self.barrier.count_of, bool(own) and not self._leads)
-        listed = self._attempt(lambda: self._complete(own, writers)) if self._leads else None
+        written = self._meet(self.barrier.count_of, bool(own) and not leads)
+        listed = self._attempt(lambda: self._complete(own, writers)) if leads else None
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
-            written += self._meet(self.barrier.count_of, bool(own) and self._leads and not self._publishes)
-        if self._publishes:
+            written += self._meet(self.barrier.count_of, bool(own) and leads and not publishes)
+        if publishes:
             self._attempt(lambda: self._publish(own, listed, written))
         self._meet(self.barrier.share)
         self.barrier.leave()
-        if self._publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
+        if publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
             self.rotating(self.storage)
 
     def _attempt(self, step: Callable[[], Any]) -> Any:
