@@ -27,9 +27,8 @@ from accelerate.offload.store import PrefixedDataset, as_stored, with_scales
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
 
-_Place = tuple[
-    nn.Module, dict[str, Any], str
-]  # the module that holds a tensor, its table, and the tensor's name there
+# The module that holds a tensor, the table of it that has the tensor, and the tensor's name there.
+_Place = tuple[nn.Module, dict[str, Any], str]
 
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 
@@ -160,9 +159,8 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is None:
             return args, kwargs
         given, target = self._target
-        if (
-            given is not self.execution_device
-        ):  # others may replace it at any time; to look a device up takes as long as the rest
+        # Others may replace it at any time; to look a device up takes as long as the rest.
+        if given is not self.execution_device:
             given, target = self._target = self.execution_device, exact_device(self.execution_device)
         if any_elsewhere(args, target):
             args = send_to_device(args, self.execution_device)
@@ -182,7 +180,7 @@ class AlignDevicesHook(ModelHook):
         else:
             self._bring_in(module)
 
-    def _places(self, module: nn.Module) -> Iterator[tuple[str, "_Place", torch.Tensor]]:
+    def _places(self, module: nn.Module) -> Iterator[tuple[str, _Place, torch.Tensor]]:
         """Yield what may be elsewhere between forwards: a name below the module, where it is, and the tensor there."""
         for path, owner in module.named_modules() if self.place_submodules else (("", module),):
             prefix = f"{path}." if path else ""
@@ -216,7 +214,7 @@ class AlignDevicesHook(ModelHook):
                 filled = self._onload(name, place, value)
             self._present[name] = (place, filled, empty)
 
-    def _onload(self, name: str, place: "_Place", value: torch.Tensor | None) -> torch.Tensor:
+    def _onload(self, name: str, place: _Place, value: torch.Tensor | None) -> torch.Tensor:
         owner, table, last = place
         empty, tied = table[last], name in self.tied_params_names
         quantized = value is not None and value.dtype is torch.int8
