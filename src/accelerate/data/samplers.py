@@ -332,9 +332,7 @@ class BatchSamplerShard(BatchSampler):
                 order.draw(place + total)
                 yield order.part(place + own, place + own + size)
             order.draw(samples)
-            head, tail = (
-                order.part(*bounds) if rest else [] for bounds in ((0, min(total, samples)), (samples - rest, samples))
-            )
+            head, tail = order.part(0, min(total, samples)), order.part(samples - rest, samples)
             order.finish()  # nothing else tells that a round is the last
             number += rounds
         yield from shares(self, iter(tail), head, size, number, self.even_batches)
