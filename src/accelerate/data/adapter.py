@@ -129,9 +129,10 @@ def deals_out(loader: DataLoader, parts: int) -> bool:
 
 def sharding(loader: DataLoader) -> Any:
     """What gives the process its part: the shard of a stream or of a batch sampler; else the sampler itself."""
-    return (
-        loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else unskipped(batching_sampler(loader))[0]
-    )
+    part = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else batching_sampler(loader)
+    while isinstance(part, SkipBatchSampler):
+        part = part.batch_sampler
+    return part
 
 
 def dataset_length(dataset: Any) -> int:

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import torch
 
-# Shorter ones are drawn whole, in a few milliseconds. From the second number on torch draws 64 bits for each step.
+# Shorter ones are drawn whole, in some 10 milliseconds. From the second number on torch draws 64 bits for a step.
 _SHORTEST, _LONGEST = 1 << 20, (2**32 - 1) // 20
 # Few steps of a block meet at one position, and what a block touches fits into the processor's cache.
 BLOCK = 1 << 14
@@ -22,6 +22,7 @@ class GrowingPermutation:
 
     Attributes:
         indices: the numbers, of which `grow` says how many are final.
+        block: steps that are made at a time, an even number.
     """
 
     def __init__(self, length: int, generator: torch.Generator, block: int = BLOCK) -> None:
@@ -56,7 +57,7 @@ class GrowingPermutation:
         meeting[targets[within] - start] = True
         if meeting.any():  # done over, one by one
             steps, ends = places[meeting].tolist(), ends[meeting].tolist()
-            held = dict(zip(steps, own[meeting].tolist(), strict=True))
+            held = dict(zip(steps, own[meeting].tolist(), strict=True))  # numbers by position, before the block
             held |= dict(zip(ends, taken[meeting].tolist(), strict=True))
             for step, end in zip(steps, ends, strict=True):
                 held[step], held[end] = held[end], held[step]
