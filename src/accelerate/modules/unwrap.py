@@ -39,8 +39,11 @@ PARALLEL_WRAPPERS = (
 
 
 def _loaded_wrappers() -> tuple[type, ...]:
-    found = [getattr(sys.modules.get(path), name, None) for path, name in PARALLEL_WRAPPERS]
-    return tuple([kind for kind in found if isinstance(kind, type)])
+    found = []
+    for path, name in PARALLEL_WRAPPERS:
+        if isinstance(kind := getattr(sys.modules.get(path), name, None), type):
+            found.append(kind)
+    return tuple(found)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -291,7 +294,19 @@ def canonical_name(name: str) -> str:
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
     """
-    return ".".join([part for part in name.split(".") if part not in INNER_ATTRIBUTES])
+    return canonical_names((name,))[0]
+
+
+def canonical_names(names: Iterable[str]) -> list[str]:
+    """Return `canonical_name` of each of some names."""
+    found = []
+    for name in names:
+        steps = []
+        for step in name.split("."):
+            if step not in INNER_ATTRIBUTES:
+                steps.append(step)
+        found.append(".".join(steps))
+    return found
 
 
 def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
@@ -302,6 +317,8 @@ def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
     """
     known, found = set(wanted), list(found)
     pairs = {name: name for name in found if name in known}
+    if len(pairs) == len(found):
+        return pairs
     partners = _by_bare_name(known.difference(pairs))
     for bare, names in _by_bare_name(name for name in found if name not in pairs).items():
         if len(names) == len(partners.get(bare, ())) == 1:
@@ -311,8 +328,9 @@ def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[canonical_name(name).removeprefix("module.")].append(name)
+    names = list(names)
+    for name, bare in zip(names, canonical_names(names), strict=True):
+        groups[bare.removeprefix("module.")].append(name)
     return groups
 
 

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
-from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common, tensor_device
+from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.training.prepared import Facade
