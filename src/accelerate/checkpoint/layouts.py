@@ -83,9 +83,7 @@ class Found:
             folder.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
             for entry in folder.entries(files):
                 aliases |= entry.aliases
-        held = {}
-        for file in files:
-            held[os.path.join(folder, file)] = load.read_file(folder, file, mapped=True, **options)
+        held = {os.path.join(folder, file): load.read_file(folder, file, mapped=True, **options) for file in files}
         return merged(held, aliases)
 
     def files(self) -> list[str]:
@@ -105,9 +103,7 @@ class Found:
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
 
 
-def merged(
-    files: Mapping[str, Any], aliases: Mapping[str, str] | None = None
-) -> tuple[str, dict[str, Any], dict[str, str]]:
+def merged(files: Mapping[str, Any], aliases: Mapping[str, str]) -> tuple[str, dict[str, Any], dict[str, str]]:
     """Return what `Found.read` does of files of whole tensors, each as `load.mapped_file` returns it; several are one model's."""
     origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
     state: dict[Any, Any] = {}
@@ -120,12 +116,8 @@ def merged(
         if not file.endswith(".safetensors"):
             found |= same_tensors(held)
         state.update(held)
-    for name, kept in (aliases or {}).items():
-        if name not in state and kept in state:
-            found[name] = kept
-    for alias, name in found.items():
-        state[alias] = state[name]
-    return origin, state, found
+    found |= {name: kept for name, kept in aliases.items() if name not in state and kept in state}
+    return origin, state | {alias: state[name] for alias, name in found.items()}, found
 
 
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:
@@ -137,8 +129,7 @@ def usual_names(kind: Kind, index: int) -> tuple[str, str]:
 
 def whole_names(index: int) -> list[tuple[str, str]]:
     """Return the names of a model's file of weights, and of an index instead: of safetensors, and of torch's format."""
-    safe, pickled = manifest.model_file(index), manifest.model_file(index, False)
-    return [(safe, f"{safe}{INDEX_SUFFIX}"), (pickled, f"{pickled}{INDEX_SUFFIX}")]
+    return [(file, file + INDEX_SUFFIX) for file in (manifest.model_file(index), manifest.model_file(index, False))]
 
 
 def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
@@ -148,41 +139,26 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     but upstream's files of what each rank had.
     """
     shards, gathered = usual_names(kind, index)
-    whole: list[str] = [gathered]
+    whole = [gathered]
     if kind == "model":
         safe, pickled = whole_names(index)
-        whole += safe if safe[0] in files or safe[1] in files else pickled
-    names: list[tuple[str, Layout]] = []
-    if f"{shards}/{manifest.METADATA}" in files:
-        names.append((shards, "sharded"))
-    for file in whole:
-        if file in files:
-            names.append((file, "full"))
-    if engine := _engine(files, kind, index):
-        names.append((engine, "zero"))
-    if not names:
-        first = [f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else []
-        for local in (*first, f"{shards}_rank0.bin"):
-            if local in files:
-                raise ValueError(
-                    f"{local!r} in {os.fspath(folder)!r} and the files beside it hold what each rank had (LOCAL_STATE_DICT, or "
-                    "use_dcp=False), which only those ranks can put together. Load the checkpoint by the version that wrote it, on "
-                    "as many ranks, and save it with SHARDED_STATE_DICT."
-                )
-    found = []
-    for name, layout in names:
-        found.append(Found(os.fspath(folder), name, layout, index, kind))
-    return found
+        whole += safe if any(file in files for file in safe) else pickled
+    found: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
+    found += [(file, "full") for file in whole if file in files]
+    found += [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
+    of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
+    if not found and (local := [file for file in of_ranks if file in files]):
+        raise ValueError(
+            f"{min(local)!r} in {os.fspath(folder)!r} and the files beside it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
+            "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
+            "it with SHARDED_STATE_DICT."
+        )
+    return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in found]
 
 
 def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
     """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
-    found = set()
-    for file in files:
-        if match := _ENGINE_FILE.fullmatch(file):
-            found.add(match[1])
-    if not found:
-        return None
+    found = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
     if kind == "model":
         return name if (name := manifest.engine_folder(index)) in found else None
     return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
@@ -190,23 +166,22 @@ def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
-    name, files = None, set()
     if isinstance(folder, CheckpointFolder):
-        files = folder.listing.files
+        files, name = folder.listing.files, usual_names(kind, index)[0]
     else:
         shards, _ = usual_names(kind, index)
         # What a killed save has put aside counts.
-        aside = LocalStorage(os.path.join(folder, shards)).fetch()
-        is_there = os.path.isdir(os.path.join(folder, shards))
-        name = shards if is_there else os.path.relpath(aside, os.path.realpath(folder))
+        aside = os.path.relpath(LocalStorage(os.path.join(folder, shards)).fetch(), os.path.realpath(folder))
+        name = shards if os.path.isdir(os.path.join(folder, shards)) else aside
         files = {*os.listdir(folder), *glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder)}
-        if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
-            files.add(f"{shards}/{manifest.METADATA}")
-    usual, *others = candidates(folder, files, kind, index) or [None]
-    for other in others:
-        if usual.layout != prefer and other.layout == prefer:
-            usual = other
-    return replace(usual, name=name) if name and usual is not None and usual.layout == "sharded" else usual
+        files |= (
+            {f"{shards}/{manifest.METADATA}"}
+            if os.path.isfile(os.path.join(folder, name, manifest.METADATA))
+            else set()
+        )
+    found = candidates(folder, files, kind, index)
+    best = next((one for one in found if one.layout == prefer), found[0] if found else None)
+    return replace(best, name=name) if best is not None and best.layout == "sharded" else best
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
@@ -230,7 +205,7 @@ def is_extra(name: str) -> bool:
 
 def model_values(stored: "CheckpointReader") -> dict[str, Any]:
     """Return the values of a stored model by name."""
-    held, extra = stored.state, torch_private.EXTRA_STATE_KEY_SUFFIX
+    held = stored.state
     if isinstance(held, Mapping) and len(held) == 1:
         ((name, inner),) = held.items()
         held = inner if isinstance(inner, Mapping) and not is_extra(str(name)) else held
@@ -238,10 +213,8 @@ def model_values(stored: "CheckpointReader") -> dict[str, Any]:
     left = [("", held)]
     while left:
         path, value = left.pop()
-        # A module's extra state may be anything.
-        if isinstance(value, Mapping) and path.rpartition(".")[2] != extra:
-            for key, inner in reversed(value.items()):
-                left.append((f"{path}.{key}" if path else str(key), inner))
+        if isinstance(value, Mapping) and not is_extra(path):
+            left += [(f"{path}.{key}" if path else str(key), inner) for key, inner in reversed(value.items())]
         else:
             values[path] = value
     return values
@@ -257,17 +230,13 @@ def matched(
 
     Names of other wrappers fit. `ties` is asked if names are missing. `aliases` are stored under another name, too, and need not be the model's.
     """
-    pairs, found, others = match_names(own, values), {}, []
-    for name, value in values.items():
-        if name in pairs:
-            found[pairs[name]] = value
-        elif name not in aliases:
-            others.append(name)
+    pairs = match_names(own, values)
+    found = {wanted: values[name] for name, wanted in pairs.items()}
     for group in ties() if len(found) < len(own) else ():
         known = next((name for name in group if name in found), None)
         found |= {name: found[known] for name in group if known and name in own and name not in found}
-    missing = [name for name in own if name not in found] if len(found) < len(own) else []
-    return found, missing, others
+    others = [name for name in values if name not in pairs and name not in aliases]
+    return found, [name for name in own if name not in found], others
 
 
 @state.quietly()
@@ -283,27 +252,21 @@ def read_model(
     With ``over``, `CheckpointReader.finish` reads the tensors later, over the model's own.
     """
     found, missing, others = matched(own.values, model_values(stored), ties, stored.aliases)
-    wrong = []
-    if strict:
-        wrong += [f"{name} is missing" for name in missing] if missing else []
-        wrong += [f"{name} is unexpected" for name in others] if others else []
-    read: dict[str, Any] = {}
-    later, extra = [], torch_private.EXTRA_STATE_KEY_SUFFIX
+    wrong = [f"{name} is missing" for name in missing] + [f"{name} is unexpected" for name in others] if strict else []
+    read, later = {}, []
     for name, value in found.items():
-        if name.rpartition(".")[2] == extra:  # it may be anything, and differ from what the module has now
-            read[name] = stored.whole(value)
-            continue
         mine = own.values[name]
-        are_tensors = isinstance(value, torch.Tensor), isinstance(mine, torch.Tensor)
-        if not any(are_tensors):
+        if is_extra(name):  # it may be anything, and differ from what the module has now
+            read[name] = stored.whole(value)
+        elif not isinstance(value, torch.Tensor) and not isinstance(mine, torch.Tensor):
             read[name] = value
-        elif over and all(are_tensors) and value.size() == mine.size():
+        elif not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor) or value.size() != mine.size():
+            wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
+        elif over:
             read[name] = mine
             later.append((value, mine))
         else:
-            read[name] = like(mine, value, stored) if all(are_tensors) else None
-        if read[name] is None and any(are_tensors):
-            wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
+            read[name] = like(mine, value, stored)
     load.refuse_misfit(stored.origin, "the model", wrong)
     stored.over(later)
     stored.fill()
@@ -434,21 +397,18 @@ def read_whole_model(
         return [[name for name in group if own[name].shape == own[group[0]].shape] for group in groups]
 
     read, missing, others = matched(own, values, ties, aliases)
-    problems = []
-    for name, value in read.items():
-        mine = own[name]
-        if (
-            isinstance(value, torch.Tensor)
-            and isinstance(mine, torch.Tensor)
-            and not isinstance(mine, nn.parameter.UninitializedTensorMixin)
-            and value.shape != mine.shape
-        ):
-            problems.append(f"{name} has {tuple(value.shape)} in the file and {tuple(mine.shape)} in the model")
+    problems = [
+        f"{name} has {tuple(value.shape)} in the file and {tuple(own[name].shape)} in the model"
+        for name, value in read.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(own[name], torch.Tensor)
+        and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
+        and value.shape != own[name].shape
+    ]
     if strict and (missing or others) and load.loads_by_name(model):
         problems += [f"{name} is missing in the file" for name in missing]
         problems += [f"{name} is unexpected in the file" for name in others]
     origin, more = os.path.join(folder, found.name), ", or load with strict=False, which accepts other names"
     load.refuse_misfit(origin, type(model).__name__, problems, more)
-    for name in others:  # hooks of the model may rename them
-        read[name] = values[name]
+    read |= {name: values[name] for name in others}  # hooks of the model may rename them
     return read if found.layout == "full" else stored.read(read)

@@ -62,9 +62,7 @@ def read_file(
         )
     if path.endswith(".safetensors"):
         tensors = mapped_file(path)
-        if device != "cpu":
-            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        return tensors
+        return tensors if device == "cpu" else {name: tensor.to(device) for name, tensor in tensors.items()}
     if mapped and device == "cpu" and not load_kwargs:
         return mapped_file(path)
     try:
@@ -89,12 +87,9 @@ def mapped_file(path: str) -> Any:
         # A process dies of a mapping whose file becomes shorter.
         maps = os.path.getsize(path) > LARGE
         if path.endswith(".safetensors"):
-            found = {}
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  no mapping
-                    tensor = file.get_tensor(name)
-                    found[name] = tensor if maps else tensor.clone()
-            return found
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+            return found if maps else {name: value.clone() for name, value in found.items()}
         try:
             return other.load(path, "cpu", mmap=maps)
         except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
@@ -130,19 +125,19 @@ def loads_by_name(model: Any) -> bool:
     """
     if not isinstance(model, nn.Module):
         return getattr(model, "loads_by_name", False)  # of a strategy, which has asked
-    for module in model.modules():
-        kind = type(module)
-        if (
-            kind.load_state_dict is not nn.Module.load_state_dict
-            or kind.set_extra_state is not nn.Module.set_extra_state
-            or not kind._load_from_state_dict.__module__.startswith("torch.nn.")
-        ):
-            return False
-        for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):
-            # FSDP registers some of torch's own.
-            if not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch."):
-                return False
-    return True
+    return not any(
+        type(module).load_state_dict is not nn.Module.load_state_dict
+        or type(module).set_extra_state is not nn.Module.set_extra_state
+        or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        or not all(map(_is_torchs, module._load_state_dict_pre_hooks.values()))
+        or not all(map(_is_torchs, module._load_state_dict_post_hooks.values()))
+        for module in model.modules()
+    )
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is one of torch's own, as FSDP registers them."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.")
 
 
 # -- what is read is what was written --------------------------------------------------------------------------------------
@@ -187,11 +182,16 @@ class CheckpointFolder(str):
         entry = self.listing.files.get(self._prefix + name)
         return None if entry is None else entry.size
 
-    def entries(self, names: Sequence[str]) -> list[FileEntry]:
-        """Return the full entries of files, of those that are listed."""
-        listed = [name for name in (self._prefix + name for name in names) if name in self.listing.files]
-        self._read_details(listed)
-        return [self._entries[name] for name in listed]
+    def entries(self, names: Iterable[str]) -> list[FileEntry]:
+        """Return the full entries of files, of those that are listed; the part of a rank is read once."""
+        files = self.listing.files
+        names = [name for name in map(self._prefix.__add__, names) if name in files]
+        if ranks := {files[name].rank for name in names if name not in self._entries}:
+            parts = [name for name in map(manifest.part_file, ranks) if name in files]
+            self.bring({name: (files[name].size, None) for name in parts})
+            theirs = [name for name, entry in files.items() if entry.rank in ranks]
+            self._entries.update(self.listing.detailed(self._root, theirs))
+        return [self._entries[name] for name in names]
 
     def check_file(self, name: str) -> None:
         """Raise DamagedCheckpoint if a file is not what was written."""
@@ -230,31 +230,19 @@ class CheckpointFolder(str):
         Each has its file and its number behind what `differences` sorts by.
         """
         pieces = []
-        self._read_details([name for name in (self._prefix + name for name in wanted) if name in self.listing.files])
+        self.entries(wanted)
         for name, ranges in wanted.items():
             name = self._prefix + name
             if (entry := self._entries.get(name)) is None:
                 continue
             numbers: Iterable[int] = range(-(-entry.size // durable.CHUNK)) if entry.digests else (0,)
             if entry.digests and ranges is not None:
-                numbers = set()
-                for start, stop in ranges:
-                    numbers.update(range(start // durable.CHUNK, -(-stop // durable.CHUNK)))
-            for number in numbers:
-                if (name, number) not in self._hashed:
-                    self._hashed.add((name, number))
-                    pieces.append((bool(entry.digests), -entry.size, name, number))
+                spans = [range(start // durable.CHUNK, -(-stop // durable.CHUNK)) for start, stop in ranges]
+                numbers = set().union(*spans)
+            new = {(name, number) for number in numbers} - self._hashed
+            self._hashed |= new
+            pieces += [(bool(entry.digests), -entry.size, *piece) for piece in new]
         return pieces
-
-    def _read_details(self, names: Sequence[str]) -> None:
-        """Learn the full entries of files; the part of a rank is read once."""
-        files = self.listing.files
-        ranks = {files[name].rank for name in names if name not in self._entries}
-        if ranks:
-            parts = [name for name in map(manifest.part_file, ranks) if name in files]
-            self.bring({name: (files[name].size, None) for name in parts})
-            theirs = [name for name, entry in files.items() if entry.rank in ranks]
-            self._entries.update(self.listing.detailed(self._root, theirs))
 
     def _changed(self, pieces: Mapping[str, Sequence[int]]) -> list[str]:
         """Hash pieces of files, and return a line for each file that is not what was written."""
@@ -264,23 +252,19 @@ class CheckpointFolder(str):
             try:
                 if (size := os.stat(path).st_size) != entry.size:
                     lines.append(manifest.difference(name, entry.size, size))
-                    continue
-                starts = (
-                    [number * durable.CHUNK for number in numbers] if entry.digests else range(0, size, durable.CHUNK)
-                )
-                found = durable.digests(path, starts, size, threads)
+                elif not entry.digests:
+                    found = durable.digests(path, range(0, size, durable.CHUNK), size, threads)
+                    lines += manifest.changed(name, entry, durable.combined(found))
+                else:
+                    found = durable.digests(path, [number * durable.CHUNK for number in numbers], size, threads)
+                    written = [entry.digests[32 * number : 32 * number + 32] for number in numbers]
+                    lines += [
+                        f"{name} has changed: the checksum of its piece {number} is {digest.hex()}, but {known} was written"
+                        for number, digest, known in zip(numbers, found, written, strict=True)
+                        if digest.hex() != known
+                    ][:1]
             except OSError as error:
                 lines.append(f"{name} could not be read: {error}")
-                continue
-            if not entry.digests:
-                lines += manifest.changed(name, entry, durable.combined(found))
-                continue
-            for piece, digest in zip(numbers, found, strict=True):
-                if digest.hex() != (written := entry.digests[32 * piece : 32 * piece + 32]):
-                    lines.append(
-                        f"{name} has changed: the checksum of its piece {piece} is {digest.hex()}, but {written} was written"
-                    )
-                    break
         return lines
 
 
@@ -415,13 +399,11 @@ class Contents:
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
         inner = inner_optimizer(optimizer)
         if uses_torch_load(inner):
-            read, tensors = set(), {}
-            for values in state["state"].values():
-                for value in values.values() if isinstance(values, Mapping) else ():
-                    if type(value) is torch.Tensor:
-                        read.add(value.untyped_storage().data_ptr())
-            for parameter, values in inner.state.items():
-                tensors[parameter] = dict(values)
+            inside = [
+                value for values in state["state"].values() if isinstance(values, Mapping) for value in values.values()
+            ]
+            read = {value.untyped_storage().data_ptr() for value in inside if type(value) is torch.Tensor}
+            tensors = {parameter: dict(values) for parameter, values in inner.state.items()}
             self.remaining.append(partial(_take_over, inner, read, tensors))
             # Loading the former state again would give its tensors the dtypes of the parameters.
             former = {"state": inner.state, "param_groups": inner.param_groups}

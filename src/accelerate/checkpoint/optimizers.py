@@ -40,11 +40,9 @@ def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
             groups = json.load(file).get(str(index))
     except (ValueError, AttributeError):
         groups = False
-    if groups is None:
-        return None
-    for names in groups if isinstance(groups, list) else [None]:
-        if type(names) is not list or not {str}.issuperset(map(type, names)):
-            raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
+    is_listed = type(groups) is list and {list}.issuperset(map(type, groups))
+    if groups is not None and not (is_listed and {str}.issuperset(map(type, itertools.chain(*groups)))):
+        raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
     return groups
 
 
@@ -87,21 +85,17 @@ class Target:
 
     def sources(self, saved: Collection[str]) -> dict[str, str]:
         """Return the name under which each parameter was saved; its own if none was."""
-        found = {}
-        for name in self.order:
-            found[name] = name
-            if name not in saved:
-                found[name] = next((other for other in self.also_called(name) if other in saved), name)
-        return found
+        return {
+            name: name if name in saved else next((other for other in self.also_called(name) if other in saved), name)
+            for name in self.order
+        }
 
 
 def target(optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]] | None = None) -> Target:
     """Return what an optimizer needs; `groups` are the names of its parameters, where they are known. All ranks."""
     groups = state.parameter_names(optimizer, model) if groups is None else groups
     inner, find_ties = state.inner_optimizer(optimizer), functools.partial(state.tied_names, model)
-    own = []
-    for group in inner.param_groups:
-        own += group["params"]
+    own = [parameter for group in inner.param_groups for parameter in group["params"]]
     if state.is_fsdp1(model):
         flat = any(torch_private.member_names(parameter) is not None for parameter in own)
         return Target(groups, state.model_state(model).values, {}, find_ties, flat)
@@ -115,10 +109,9 @@ def is_state(raw: Any) -> bool:
     if not isinstance(raw, Mapping) or not isinstance(raw.get("state", {}), Mapping):
         return False
     groups = raw.get("param_groups")
-    for group in groups if isinstance(groups, list) else [None]:
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            return False
-    return True
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
 
 
 def optimizer_values(stored: "CheckpointReader") -> dict[str, Any]:
@@ -170,12 +163,9 @@ def read_optimizer(goal: Target, stored: "CheckpointReader", found: Found) -> di
     Nothing else changes. Any rank, alone. RuntimeError names parameters that differ; DamagedCheckpoint a bad file.
     """
     raw, known = matched(goal, stored, found)
-    result: dict[str, Any] = {}
-    for name in known:
-        result[name] = _fitted(goal, name, raw["state"][name], stored)
-    for name, values in raw["state"].items():
-        if name not in result:  # what belongs to no parameter is whole
-            result[name] = stored.whole(values)
+    result = {name: _fitted(goal, name, raw["state"][name], stored) for name in known}
+    # What belongs to no parameter is whole.
+    result |= {name: stored.whole(values) for name, values in raw["state"].items() if name not in result}
     stored.fill()
     return {**raw, "state": result}
 
@@ -188,13 +178,10 @@ def matched(goal: Target, stored: "CheckpointReader", found: Found) -> tuple[dic
     raw = optimizer_values(stored)
     if not is_named(raw):
         raw = named(raw, _order_of_numbers(goal, found, raw["param_groups"]))
-    states, saved, own = dict(raw["state"]), set(), {}
-    groups = _own_groups(goal, raw["param_groups"], states, stored.origin)
-    for group in raw["param_groups"]:
-        saved.update(group["params"])
-    for name, source in goal.sources(saved).items():
-        if (values := states.pop(source, None)) is not None:
-            own[name] = values
+    states = dict(raw["state"])
+    groups, sources = _own_groups(goal, raw["param_groups"], states, stored.origin)
+    own = {name: states.pop(source, None) for name, source in sources.items()}
+    own = {name: values for name, values in own.items() if values is not None}
     return {**raw, "state": {**own, **states}, "param_groups": groups}, list(own)
 
 
@@ -219,34 +206,27 @@ def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, 
 
 def _own_groups(
     goal: Target, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], origin: str
-) -> list[Any]:
-    """Return the optimizer's own groups with the stored options: a group has those of the parameters in it."""
-    home: dict[Any, int] = {}
-    for number, group in enumerate(groups):
-        home |= dict.fromkeys(group["params"], number)
-    made, problems, sources = [], [], goal.sources(home)
+) -> tuple[list[Any], dict[str, str]]:
+    """Return the optimizer's own groups with the stored options, which are those of the parameters in it, and the names these were saved under."""
+    home = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    made, sources = [], goal.sources(home)
+    problems = [f"no state for {name}" for name, source in sources.items() if source not in home]
     for number, of_group in enumerate(goal.groups):
-        saved_in = set()
-        for name in of_group:
-            if sources[name] in home:
-                saved_in.add(home[sources[name]])
-            else:
-                problems.append(f"no state for {name}")
+        saved_in = sorted({home[sources[name]] for name in of_group if sources[name] in home})
         if len(saved_in) > 1:
-            problems.append(f"the parameters of group {number} in groups {sorted(saved_in)}")
-        options = dict(groups[min(saved_in, default=min(number, len(groups) - 1))])
+            problems.append(f"the parameters of group {number} in groups {saved_in}")
+        source = groups[saved_in[0] if saved_in else min(number, len(groups) - 1)]
         # The names which torch keeps beside the numbers are the optimizer's own.
-        options.pop("param_names", None)
+        options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
         made.append({**options, "params": list(of_group)})
-    known = set(goal.order)
-    for name in home:
-        if name not in known and states.get(name) and not any(name in goal.also_called(own) for own in known):
-            problems.append(f"a state for {name}, which is not among them")
+    strange = [name for name in home if name not in sources and states.get(name)]
+    known = {other for name in goal.order for other in goal.also_called(name)} if strange else ()
+    problems += [f"a state for {name}, which is not among them" for name in strange if name not in known]
     if problems:
         raise RuntimeError(
             f"For the optimizer's parameters {origin} has {', '.join(manifest.first_of(problems))}; nothing was loaded. {_REMEDY}"
         )
-    return made
+    return made, sources
 
 
 def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") -> Any:
@@ -364,5 +344,5 @@ def read_whole_optimizer(
             return raw
     from accelerate.checkpoint.reader import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
 
-    stored = CheckpointReader.in_files(*merged({os.path.join(folder, file): raw}))
+    stored = CheckpointReader.in_files(*merged({os.path.join(folder, file): raw}, {}))
     return state.numbered(read_optimizer(goal, stored, found))

@@ -139,9 +139,7 @@ class CheckpointReader:
                 self.reader.read_data(plan, planner)
                 planner.load_objects()
         if self._over:
-            firsts = {}
-            for key, memories in self._over.items():
-                firsts[key] = memories[0]
+            firsts = {key: first for key, (first, *_) in self._over.items()}
             plan, planner, files = self._planned(firsts)
             self._later = plan, planner
             with _damage_named(self.origin), torch.no_grad():
@@ -318,11 +316,8 @@ def read_metadata(folder: durable.Path, listed: CheckpointFolder | None = None) 
     path = os.path.join(folder, METADATA)
     with open(path, "rb") as file, _damage_named(path):
         found = _Unpickler(file).load()
-        places, paths = {}, {}
-        for index, place in found.storage_data.items():
-            places[MetadataIndex(index.fqn, index.offset)] = place
-        for name, steps in (found.planner_data or {}).items():
-            paths[name] = tuple(steps)
+        places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}
+        paths = {name: tuple(path) for name, path in (found.planner_data or {}).items()}
         problem = _problem_of_files(places, listed or os.fspath(folder))
         if problem := problem or _problem_of_pieces(found.state_dict_metadata):
             raise DamagedCheckpoint(f"{path} is damaged: {problem}.")
@@ -357,18 +352,15 @@ def _problem_of_pieces(values: Mapping[str, Any]) -> str:
             continue
         if not isinstance(value.properties.dtype, torch.dtype):
             return f"{name} has the dtype {value.properties.dtype!r}"
-        shape, stored, cut = tuple(value.size), 0, set()
+        shape, cut = tuple(value.size), set()
         # Ranks that have the same piece may both list it.
-        pieces = set()
-        for chunk in value.chunks:
-            pieces.add((tuple(chunk.offsets), tuple(chunk.sizes)))
+        pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
         for offsets, sizes in pieces:
             for dim, (start, length, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
                 if start < 0 or length < 0 or start + length > whole:
                     return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
-                if length != whole:
-                    cut.add(dim)
-            stored += math.prod(sizes)
+                cut |= {dim} if length != whole else set()
+        stored = sum(math.prod(sizes) for _, sizes in pieces)
         if stored != math.prod(shape):
             return (
                 f"{name} of shape {shape} is not whole: of its {math.prod(shape)} elements {stored} are in the files"

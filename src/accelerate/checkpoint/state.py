@@ -116,11 +116,9 @@ def is_fsdp1(model: nn.Module) -> bool:
     """Say whether a model is, or contains, a FullyShardedDataParallel."""
     # While the module is not imported there is no such model, and importing it is slow.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FullyShardedDataParallel):
-                return True
-    return False
+    return fsdp is not None and bool(
+        [part for part in model.modules() if isinstance(part, fsdp.FullyShardedDataParallel)]
+    )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -186,14 +184,9 @@ class Common:
 
     def shared(self) -> list[tuple[Any, str, str]]:
         """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""
-        found = []
-        for number, obj in enumerate(self.custom):
-            found.append((obj, manifest.custom_file(number), f"registered object {number}"))
-        for number, obj in enumerate(self.schedulers):
-            found.append((obj, manifest.scheduler_file(number), f"scheduler {number}"))
-        if self.scaler is not None:
-            found.append((self.scaler, SCALER_NAME, ""))
-        return found
+        found = [(obj, manifest.custom_file(n), f"registered object {n}") for n, obj in enumerate(self.custom)]
+        found += [(obj, manifest.scheduler_file(n), f"scheduler {n}") for n, obj in enumerate(self.schedulers)]
+        return found if self.scaler is None else [*found, (self.scaler, SCALER_NAME, "")]
 
     def loaders(self) -> list[Any]:
         """Return the loaders, those inside torch_xla's in place of these."""
@@ -449,12 +442,8 @@ def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any
 
     Some optimizers keep what belongs to no parameter beside the parameters' states; its keys stay.
     """
-    groups, states = [], {}
-    for group in state["param_groups"]:
-        groups.append({**group, "params": [names.get(key, key) for key in group["params"]]})
-    for key, value in state["state"].items():
-        states[names.get(key, key)] = value
-    return {"state": states, "param_groups": groups}
+    groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
 
 
 def _flat(groups: Any) -> Iterator[str]:

@@ -39,11 +39,8 @@ PARALLEL_WRAPPERS = (
 
 
 def _loaded_wrappers() -> tuple[type, ...]:
-    found = []
-    for path, name in PARALLEL_WRAPPERS:
-        if isinstance(kind := getattr(sys.modules.get(path), name, None), type):
-            found.append(kind)
-    return tuple(found)
+    found = [getattr(sys.modules.get(path), name, None) for path, name in PARALLEL_WRAPPERS]
+    return tuple([kind for kind in found if isinstance(kind, type)])
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -294,19 +291,12 @@ def canonical_name(name: str) -> str:
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
     """
-    return canonical_names((name,))[0]
+    return ".".join([step for step in name.split(".") if step not in INNER_ATTRIBUTES])
 
 
 def canonical_names(names: Iterable[str]) -> list[str]:
     """Return `canonical_name` of each of some names."""
-    found = []
-    for name in names:
-        steps = []
-        for step in name.split("."):
-            if step not in INNER_ATTRIBUTES:
-                steps.append(step)
-        found.append(".".join(steps))
-    return found
+    return list(map(canonical_name, names))
 
 
 def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:

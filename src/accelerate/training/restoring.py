@@ -195,8 +195,8 @@ def _no(kind: type[Exception], text: str, nothing: bool = False) -> dict[str, An
 
 
 def _refusal(answer: dict[str, Any]) -> Exception | None:
-    kinds = ValueError, FileNotFoundError, OSError, DamagedCheckpoint
-    return next((kind(answer["text"]) for kind in kinds if kind.__name__ == answer.get("error")), None)
+    kinds = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError, DamagedCheckpoint)}
+    return kinds[answer["error"]](answer["text"]) if "error" in answer else None
 
 
 def _name_of(state: CheckpointStatus) -> str:
@@ -217,6 +217,7 @@ class _Chosen:
         save: the name of the save, None where it could not be read.
         problems: what is wrong with this machine's copy, found by its leader.
         following: the next automatic number.
+        listing: the manifest, None without one.
     """
 
     storage: CheckpointStorage
@@ -224,6 +225,7 @@ class _Chosen:
     save: str | None
     problems: list[str]
     following: int | None
+    listing: Manifest | None = None
 
     @classmethod
     def of(cls, search: _Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
@@ -240,14 +242,11 @@ class _Chosen:
         if group.each_node and following is not None:  # a machine may have one more
             leads = group.rank == barrier.leader()
             following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
+        listing = None
         with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
-            folder = CheckpointFolder(folder, Manifest.read(folder), _place(search.accelerator), storage.bring)
-        return cls(storage, folder, save, problems, following)
-
-    @property
-    def listing(self) -> Manifest | None:
-        """The manifest, None without one."""
-        return self.folder.listing if isinstance(self.folder, CheckpointFolder) else None
+            listing = Manifest.read(folder)
+            folder = CheckpointFolder(folder, listing, _place(search.accelerator), storage.bring)
+        return cls(storage, folder, save, problems, following, listing)
 
     @property
     def wrong(self) -> list[str]:
@@ -310,18 +309,13 @@ _PARTS = re.compile(r"[^/]+/(?:__\d+_\d+\.distcp|[^/]*_states\.pt)")
 
 def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], list[str]]:
     """Return the files that every rank reads, and those that this one reads alone."""
-    owners = {
-        name: next(int(n) for n in found.groups() if n)
-        for name in listing.files
-        if (found := _OF_RANK.fullmatch(name))
-    }
+    owners = {name: int(found[found.lastindex]) for name in listing.files if (found := _OF_RANK.fullmatch(name))}
     # A rank that was not there when the checkpoint was saved begins with the random states of the first one.
     mine = rank if manifest.random_states_file(rank) in listing.files else 0
     own = [name for name, owner in owners.items() if owner in (rank, mine)]
     others = {*owners, *(filter(_PARTS.fullmatch, listing.files) if by_parts else ())}
-    return [
-        name for name in listing.files if name not in others and not name.startswith(f"{manifest.PARTS_FOLDER}/")
-    ], own
+    parts = f"{manifest.PARTS_FOLDER}/"
+    return [name for name in listing.files if name not in others and not name.startswith(parts)], own
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -429,9 +423,9 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
 
 
 def _check_custom(folder: str, custom: Sequence[Any]) -> None:
-    pattern = re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl"
     files = folder.listing.files if isinstance(folder, CheckpointFolder) else os.listdir(folder)
-    if (saved := sum(re.fullmatch(pattern, file) is not None for file in files)) != len(custom):
+    saved = len(re.findall(rf"^{manifest.CUSTOM_NAME}_\d+\.pkl$", "\n".join(files), re.MULTILINE))
+    if saved != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."

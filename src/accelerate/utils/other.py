@@ -54,7 +54,7 @@ class _DtypeRecord:
     def __setstate__(self, state: Any) -> None:
         _, order, *more = state
         # Only a text's length stands in its name and, once more, among the sizes.
-        if order not in ("<", ">", "=", "|") or any(one is not None for one in more[:3]):
+        if order not in ("<", ">", "=", "|") or not {type(None)}.issuperset(map(type, more[:3])):
             raise pickle.UnpicklingError(
                 "it has values of numpy with fields or shapes of their own; numbers and texts are read"
             )
