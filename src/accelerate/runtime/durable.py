@@ -327,11 +327,7 @@ def is_inside(name: Any) -> bool:
 
 def outside(names: Iterable[Any]) -> list[Any]:
     """Return those of some paths that `is_inside` refuses."""
-    found = []
-    for name in names:
-        if not isinstance(name, str) or _LEADS_OUT.search(name) is not None:
-            found.append(name)
-    return found
+    return [name for name in names if not isinstance(name, str) or _LEADS_OUT.search(name) is not None]
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------

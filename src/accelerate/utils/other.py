@@ -98,10 +98,9 @@ def _numpy_as_records() -> Iterator[None]:
     """Let torch build numpy's arrays and numbers from records, whatever else may be allowed."""
     serialization = torch.serialization
     with _loading:
-        former, others = serialization.get_safe_globals(), []
-        for one in former:
-            if (one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}") not in _RECORDS:
-                others.append(one)
+        former = serialization.get_safe_globals()
+        paths = [one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in former]
+        others = [one for one, path in zip(former, paths, strict=True) if path not in _RECORDS]
         try:
             serialization.clear_safe_globals()
             serialization.add_safe_globals([*others, *_SAFE])
@@ -120,9 +119,7 @@ def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
     if type(value) is tuple:
-        made = []
-        for one in value:  # which is often a number
-            made.append(one if type(one) in _PLAIN else _with_arrays(one, known))
+        made = [one if type(one) in _PLAIN else _with_arrays(one, known) for one in value]
         return tuple(made) if list(map(id, made)) != list(map(id, value)) else value
     left = [value] if isinstance(value, (dict, list)) else []
     while left:
@@ -191,10 +188,7 @@ def load_each(files: Sequence[Path | BinaryIO], map_location: Any = None, **kwar
         for file in files:
             value = torch.load(file, **options)
             if _built:
-                known = {}
-                for one in _built:
-                    known[id(one)] = np.array(one)
-                value = _with_arrays(value, known)
+                value = _with_arrays(value, {id(one): np.array(one) for one in _built})
                 _built.clear()
             found.append(value)
     return found
