@@ -67,8 +67,7 @@ def bars(found: Figures) -> Iterator[Bar]:
     for mode, sizes in FLEETS.items() if "fleet" in found else ():
         few, many = (found["fleet"][f"{mode} {ranks}"] for ranks in (sizes[0], sizes[-1]))
         for phase in few:
-            # The first save also connects, imports, and is so slow on few cores that the hang diagnosis asks where ranks are.
-            for unit in ("KiB", "requests") if phase not in ("ranks", "idle", "save") else ():
+            for unit in ("KiB", "requests") if phase not in ("ranks", "idle") else ():
                 # What the steady rate of the hang watchers hides is small; a value below these is no growth.
                 floor = {"KiB": _ANSWERS_KIB if phase == "hang report" else 2.0, "requests": 8.0}[unit]
                 yield (
