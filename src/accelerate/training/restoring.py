@@ -21,7 +21,9 @@ from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, rea
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
+from accelerate.training import readers
 from accelerate.training.prepared import Facade
+from accelerate.training.readers import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ def load_state(
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     storage = _storage(accelerator, input_dir)
-    search = _Search(accelerator, storage, latest or input_dir is None)
+    search = _Search(accelerator, storage, latest or input_dir is None, readers.wished())
+    deciding = {**model_options, "strict": not model_options.get("strict", True), "load_kwargs": load_kwargs}
     group, replaced = Group.of(accelerator, storage), 0
     while True:
         barrier = SaveBarrier("load_state", storage.location, group, default_store())
@@ -67,9 +70,10 @@ def load_state(
             raise refusal
         chosen = _Chosen.of(search, barrier, group, answer)
         try:
+            chosen.readers = Readers.chosen(accelerator, answer["readers"], chosen.listing, deciding)
             contents = _read_together(accelerator, barrier, chosen, options, model_options)
             if contents is not None:
-                _complete(accelerator, barrier, contents, model_options)
+                _complete(accelerator, barrier, contents, chosen.readers, model_options)
                 break
         except _Damaged as error:
             if not search.latest:
@@ -112,6 +116,7 @@ class _Search:
     """Finds the checkpoint to load: the leader alone, but for `pass_over`.
 
     Attributes:
+        readers: who reads models and optimizers, None for what is usual.
         passed: why checkpoints were passed over, by location.
         damaged: those of them that some rank found damaged, with the names of their saves.
     """
@@ -119,6 +124,7 @@ class _Search:
     accelerator: Facade
     storage: CheckpointStorage
     latest: bool
+    readers: str | None = None
     passed: dict[str, str] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
 
@@ -141,8 +147,14 @@ class _Search:
         if state.manifest is None:
             logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
         folder = storage.fetch() if storage.shared else ""
-        following = self.following_number(storage)
-        return {"location": storage.location, "save": _name_of(state), "folder": folder, "following": following}
+        machines = self.accelerator.num_processes // _place(self.accelerator)[1]
+        return {
+            "location": storage.location,
+            "save": _name_of(state),
+            "folder": folder,
+            "following": self.following_number(storage),
+            "readers": self.readers or readers.usual(storage.location, state.manifest, machines),
+        }
 
     def _newest(self) -> tuple[CheckpointStorage, CheckpointStatus] | None:
         """Return the newest checkpoint that may be loaded; what lies before it is not looked at."""
@@ -218,6 +230,7 @@ class _Chosen:
         problems: what is wrong with this machine's copy, found by its leader.
         following: the next automatic number.
         listing: the manifest, None without one.
+        readers: who reads models and optimizers, None if every rank does.
     """
 
     storage: CheckpointStorage
@@ -226,6 +239,7 @@ class _Chosen:
     problems: list[str]
     following: int | None
     listing: Manifest | None = None
+    readers: Readers | None = None
 
     @classmethod
     def of(cls, search: _Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
@@ -272,6 +286,10 @@ class _Chosen:
         if self.listing is None or self.problems or self.replaced():
             return
         shared, own = _read_by(self.listing, rank, by_parts)
+        if self.readers is not None:
+            weights = [name for name in shared if _WEIGHTS.fullmatch(name)]
+            shared = [name for name in shared if name not in weights]
+            own += weights if self.readers.reads else []
         self.folder.differences(dict.fromkeys(shared), shared=True)
         self.folder.differences(dict.fromkeys(own))
 
@@ -305,6 +323,8 @@ _OF_RANK = re.compile(
     r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin"
 )
 _PARTS = re.compile(r"[^/]+/(?:__\d+_\d+\.distcp|[^/]*_states\.pt)")
+# Whole models and optimizers.
+_WEIGHTS = re.compile(r"(?:model|pytorch_model|optimizer)(?:[_-].*)?\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
 def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], list[str]]:
@@ -332,11 +352,14 @@ def _read_together(
     _, problem = _attempted(lambda: chosen.verify(accelerator.process_index, accelerator._backend.saves_shards))
     if not _may_go_on(barrier, chosen, problem):
         return None
-    contents, problem = _attempted(lambda: _read(accelerator, chosen.folder, options, model_options))
+    reads = chosen.readers is None or chosen.readers.reads
+    contents, problem = _attempted(lambda: _read(accelerator, chosen.folder, options, model_options, reads))
     may_go_on = False
     try:
         # Before any rank gives its objects anything: they may have collectives of their own.
         may_go_on = _may_go_on(barrier, chosen, problem)
+        if may_go_on and chosen.readers is not None:
+            chosen.readers.outline(contents)
         return contents if may_go_on else None
     finally:
         if contents is not None and not may_go_on:
@@ -369,9 +392,17 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
     return False
 
 
-def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
+def _complete(
+    accelerator: Facade,
+    barrier: SaveBarrier,
+    contents: Contents,
+    others: Readers | None,
+    model_options: dict[str, Any],
+) -> None:
     """Give the objects their states if none refuses its own on any rank, else give back what they had."""
-    _, problem = _attempted(lambda: contents.begin(**model_options))
+    _, problem = _attempted(lambda: others and others.fit(accelerator, contents))
+    if problem is None:
+        _, problem = _attempted(lambda: contents.begin(**model_options))
     try:
         barrier.share(problem=problem)
     except BaseException:
@@ -379,13 +410,21 @@ def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, mod
         raise
     attributes, problem = _attempted(contents.complete)
     barrier.share(problem=problem)  # no rank may go on while another has other states
+    if others is not None:
+        _, problem = _attempted(lambda: others.broadcast(accelerator))
+        barrier.share(problem=problem)
     barrier.leave()
     for name, value in attributes.items():
         setattr(accelerator, name, value)
 
 
-def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
-    """Read all states. A rank that fails goes on, because the others wait for it where they read together, and raises at the end."""
+def _read(
+    accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any], reads: bool
+) -> Contents:
+    """Read all states, but for models and optimizers where another rank `reads` them for this one.
+
+    A rank that fails goes on, because the others wait for it where they read together, and raises at the end.
+    """
     backend, problems = accelerator._backend, []
     common = Common.of(accelerator, backend.checkpointed_schedulers(accelerator))
     contents = Contents(folder, common)
@@ -403,7 +442,7 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
         with noted():
             _check_custom(folder, common.custom)
             contents = read_common(common, folder, options["load_kwargs"])
-        for index, optimizer in enumerate(accelerator.prepared.optimizers):
+        for index, optimizer in enumerate(accelerator.prepared.optimizers if reads else ()):
             with noted():
                 state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
                 if isinstance(state, Deferred):
@@ -411,8 +450,9 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
                     state = state.state
                 if state is not None:
                     contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
-        with noted():
-            _read_models(accelerator, contents, folder, options, model_options)
+        if reads:
+            with noted():
+                _read_models(accelerator, contents, folder, options, model_options)
         if problems:
             raise problems[0]
     except BaseException:
