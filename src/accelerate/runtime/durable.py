@@ -123,11 +123,11 @@ def combined(pieces: Iterable[bytes]) -> str:
 
 def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> list[bytes]:
     """Return the digests of pieces of a file of `size`, each of which starts at a multiple of ``CHUNK``."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor, name, starts = os.open(path, os.O_RDONLY), os.fspath(path), list(starts)
     try:
-        return each(
-            lambda start: _digest(descriptor, start, min(start + CHUNK, size), os.fspath(path)), starts, threads
-        )
+        if len(starts) == 1:  # most files are one piece
+            return [_digest(descriptor, starts[0], min(starts[0] + CHUNK, size), name)]
+        return each(lambda start: _digest(descriptor, start, min(start + CHUNK, size), name), starts, threads)
     finally:
         os.close(descriptor)
 
@@ -158,25 +158,30 @@ def advise(address: int, length: int, advice: int) -> bool:
     return _call("madvise", "void_p", "size_t", "int")(begin, address + length - begin, advice) == 0
 
 
-def copy_mapped(target: int, source: int, length: int) -> None:
-    """Copy memory, of which `source` may be a mapped file: OSError, where a plain copy ends the process, if a page cannot be read.
+def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
+    """Copy memory, which may be a mapped file's: OSError, where a plain copy ends the process, if a page cannot be read.
 
     Args:
-        target, source: addresses; length: bytes.
+        copies: address to copy to, address to copy from, and bytes, of each piece of memory.
 
     Source: https://man7.org/linux/man-pages/man2/process_vm_readv.2.html
     """
-    read, done = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"), 0
-    while read is not None and done < length:
-        count = min(length - done, 1 << 30)  # what is returned is an int
-        there, here = ((ctypes.c_size_t * 2)(address + done, count) for address in (target, source))
-        copied = read(os.getpid(), there, 1, here, 1, 0)
-        if copied <= 0:
-            if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
-                break
-            raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
-        done += copied
-    ctypes.memmove(target + done, source + done, length - done)
+    read, own, span = (
+        _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"),
+        os.getpid(),
+        ctypes.c_size_t * 2,
+    )
+    for target, source, length in copies:
+        done = 0
+        while read is not None and done < length:
+            count = min(length - done, 1 << 30)  # what is returned is an int
+            copied = read(own, span(target + done, count), 1, span(source + done, count), 1, 0)
+            if copied <= 0:
+                if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
+                    break
+                raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
+            done += copied
+        ctypes.memmove(target + done, source + done, length - done)
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
@@ -317,7 +322,12 @@ _LEADS_OUT = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|[^/]:)|[\\\0]" + "|:" * (os.
 
 def is_inside(name: Any) -> bool:
     """Say whether a path that a manifest or an index of shards gives stays within its folder, on every system."""
-    return isinstance(name, str) and _LEADS_OUT.search(name) is None
+    return not outside((name,))
+
+
+def outside(names: Iterable[Any]) -> list[Any]:
+    """Return those of some paths that `is_inside` refuses."""
+    return [name for name in names if not isinstance(name, str) or _LEADS_OUT.search(name) is not None]
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------
