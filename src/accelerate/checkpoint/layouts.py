@@ -12,7 +12,7 @@ ranks. Everything is read before anything changes.
 import glob
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -209,15 +209,15 @@ def model_values(stored: "CheckpointReader") -> dict[str, Any]:
     if isinstance(held, Mapping) and len(held) == 1:
         ((name, inner),) = held.items()
         held = inner if isinstance(inner, Mapping) and not is_extra(str(name)) else held
-    values: dict[str, Any] = {}
-    left = [("", held)]
-    while left:
-        path, value = left.pop()
-        if isinstance(value, Mapping) and not is_extra(path):
-            left += [(f"{path}.{key}" if path else str(key), inner) for key, inner in reversed(value.items())]
-        else:
-            values[path] = value
-    return values
+
+    def flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        nested = isinstance(value, Mapping) and not is_extra(path)
+        for key, inner in value.items() if nested else ():
+            yield from flat(inner, f"{path}.{key}" if path else str(key))
+        if not nested:
+            yield path, value
+
+    return dict(flat(held, ""))
 
 
 def matched(

@@ -122,6 +122,7 @@ def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
         made = [one if type(one) in _PLAIN else _with_arrays(one, known) for one in value]
         return tuple(made) if list(map(id, made)) != list(map(id, value)) else value
     left = [value] if isinstance(value, (dict, list)) else []
+    known[id(value)] = value
     while left:
         held = left.pop()
         for key, one in list(held.items() if isinstance(held, dict) else enumerate(held)):
