@@ -3,7 +3,7 @@
     python tests/scale/sampling.py [--quick]
 
 Prints a table and a line of JSON. A rank's batches are slices of the epoch's order, so the number of ranks makes no difference.
-From a million shuffled samples on the order grows as the epoch advances, so a batch costs the draws of its step, which a smaller
+From 33 million shuffled samples on the order grows as the epoch advances, so a batch costs the draws of its step, which a smaller
 order has paid before its first batch. A custom sampler, which nothing is known of, is walked.
 """
 

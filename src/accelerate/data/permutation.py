@@ -11,8 +11,9 @@ from functools import cache
 import numpy as np
 import torch
 
-# Shorter ones are drawn whole, in some 10 milliseconds. From the second number on torch draws 64 bits for a step.
-_SHORTEST, _LONGEST = 1 << 20, (2**32 - 1) // 20
+# Shorter ones are drawn whole, within a second: then a batch costs the same for any number of ranks. From the second
+# number on torch draws 64 bits for a step.
+SHORTEST, _LONGEST = 1 << 25, (2**32 - 1) // 20
 # Few steps of a block meet at one position, and what a block touches fits into the processor's cache.
 BLOCK = 1 << 14
 
@@ -79,14 +80,14 @@ class GrowingPermutation:
 
 def advance(length: int, generator: torch.Generator) -> None:
     """Bring a generator to where `torch.randperm(length)` leaves it, for a length that `can_grow` accepts."""
-    unused = torch.empty(min(length, _SHORTEST), dtype=torch.int32)
+    unused = torch.empty(min(length, 1 << 20), dtype=torch.int32)
     for drawn in range(0, length - 1, len(unused)):
         unused[: length - 1 - drawn].random_(generator=generator)
 
 
 def can_grow(length: int) -> bool:
     """Whether a permutation is worth growing, and this version of torch draws as `GrowingPermutation` does."""
-    return _SHORTEST <= length < _LONGEST and _draws_as_torch()
+    return SHORTEST <= length < _LONGEST and _draws_as_torch()
 
 
 @cache
