@@ -253,9 +253,9 @@ class ObjectStore(CheckpointStorage):
     def stage(self) -> str:
         """Make an empty folder in ``$TMPDIR``, for files that are not written by `create`. One process a node.
 
-        The folder is removed by `publish` or `abandon`, or with this object: on other nodes neither is called.
+        The folder is removed by `discard`, or with this object.
         """
-        self.abandon()
+        self.discard()
         self._staged = _folder()
         self.generation = self._own = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
         return self._staged.name
@@ -308,10 +308,9 @@ class ObjectStore(CheckpointStorage):
                 "first, and only one run at a time may save there."
             )
         self._objects.write(NAME, listing.to_json(generation=self.generation).encode())
-        self.abandon()  # what was staged counts from now on, and stays
 
-    def abandon(self) -> None:
-        """Remove what was staged, and what was written without being published. The process that staged calls this."""
+    def discard(self) -> None:
+        """Remove the staged folder, and the generations that do not count. The process that staged calls this."""
         if self._staged is None:
             return
         self._staged.cleanup()

@@ -268,7 +268,10 @@ class Save:
             self._attempt(lambda: self._publish(own, listed, written))
         self._meet(self.barrier.share)
         self.barrier.leave()
-        if publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
+        # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
+        if leads:
+            self.storage.discard()
+        if publishes:
             self.rotating(self.storage)
 
     def _attempt(self, step: Callable[[], Any]) -> Any:
@@ -284,7 +287,7 @@ class Save:
             return step(*arguments, problem=self.problem)
         except BaseException:
             if self._leads:
-                self.storage.abandon()
+                self.storage.discard()
             raise
 
     def _stage(self) -> str:

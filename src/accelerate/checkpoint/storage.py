@@ -153,11 +153,14 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Let what was staged, manifest included, take the location. The process that staged it calls this."""
+        """Let what was staged, manifest included, take the location. The process that staged it calls this, and then `discard`."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """Remove what was staged."""
+    def discard(self) -> None:
+        """Remove what was staged or, once that is published, what it replaced. What goes wrong is a warning.
+
+        It may take long, so it comes when all ranks know what has become of the save. What a killed process leaves, the next save removes.
+        """
 
     @abstractmethod
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
@@ -291,8 +294,8 @@ class LocalStorage(CheckpointStorage):
         # What a link points to is replaced, not the link.
         super().__init__(os.path.realpath(path))
         self._staged = ""
-        self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
-        self._removal = self._save
+        self._aside = ""  # the hidden folder; also when what was staged in it has left it
+        self._lock = contextlib.ExitStack()
 
     def _asides(self) -> list[str]:
         """Return the hidden folders of saves and removals of this checkpoint."""
@@ -358,15 +361,15 @@ class LocalStorage(CheckpointStorage):
                 raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
             self._refuse_what_stays()
         _make_folder(os.path.dirname(self.location))
-        self.abandon()
-        with contextlib.ExitStack() as save:
-            save.enter_context(self.locked())
-            aside = self._make_aside()
-            self._removal = save.enter_context(contextlib.ExitStack())
-            self._removal.callback(_discard, aside, self.name)
-            self._staged = os.path.join(aside, self.name)
+        self.discard()
+        try:
+            self._lock.enter_context(self.locked())
+            self._aside = self._make_aside()
+            self._staged = os.path.join(self._aside, self.name)
             os.mkdir(self._staged)
-            self._save = save.pop_all()
+        except BaseException:
+            self.discard()
+            raise
         return self._staged
 
     def _refuse_what_stays(self) -> None:
@@ -391,14 +394,9 @@ class LocalStorage(CheckpointStorage):
                 Path(path, _PLACE).write_bytes(os.fsencode(self.name))
                 return path
 
-    def abandon(self) -> None:
-        """Remove what was staged."""
-        self._save.close()
-
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
-        aside = os.path.dirname(self._staged)
-        sync_tree(aside)
+        sync_tree(self._aside)
         if not os.path.lexists(self.location):
             os.rename(self._staged, self.location)
         else:
@@ -406,27 +404,37 @@ class LocalStorage(CheckpointStorage):
                 shutil.copymode(self.location, self._staged)
             Path(self._staged, manifest.PUBLISHING_MARKER).touch()
             if not exchange(self._staged, self.location):
-                with open(os.path.join(aside, _PLACE), "rb") as file:
+                with open(os.path.join(self._aside, _PLACE), "rb") as file:
                     os.fsync(file.fileno())  # between the renames nothing else says where the checkpoint is
-                os.rename(self.location, os.path.join(aside, _FORMER))
+                os.rename(self.location, os.path.join(self._aside, _FORMER))
                 os.rename(self._staged, self.location)
-        self._removal.pop_all()  # what is staged from now on is the former one, with what is the user's own
+        self._staged = ""  # what has its name from now on is the former one, with what is the user's own
         sync_folder(os.path.dirname(self.location))
-        with warned(f"What was at {self.location} before could not be removed from {aside}"):  # the next save does it
-            self._settle(aside)
-        self._save.close()
+        with warned(f"What was at {self.location} before is still in {self._aside}"):  # the next save goes on with it
+            self._settle(self._aside)
+
+    def discard(self) -> None:
+        """Remove what was staged or, once that is published, what it replaced; then the lock is free."""
+        if self._staged:
+            with warned(f"{self._staged} could not be removed"):
+                os.rename(self._staged, os.path.join(self._aside, _GONE))
+        if self._aside:
+            _remove(self._aside)
+        self._staged = self._aside = ""
+        self._lock.close()
 
     def _complete(self) -> None:
         """Bring publishes to their end from whichever step they have come to, and remove what is worth nothing. Needs the lock."""
         for aside in self._asides():
             self._settle(aside)
+            _remove(aside)
         for entry in _scan(os.path.dirname(self.location)):
             if _HIDDEN.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # not empty
                     os.rmdir(entry.path)
 
     def _settle(self, aside: str) -> None:
-        """Bring the publish of a hidden folder to its end. Needs the lock."""
+        """Complete the publish of a hidden folder: what is left in it then is worth nothing. Needs the lock."""
         marker = Path(self.location, manifest.PUBLISHING_MARKER)
         new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
         if os.path.isdir(new) and os.path.lexists(marker):
@@ -436,10 +444,11 @@ class LocalStorage(CheckpointStorage):
             sync_folder(os.path.dirname(self.location))
         # It says that what lies aside is the former one, so it must be gone before the next checkpoint is staged.
         marker.unlink(missing_ok=True)
-        with warned(f"What was at {self.location} before lies in {former}, and could not be removed"):
+        with warned(f"What was at {self.location} before is still in {aside}"):
             if os.path.isdir(former):
                 _carry_over(former, self.location, _parts_of(former))
-            _discard(aside, _FORMER if os.path.isdir(former) else self.name)
+            for worthless in filter(os.path.isdir, (former, new)):
+                os.rename(worthless, os.path.join(aside, _GONE))
 
     def remove(self) -> None:
         """Remove the checkpoint; it is out of sight before its first file goes."""
@@ -448,7 +457,7 @@ class LocalStorage(CheckpointStorage):
             try:
                 os.rename(self.location, os.path.join(aside, _GONE))
             finally:
-                _discard(aside, self.name)
+                _remove(aside)
 
     def sweep(self) -> None:
         """Remove what killed runs left among the checkpoints here."""
@@ -517,12 +526,16 @@ def _asides(folder: str) -> list[tuple[str, str]]:
     return found
 
 
-def _discard(aside: str, name: str) -> None:
-    """Remove what is called `name` in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
+def _remove(aside: str) -> None:
+    """Remove what is worth nothing in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
     gone = os.path.join(aside, _GONE)
-    with contextlib.suppress(OSError):
-        os.rename(os.path.join(aside, name), gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    with warned(f"{gone} could not be removed"):
+        if os.path.isdir(gone):
+            try:
+                shutil.rmtree(gone)
+            except OSError:
+                shutil.rmtree(gone, ignore_errors=True)  # the rest of it
+                raise
     with contextlib.suppress(OSError):
         if os.listdir(aside) == [_PLACE]:
             os.unlink(os.path.join(aside, _PLACE))

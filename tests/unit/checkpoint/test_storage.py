@@ -39,6 +39,7 @@ def write(folder, text: str, files: tuple[str, ...] = FILES) -> LocalStorage:
 def make(folder, text: str = "old", files: tuple[str, ...] = FILES) -> LocalStorage:
     made = write(folder, text, files)
     made.publish()
+    made.discard()
     return made
 
 
@@ -97,6 +98,8 @@ def test_the_old_one_stays_until_the_new_one_is_there(tmp_path, monkeypatch, abl
     assert content(folder) == "old" and made.location == str(folder) and made.stored().size > 0
     monkeypatch.chdir(folder)  # which folders are used was decided before
     made.publish()
+    assert content(folder) == "new"
+    made.discard()
     assert content(folder) == "new" and os.listdir(tmp_path) == ["c"] and (folder / "logs").is_dir()
     assert os.stat(folder).st_mode & 0o777 == 0o777
     former = "sub/more.bin.former_1"  # of the user's own that has the name of a part
@@ -237,9 +240,9 @@ def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, 
     with pytest.raises(Busy, match=r"c' for 60 s: .*former one still running\? .*save_on_each_node"):
         second.stage()
     assert sum(slept) == pytest.approx(60) and caplog.text.count("waiting for it") == 1
-    monkeypatch.setattr(time, "sleep", lambda seconds: first.abandon())
+    monkeypatch.setattr(time, "sleep", lambda seconds: first.discard())
     assert os.path.isdir(second.stage()) and not os.path.exists(folder)
-    second.abandon()
+    second.discard()
     (tmp_path / f"{manifest.LOCK_PREFIX}checkpoint_7").touch()
     second.parent().sweep()
     assert os.listdir(tmp_path) == [], "a lock that no process holds means nothing"
@@ -402,7 +405,7 @@ def test_a_publish_is_done_when_the_new_one_is_in_its_place(tmp_path, monkeypatc
         patch.setattr(os, fails, guarded)
         made.publish()
     assert content(folder) == "new"
-    made.abandon()
+    made.discard()
     make(folder, "newer")
     assert content(folder) == "newer" and (folder / "notes.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["c"]
