@@ -169,7 +169,7 @@ class FileEntry:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, file: durable.DurableFile, rank: int = 0, **more: Any) -> "FileEntry":
+    def of(cls, file: durable.HashedFile, rank: int = 0, **more: Any) -> "FileEntry":
         """Return the entry of a file that this rank wrote just now; `more` may have ``tensors`` and ``aliases``."""
         return cls.made(file.checksum.size, file.checksum.digests(), rank, **more)
 

@@ -32,14 +32,12 @@ from typing import Any, NamedTuple
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
 from accelerate.checkpoint.storage import CheckpointStorage, FileStat, refuse_unfinished, warned
-from accelerate.runtime.durable import CHUNK, Checksum, each, is_inside
+from accelerate.runtime.durable import CHUNK, HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
 # Enough to keep a network busy.
 _AT_ONCE = 4
-# So much of a file is given to its stream at a time, which copies it while it holds the interpreter lock.
-_STEP = 1 << 20
 # Files of this size are sent in parts of 50 MB, several at a time, all of them in memory: two such files at once are enough.
 _LARGE, _LARGE_AT_ONCE = 100 << 20, 2
 
@@ -260,18 +258,9 @@ class ObjectStore(CheckpointStorage):
         self.generation = self._own = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
         return self._staged.name
 
-    @contextlib.contextmanager
-    def create(self, folder: str, name: str) -> Iterator["_Upload"]:
+    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
         """Stream a file into the store, in parts where it is large: no local disk has it. Any rank."""
-        file = _Upload(self._objects, f"{self.generation}/{name}")
-        try:
-            yield file
-            file.finish()
-        except BaseException as error:
-            file.discard()
-            if file.problem is not None and error is not file.problem:
-                raise file.problem from error  # torch's writer, for one, reports something else when its file fails
-            raise
+        return hashed(_Upload(self._objects, f"{self.generation}/{name}"))
 
     def upload(self, staged: str) -> None:
         """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
@@ -472,16 +461,12 @@ class _Objects:
         each(remove, [f"{name}/{inner}".strip("/") for inner in self.below(name)], _AT_ONCE)
 
 
-class _Upload:
-    """An object that is written once, from its beginning to its end, and hashed; what `durable.DurableFile` is on a disk.
-
-    `problem` is why it could not be written.
-    """
+class _Upload(Sink):
+    """An object that is written once, from its beginning to its end."""
 
     def __init__(self, objects: _Objects, name: str) -> None:
+        super().__init__()
         self._objects, self._name = objects, name
-        self.problem: Exception | None = None
-        self.checksum = Checksum()
         with objects.at(name, "uploaded") as (system, path):
             try:
                 self._stream = system.open(path, "wb")
@@ -490,7 +475,7 @@ class _Upload:
                 self._stream = system.open(path, "wb")
 
     @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
+    def naming(self) -> Iterator[None]:
         try:
             with self._objects.naming(self._name, "uploaded"):
                 yield
@@ -498,33 +483,18 @@ class _Upload:
             self.problem = error
             raise
 
-    def write(self, data: Any) -> int:
-        """Write all of a contiguous buffer, and return how many bytes that are."""
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _STEP):
-            part = view[start : start + _STEP]
-            self.checksum.update(part)
-            with self._naming():
-                self._stream.write(part)
-        return len(view)
-
-    def tell(self) -> int:
-        """Return how many bytes have been written."""
-        return self.checksum.size
-
-    def flush(self) -> None:
-        """Do nothing: only what is finished counts."""
-
-    close = flush  # torch's writer closes what it is given
+    def store(self, part: memoryview) -> None:
+        self._stream.write(part)
 
     def finish(self) -> None:
-        """Wait until the store has everything."""
-        with self._naming():
+        with self.naming():
             self._stream.close()
 
     def discard(self) -> None:
-        """Give up: parts that were sent are removed, as far as the store can."""
-        for give_up in (self._stream.discard, self._stream.close):
+        for give_up in (
+            self._stream.discard,
+            self._stream.close,
+        ):  # parts that were sent are removed, as far as the store can
             with contextlib.suppress(Exception):
                 give_up()
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import (
@@ -31,7 +31,7 @@ from accelerate.checkpoint.manifest import (
     number_of,
     problems,
 )
-from accelerate.runtime.durable import STAGING_PREFIX, durable, exchange, sync_folder, sync_tree
+from accelerate.runtime.durable import STAGING_PREFIX, HashedFile, durable, exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ class CheckpointStorage(ABC):
         """The last part of the location."""
         return os.path.basename(self.location.rstrip("/"))
 
-    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Give a `durable.DurableFile`, or what is like one, of a staged folder: there in full, or not at all. Any rank."""
+    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
+        """Give a file of a staged folder to write to: there in full when the block ends well, or not at all. Any rank."""
         return durable(os.path.join(folder, name))
 
     def upload(self, staged: str) -> None:
