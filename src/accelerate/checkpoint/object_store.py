@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
 from accelerate.checkpoint.storage import CheckpointStorage, FileStat, refuse_unfinished, warned
 from accelerate.runtime.durable import CHUNK, HashedFile, Sink, each, hashed, is_inside
 
@@ -116,7 +116,7 @@ class ObjectStore(CheckpointStorage):
             text = system.cat_file(path)
         listing, generation = Manifest.from_json(text, url), json.loads(text).get("generation", "")
         if generation != "" and not _GENERATION.fullmatch(str(generation)):
-            raise DamagedCheckpoint(f"{url} names the generation {repr(generation)[:80]}, which is none")
+            raise UnreadableManifest(f"{url} names the generation {repr(generation)[:80]}, which is none")
         return _Published(listing, generation, text)
 
     def entries(self) -> list[CheckpointStorage]:
@@ -418,12 +418,8 @@ class _Objects:
 
     def entries(self, folder: str = "") -> dict[str, FileStat | None]:
         """Return what lies directly in a folder: names of objects, and names of folders with None."""
-        infos: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
-            infos = system.ls(base, detail=True)
         found: dict[str, FileStat | None] = {}
-        for info in infos:
-            name = system._strip_protocol(info["name"])[len(base) :].strip("/")
+        for name, info in self._listed(folder, "ls"):
             if name:  # some consoles make an empty object without a name to show a folder
                 times = (info[key].timestamp() for key in _TIMES if isinstance(info.get(key), datetime))
                 stored = FileStat(int(info["size"] or 0), next(times, None))
@@ -432,14 +428,19 @@ class _Objects:
 
     def below(self, folder: str = "") -> dict[str, int]:
         """Return the sizes of all objects below a folder, by their path relative to it; that of an object itself is empty."""
-        infos: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
-            infos = system.find(base, detail=True)
         return {
-            system._strip_protocol(path)[len(base) :].strip("/"): int(info["size"] or 0)
-            for path, info in infos.items()
-            if info["type"] == "file" and not path.endswith("/")
+            name: int(info["size"] or 0)
+            for name, info in self._listed(folder, "find")
+            if info["type"] == "file" and not info["name"].endswith("/")
         }
+
+    def _listed(self, folder: str, method: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return what a method of the file system says of what is in a folder, by the path relative to it."""
+        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
+            infos = getattr(system, method)(base, detail=True)
+            infos = infos.values() if isinstance(infos, dict) else infos
+            return [(system._strip_protocol(info["name"])[len(base) :].strip("/"), info) for info in infos]
+        return []
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object at once: it is there in full, or as it was before."""

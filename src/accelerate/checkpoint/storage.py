@@ -28,6 +28,7 @@ from accelerate.checkpoint.manifest import (
     NAME,
     DamagedCheckpoint,
     Manifest,
+    UnreadableManifest,
     number_of,
     problems,
 )
@@ -51,11 +52,13 @@ class CheckpointStatus:
     Attributes:
         kind: ``"complete"`` with a manifest and its files; ``"foreign"`` for a folder of another library or of an
             older version, which cannot be verified; ``"incomplete"`` for what must not be loaded; ``"absent"``.
+        unread: it is incomplete here because its manifest cannot be read, though its saving came to its end.
     """
 
     kind: Literal["complete", "foreign", "incomplete", "absent"]
     reason: str = ""
     manifest: Manifest | None = None
+    unread: bool = False
 
     @property
     def loads(self) -> bool:
@@ -127,7 +130,7 @@ class CheckpointStorage(ABC):
         except NotADirectoryError:
             return CheckpointStatus("absent", "it is a file")
         except DamagedCheckpoint as error:
-            return CheckpointStatus("incomplete", str(error))
+            return CheckpointStatus("incomplete", str(error), unread=isinstance(error, UnreadableManifest))
         if listing is None:
             return CheckpointStatus("foreign", "it has no manifest: another library or an older version saved it")
         return CheckpointStatus("incomplete" if found else "complete", "; ".join(found), listing)
