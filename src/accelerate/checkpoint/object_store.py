@@ -77,13 +77,10 @@ class ObjectStore(CheckpointStorage):
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def _verified(self) -> tuple[Manifest | None, list[str]]:
-        found: list[str] = []
-        for published in self._looks():
-            if published.manifest is not None:
-                found = _differences(_sizes(published.manifest), self._objects.below(published.generation))
-            if not found:
-                break
-        return published.manifest, found
+        published = self._published()
+        if published.manifest is None:
+            return None, []
+        return published.manifest, _differences(published.manifest, self._objects.below(published.generation))
 
     def _looks(self) -> Iterator["_Published"]:
         """Look what is published, and look again as long as another checkpoint replaces it meanwhile."""
@@ -290,7 +287,7 @@ class ObjectStore(CheckpointStorage):
         """
         listing = Manifest.read(self._staged.name)
         self.upload(self._staged.name)
-        found = _differences(_sizes(listing), self._objects.below(str(self.generation)))
+        found = _differences(listing, self._objects.below(str(self.generation)))
         if found:
             raise DamagedCheckpoint(
                 f"The checkpoint was not published at {self.location}: {'; '.join(found[:10])}. Each node must call upload() "
@@ -528,6 +525,6 @@ def _sizes(listing: Manifest) -> dict[str, int]:
     return {name: entry.size for name, entry in listing.files.items()}
 
 
-def _differences(expected: Mapping[str, int], there: Mapping[str, int]) -> list[str]:
-    wrong = (name for name, size in sorted(expected.items()) if there.get(name) != size)
-    return [manifest.difference(name, expected[name], there.get(name)) for name in wrong]
+def _differences(listing: Manifest, there: Mapping[str, int]) -> list[str]:
+    wrong = [(name, size) for name, size in sorted(_sizes(listing).items()) if there.get(name) != size]
+    return [manifest.difference(name, size, there.get(name)) for name, size in wrong]

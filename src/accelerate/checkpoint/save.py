@@ -499,9 +499,9 @@ class Background:
             return
         self._thread = thread
 
-    def finish(self, reason: str | None = None) -> None:
+    def finish(self) -> None:
         """Wait until the save in flight is written, and raise what went wrong, as RuntimeError. Any rank, alone."""
-        if (problem := self.settle(reason)) is not None:
+        if (problem := self.settle()) is not None:
             raise problem
 
     def settle(self, reason: str | None = None) -> RuntimeError | None:
