@@ -47,9 +47,6 @@ INCOMPLETE_MARKER = ".incomplete"
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
 
-# Lies in the newer one of two checkpoints that are being exchanged.
-PUBLISHING_MARKER = ".publishing"
-
 _PARTS = re.compile(
     r"(?:rank\d+_)?(?:pytorch_model|model|optimizer|scheduler|dl_state_dict)(?:_\d+)?\.(?:bin|safetensors)"
     r"|scaler\.pt|(?:random_states|custom_checkpoint)_\d+\.pkl|generators_\d+\.safetensors|parameter_names\.json"

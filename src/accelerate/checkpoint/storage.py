@@ -285,9 +285,9 @@ class LocalStorage(CheckpointStorage):
 
         .saving_0123456789abcdef/
             .accelerate_save   says X; a folder without that file is the user's own
-            X                  being written; worth nothing if its writer is gone. With the file .publishing in the
-                               checkpoint at the location: the former one, which was exchanged with that one
-            .former            the former one, until what is the user's own in it is in the new one
+            X                  being written; worth nothing if its writer is gone
+            .former            the former one, until what is the user's own in it is in the new one; before the two are
+                               exchanged, for a moment, the new one
             .removed           being removed
 
     The file .lock_X is locked while a process saves or removes.
@@ -403,24 +403,26 @@ class LocalStorage(CheckpointStorage):
         if not os.path.lexists(self.location):
             os.rename(self._staged, self.location)
         else:
+            former = os.path.join(self._aside, _FORMER)
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
-            Path(self._staged, manifest.PUBLISHING_MARKER).touch()
-            if not exchange(self._staged, self.location):
+            os.rename(self._staged, former)  # the name of what lies there once the two are exchanged
+            if not exchange(former, self.location):
+                os.rename(former, self._staged)
                 with open(os.path.join(self._aside, _PLACE), "rb") as file:
                     os.fsync(file.fileno())  # between the renames nothing else says where the checkpoint is
-                os.rename(self.location, os.path.join(self._aside, _FORMER))
+                os.rename(self.location, former)
                 os.rename(self._staged, self.location)
-        self._staged = ""  # what has its name from now on is the former one, with what is the user's own
+        self._staged = ""
         sync_folder(os.path.dirname(self.location))
-        with warned(f"What was at {self.location} before is still in {self._aside}"):  # the next save goes on with it
-            self._settle(self._aside)
+        self._settle(self._aside)
 
     def discard(self) -> None:
         """Remove what was staged or, once that is published, what it replaced; then the lock is free."""
         if self._staged:
             with warned(f"{self._staged} could not be removed"):
                 os.rename(self._staged, os.path.join(self._aside, _GONE))
+            self._settle(self._aside)  # if the former one has left its location
         if self._aside:
             _remove(self._aside)
         self._staged = self._aside = ""
@@ -438,16 +440,11 @@ class LocalStorage(CheckpointStorage):
 
     def _settle(self, aside: str) -> None:
         """Complete the publish of a hidden folder: what is left in it then is worth nothing. Needs the lock."""
-        marker = Path(self.location, manifest.PUBLISHING_MARKER)
         new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
-        if os.path.isdir(new) and os.path.lexists(marker):
-            os.rename(new, former)
-        if os.path.isdir(former) and not os.path.lexists(self.location):
-            os.rename(new if os.path.isdir(new) else former, self.location)
-            sync_folder(os.path.dirname(self.location))
-        # It says that what lies aside is the former one, so it must be gone before the next checkpoint is staged.
-        marker.unlink(missing_ok=True)
-        with warned(f"What was at {self.location} before is still in {aside}"):
+        with warned(f"What was at {self.location} before is still in {aside}"):  # the next save goes on with it
+            if os.path.isdir(former) and not os.path.lexists(self.location):
+                os.rename(new if os.path.isdir(new) else former, self.location)
+                sync_folder(os.path.dirname(self.location))
             if os.path.isdir(former):
                 _carry_over(former, self.location, _parts_of(former))
             for worthless in filter(os.path.isdir, (former, new)):
@@ -574,7 +571,7 @@ def _parts_of(folder: str) -> list[str]:
         listed += Manifest.read(folder).files
     unlisted = {*os.listdir(folder)} - {name.split("/")[0] for name in listed}
     named = [entry for entry in unlisted if manifest.is_checkpoint_file(entry) or manifest.is_shard_file(entry)]
-    return [*listed, *named, manifest.PUBLISHING_MARKER, NAME]
+    return [*listed, *named, NAME]
 
 
 def _carry_over(former: str, folder: str, parts: Collection[str]) -> None:
