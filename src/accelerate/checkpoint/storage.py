@@ -400,10 +400,10 @@ class LocalStorage(CheckpointStorage):
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
         sync_tree(self._aside)
-        if not os.path.lexists(self.location):
+        former = os.path.join(self._aside, _FORMER)
+        if not (replaces := os.path.lexists(self.location)):
             os.rename(self._staged, self.location)
         else:
-            former = os.path.join(self._aside, _FORMER)
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
             os.rename(self._staged, former)  # the name of what lies there once the two are exchanged
@@ -415,14 +415,15 @@ class LocalStorage(CheckpointStorage):
                 os.rename(self._staged, self.location)
         self._staged = ""
         sync_folder(os.path.dirname(self.location))
-        self._settle(self._aside)
+        if replaces:
+            self._settle(self._aside)
 
     def discard(self) -> None:
         """Remove what was staged or, once that is published, what it replaced; then the lock is free."""
         if self._staged:
             with warned(f"{self._staged} could not be removed"):
                 os.rename(self._staged, os.path.join(self._aside, _GONE))
-            self._settle(self._aside)  # if the former one has left its location
+                self._settle(self._aside)  # the former one may have left its location
         if self._aside:
             _remove(self._aside)
         self._staged = self._aside = ""
@@ -529,8 +530,8 @@ def _asides(folder: str) -> list[tuple[str, str]]:
 def _remove(aside: str) -> None:
     """Remove what is worth nothing in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
     gone = os.path.join(aside, _GONE)
-    with warned(f"{gone} could not be removed"):
-        if os.path.isdir(gone):
+    if os.path.isdir(gone):
+        with warned(f"{gone} could not be removed"):
             try:
                 shutil.rmtree(gone)
             except OSError:
