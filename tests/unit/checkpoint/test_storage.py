@@ -422,3 +422,21 @@ def test_what_cannot_be_removed_is_reported_and_the_rest_goes(tmp_path, monkeypa
     monkeypatch.setattr(os, "rename", rename)
     prune(LocalStorage(tmp_path), 1, keep=[paths[2]])
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "checkpoint_3"] and "not yours" in caplog.text
+
+
+def test_a_publish_that_fails_between_two_renames_puts_the_former_one_back(tmp_path, monkeypatch):
+    folder, real = tmp_path / "c", os.rename
+    make(folder)
+    put(folder, "notes.txt")
+    made = write(folder, "new")
+    monkeypatch.setattr(storage, "exchange", lambda left, right: False)
+
+    def rename(source, target):
+        return refuse() if source.endswith("/c") and target == str(folder) else real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="not supported"):
+        made.publish()
+    assert content(folder) == "new", "a reader takes what is whole, and newest"
+    made.discard()
+    assert content(folder) == "old" and (folder / "notes.txt").exists() and os.listdir(tmp_path) == ["c"]
