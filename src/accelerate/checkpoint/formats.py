@@ -178,7 +178,7 @@ def replace_weights(
                     os.remove(os.path.join(folder, entry))
             sync_folder(os.fspath(folder))
     finally:
-        storage.abandon()
+        storage.discard()
         with contextlib.suppress(OSError):
             os.rmdir(folder)  # if a failure leaves it empty
     return entries

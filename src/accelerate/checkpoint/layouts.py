@@ -336,9 +336,8 @@ def _publish_shards(values: dict[str, Any], folder: str) -> None:
     try:
         shards.save(values, staged)
         together(lambda: storage.publish() if main else None)
-    except BaseException:
-        storage.abandon()
-        raise
+    finally:
+        storage.discard()
 
 
 def read_for_model(

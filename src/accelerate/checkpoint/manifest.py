@@ -47,9 +47,6 @@ INCOMPLETE_MARKER = ".incomplete"
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
 
-# Lies in the newer one of two checkpoints that are being exchanged.
-PUBLISHING_MARKER = ".publishing"
-
 _PARTS = re.compile(
     r"(?:rank\d+_)?(?:pytorch_model|model|optimizer|scheduler|dl_state_dict)(?:_\d+)?\.(?:bin|safetensors)"
     r"|scaler\.pt|(?:random_states|custom_checkpoint)_\d+\.pkl|generators_\d+\.safetensors|parameter_names\.json"
@@ -137,6 +134,10 @@ class DamagedCheckpoint(RuntimeError):
     """A checkpoint is not what its manifest says; nothing was loaded from it."""
 
 
+class UnreadableManifest(DamagedCheckpoint):
+    """The manifest of a checkpoint, which was saved to its end, cannot be read here: a later version wrote it, for one."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """A tensor in a file; `dtype` as safetensors names it: ``"F32"``, ``"BF16"``."""
@@ -169,7 +170,7 @@ class FileEntry:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, file: durable.DurableFile, rank: int = 0, **more: Any) -> "FileEntry":
+    def of(cls, file: durable.HashedFile, rank: int = 0, **more: Any) -> "FileEntry":
         """Return the entry of a file that this rank wrote just now; `more` may have ``tensors`` and ``aliases``."""
         return cls.made(file.checksum.size, file.checksum.digests(), rank, **more)
 
@@ -233,11 +234,9 @@ class Manifest:
     text: str | bytes = field(default="", repr=False, compare=False)
 
     def to_json(self, **more: Any) -> str:
-        """Return the text, `more` values first, with a line for each value and file, for people and `diff`."""
+        """Return the text, `more` values first."""
         values = {**more, **vars(self), "checksum": _CHECKSUM}
-        lines = [f" {json.dumps(key)}: {json.dumps(values[key])}" for key in (*more, *_MANIFEST) if key != "files"]
-        files = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(self.files.items())]
-        return "{\n" + ",\n".join(lines) + ',\n "files": {\n' + ",\n".join(files) + "\n }\n}\n"
+        return _text({key: values[key] for key in (*more, *_MANIFEST) if key != "files"}, self.files)
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
@@ -250,19 +249,19 @@ class Manifest:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
             return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])}, text=text)
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {error}") from None
+            raise UnreadableManifest(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Return the manifest in a local folder; FileNotFoundError without one, DamagedCheckpoint for a bad one."""
         path = os.path.join(folder, NAME)
         if os.path.lexists(path) and not os.path.isfile(path):  # a pipe, for one, would be waited for
-            raise DamagedCheckpoint(f"{path} is no file, so that the manifest cannot be read.")
+            raise UnreadableManifest(f"{path} is no file, so that the manifest cannot be read.")
         try:
             with open(path, "rb") as file:
                 return cls.from_json(file.read(), path)
         except PermissionError as error:
-            raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
+            raise UnreadableManifest(f"{path} could not be read: {error}") from error
 
     def detailed(self, folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
         """Return the full entries of files; of the parts of the manifest, those of the ranks that wrote them are read.
@@ -291,12 +290,18 @@ class Manifest:
             file.write(self.to_json().encode())
 
 
+def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
+    """Return the text of a manifest, or of a part of it, with a line for each value and file, for people and `diff`."""
+    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in values.items()]
+    listed = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(files.items())]
+    return "{\n" + "".join(lines) + ' "files": {\n' + ",\n".join(listed) + "\n }\n}\n"
+
+
 def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> FileEntry:
     """Write a rank's part of the manifest into a staged folder, durably; return the entry of it."""
     os.makedirs(os.path.join(folder, PARTS_FOLDER), exist_ok=True)
-    lines = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(entries.items())]
     with durable.durable(os.path.join(folder, part_file(rank))) as file:
-        file.write(('{\n "files": {\n' + ",\n".join(lines) + "\n }\n}\n").encode())
+        file.write(_text({}, entries).encode())
     return FileEntry.of(file, rank)
 
 

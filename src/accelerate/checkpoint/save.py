@@ -220,7 +220,8 @@ class Save:
     shards: Any = None
     plan: SavePlan | None = field(default=None, init=False)
     problem: BaseException | None = field(default=None, init=False)
-    _leader: int = field(default=0, init=False)
+    _leads: bool = field(default=False, init=False)
+    _publishes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.barrier = SaveBarrier("save_state", self.storage.location, self.group, default_store())
@@ -231,21 +232,15 @@ class Save:
         CollectiveMisuse if the others do something else; RuntimeError if another rank could not make the folder.
         """
         self.barrier.begin()
-        self._leader = self.barrier.leader()
+        leader = self.barrier.leader()
+        self._leads = self.group.rank == leader
+        self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
-        folder = self._meet(self.barrier.share, self._attempt(self._stage) if self._leads else None, self._leader)
+        folder = self._meet(self.barrier.share, self._attempt(self._stage) if self._leads else None, leader)
         if not self.group.shared and not self.group.each_node:  # machines stage apart what one of them publishes
             self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
-
-    @property
-    def _leads(self) -> bool:
-        return self._leader == self.group.rank
-
-    @property
-    def _publishes(self) -> bool:
-        return self.group.rank == (self._leader if self.group.each_node else 0)
 
     def settle(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
@@ -268,7 +263,10 @@ class Save:
             self._attempt(lambda: self._publish(own, listed, written))
         self._meet(self.barrier.share)
         self.barrier.leave()
-        if publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
+        # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
+        if leads:
+            self.storage.discard()
+        if publishes:
             self.rotating(self.storage)
 
     def _attempt(self, step: Callable[[], Any]) -> Any:
@@ -284,7 +282,7 @@ class Save:
             return step(*arguments, problem=self.problem)
         except BaseException:
             if self._leads:
-                self.storage.abandon()
+                self.storage.discard()
             raise
 
     def _stage(self) -> str:
@@ -496,9 +494,9 @@ class Background:
             return
         self._thread = thread
 
-    def finish(self, reason: str | None = None) -> None:
+    def finish(self) -> None:
         """Wait until the save in flight is written, and raise what went wrong, as RuntimeError. Any rank, alone."""
-        if (problem := self.settle(reason)) is not None:
+        if (problem := self.settle()) is not None:
             raise problem
 
     def settle(self, reason: str | None = None) -> RuntimeError | None:
