@@ -40,8 +40,9 @@ def wished() -> str | None:
 
 def usual(folder: str, listing: Manifest | None, machines: int) -> str:
     """Return who reads by default: one rank where several machines would read a large checkpoint from a file system that they share."""
-    size = 0 if listing is None else sum(entry.size for entry in listing.files.values())
-    return "one" if machines > 1 and size >= _WORTH and _file_system(folder).startswith(_NETWORK) else "all"
+    if machines < 2 or listing is None or sum(entry.size for entry in listing.files.values()) < _WORTH:
+        return "all"
+    return "one" if _file_system(folder).startswith(_NETWORK) else "all"
 
 
 def _file_system(folder: str) -> str:
