@@ -31,7 +31,17 @@ import torch
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, is_spread, keeps_state, like, part, quietly
+from accelerate.checkpoint.state import (
+    LOADERS,
+    POSITIONS,
+    Common,
+    is_spread,
+    keeps_state,
+    like,
+    own_part,
+    part,
+    quietly,
+)
 from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
@@ -367,12 +377,10 @@ class HostBuffers:
             self._devices.add(storage.device)
         return memory.untyped_storage()
 
-    def copy_shards(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole."""
-        mine, spread = part(value), [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        made = self._take((type(value), *spread, value.size(), value.dtype, mine.shape), lambda: like(value))
-        part(made).copy_(mine)
-        return made
+    def shell(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
+        spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
+        return self._take((type(value), *spread, value.size(), value.dtype, part(value).shape), lambda: like(value))
 
     def synchronize(self) -> None:
         """Wait until the copies are complete."""
@@ -415,21 +423,29 @@ class _Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_spread(tensor):
-            return self._buffers.copy_shards(tensor)
+            mine, made = part(tensor), self._buffers.shell(tensor)
+            if type(mine) is torch.Tensor:
+                own_part(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
+            else:
+                part(made).copy_(mine)
+            return made
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
             return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
         if self._keeps_devices and tensor.device.type != "cpu":
             return tensor.clone()
+        made = torch.empty(0, dtype=tensor.dtype)
+        made.set_(self._copied(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.is_conj():
+            made = made.conj()
+        return torch_private.neg_view(made) if tensor.is_neg() else made
+
+    def _copied(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()
         key = (str(tensor.device), storage.data_ptr(), storage.nbytes())
         if key not in self._storages:
             self._storages[key] = self._buffers.copy(storage)
-        made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            made = made.conj()
-        return torch_private.neg_view(made) if tensor.is_neg() else made
+        return self._storages[key]
 
 
 def _deep(obj: Any) -> Any:

@@ -372,12 +372,17 @@ def is_models_memory(state: ModelState, model: nn.Module) -> bool:
     return None not in held and held.issuperset(map(address_of, state.values.values())) and not is_fsdp1(model)
 
 
-def part(value: Any) -> torch.Tensor:
-    """Return what this rank has of a tensor; empty, if nothing. It is no copy."""
+def own_part(value: Any) -> torch.Tensor:
+    """Return what this rank has of a tensor; empty, if nothing. Without gradients it is the tensor that a DTensor or ShardedTensor holds."""
     if hasattr(value, "local_shards"):  # a ShardedTensor
         shards = value.local_shards()
         value = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
-    return (value.to_local() if hasattr(value, "to_local") else value).detach()
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def part(value: Any) -> torch.Tensor:
+    """Return what this rank has of a tensor, detached; it is no copy."""
+    return own_part(value).detach()
 
 
 @quietly()

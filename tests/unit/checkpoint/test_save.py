@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group
@@ -15,6 +17,7 @@ from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.object_store import _Objects
 from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, copied, snapshot
 from accelerate.checkpoint.storage import storage_of
+from sharded_samples import fake_group
 
 
 def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
@@ -31,6 +34,32 @@ def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
         buffers.release()
         buffers.release()  # twice does nothing
     assert len(set(addresses)) == 1
+
+
+def test_shards_are_copied_into_the_memory_that_is_pinned_for_a_gpu(tmp_path):
+    copies = []
+
+    class Recorded(HostBuffers):
+        def copy(self, storage):
+            copies.append(super().copy(storage))
+            return copies[-1]
+
+    buffers = Recorded()
+    with fake_group(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        for number in range(2):
+            rows = torch.arange(12.0).view(4, 3)[1:3] + number
+            shard = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+            plan = SavePlan(str(tmp_path))
+            plan.add_object("f", {"rows": shard})
+            snapshot(plan, buffers)
+            rows += 1
+            found = plan._jobs["f"][1]["rows"]
+            assert found.placements == shard.placements and found.size() == shard.size()
+            assert found.to_local().tolist() == (rows - 1).tolist()
+            assert found.to_local().untyped_storage().data_ptr() == copies[-1].data_ptr()
+            buffers.release()
+    assert len({copy.data_ptr() for copy in copies}) == 1, "memory is used again"
 
 
 def test_every_kind_is_copied_as_it_is():
