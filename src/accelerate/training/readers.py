@@ -104,7 +104,7 @@ class Readers:
         if choice == "one_per_node" and (count < 1 or accelerator.num_processes % count):
             obstacle = "the launcher did not number the ranks machine by machine"
         if choice == "all" or obstacle or accelerator.num_processes == 1:
-            if obstacle and rank == 0:
+            if obstacle and rank == 0 and wished() is not None:
                 logger.warning("%s=%s has no effect: %s, so every rank reads.", VARIABLE, choice, obstacle)
             return None
         if rank == 0:
