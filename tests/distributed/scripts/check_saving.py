@@ -33,6 +33,7 @@ def check_the_manifest_lists_what_every_rank_wrote():
         for each in range(world()):
             assert manifest.files[f"random_states_{each}.pkl"].rank == each
             assert manifest.files[f"of_rank_{each}.txt"].size == 4
+        job.accelerator.wait_for_everyone()  # the rank that publishes removes the hidden folder when all know the outcome
         assert os.listdir(home) == ["c"]
 
 
@@ -189,6 +190,7 @@ def check_what_not_all_ranks_do_is_an_error_where_it_was_done():
                 job.accelerator.save_state(os.path.join(folder, "alone"))
         job.accelerator.wait_for_everyone()
         job.accelerator.save_state(os.path.join(folder, "together"))
+        job.accelerator.wait_for_everyone()
         assert job.accelerator.load_state(os.path.join(folder, "together")).name == "together"
         assert os.listdir(folder) == ["together"]
 
