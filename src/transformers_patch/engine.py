@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from transformers_patch.checkpoints import usable
 from transformers_patch.errors import UnsupportedVersion
 from transformers_patch.registry import ENTRIES, Entry
 from transformers_patch.training_args import STRATEGIES, Strategy
@@ -21,7 +22,7 @@ class Status:
         package: whose it is.
         version: the installed release; None when the package is not installed.
         versions: the releases it was written for.
-        applied: the strategy in force, or None while it is not applied.
+        applied: the strategy in force, "checkpoints" for what belongs to them, or None while it is not applied.
         verdict: "applied", "can be applied", "not needed", "not supported" or "not installed".
         detail: why, in words.
     """
@@ -39,6 +40,7 @@ class Status:
 @dataclass(eq=False)
 class _Use:
     strategy: Strategy
+    parts: tuple[str, ...]
 
 
 class _Engine:
@@ -59,8 +61,9 @@ class _Engine:
         use = self.use
         return default if use is None else use.strategy
 
-    def install(self) -> None:
-        checked = [(entry, entry.check()) for entry in ENTRIES if entry.name not in self.undo]
+    def install(self, use: _Use) -> None:
+        wanted = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in self.undo]
+        checked = [(entry, entry.check()) for entry in wanted]
         with ExitStack() as all_or_nothing:
             for entry, finding in checked:
                 if not finding.needed:
@@ -81,9 +84,10 @@ class _Engine:
         self.undo.pop(name).close()
 
     def settle(self) -> None:
-        if self.use is None:
-            for name in list(self.undo):
-                self.remove(name)
+        used = {part for use in (self.base, *self.blocks) if use is not None for part in use.parts}
+        for entry in ENTRIES:
+            if entry.name in self.undo and entry.part not in used:
+                self.remove(entry.name)
 
 
 _engine = _Engine()
@@ -94,13 +98,16 @@ def strategy_of_classes() -> Strategy:
     return _engine.strategy("flag")
 
 
-def _checked(strategy: str) -> Strategy:
+def _asked(strategy: str, with_checkpoints: bool) -> _Use:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not known. Choose one of {', '.join(map(repr, STRATEGIES))}.")
-    return strategy  # type: ignore[return-value]
+    if not isinstance(with_checkpoints, bool):
+        raise ValueError(f"checkpoints={with_checkpoints!r} is not known. Pass True or False.")
+    parts = ("state", "checkpoints") if with_checkpoints and usable() else ("state",)
+    return _Use(strategy, parts)  # type: ignore[arg-type]
 
 
-def apply(strategy: Strategy = "preserve") -> None:
+def apply(strategy: Strategy = "preserve", checkpoints: bool = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
     Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
@@ -110,6 +117,8 @@ def apply(strategy: Strategy = "preserve") -> None:
         strategy: "preserve" keeps every existing state; "flag" lets each arguments object decide with
             `preserve_accelerator_state`, whose default is True; "conditional" keeps a state that was made outside of
             training arguments, and lets them reset what other arguments have made.
+        checkpoints: whether a Trainer's checkpoints are whole or not there, too; they need this fork's accelerate. Beside
+            upstream's a warning says so, and the Trainer's checkpoints stay as they are.
 
     Raises:
         ImportError: transformers is not installed.
@@ -127,10 +136,11 @@ def apply(strategy: Strategy = "preserve") -> None:
         True
         >>> transformers_patch.revert()
     """
-    use = _Use(_checked(strategy))
+    use = _asked(strategy, checkpoints)
     with _engine.lock:
-        _engine.install()
+        _engine.install(use)
         _engine.base = use
+        _engine.settle()
 
 
 def revert() -> None:
@@ -145,11 +155,12 @@ def revert() -> None:
 
 
 @contextmanager
-def applied(strategy: Strategy = "preserve") -> Iterator[None]:
+def applied(strategy: Strategy = "preserve", checkpoints: bool = False) -> Iterator[None]:
     """Patch for a `with` block; afterwards what held before it holds again.
 
     Args:
         strategy: as for `apply`.
+        checkpoints: as for `apply`.
 
     Raises:
         ImportError, ValueError, UnsupportedVersion: as for `apply`.
@@ -162,9 +173,9 @@ def applied(strategy: Strategy = "preserve") -> Iterator[None]:
         >>> transformers_patch.status()[0].applied is None
         True
     """
-    use = _Use(_checked(strategy))
+    use = _asked(strategy, checkpoints)
     with _engine.lock:
-        _engine.install()
+        _engine.install(use)
         _engine.blocks.append(use)
     try:
         yield
@@ -180,7 +191,7 @@ def status() -> list[Status]:
     Example:
         >>> import transformers_patch
         >>> [patch.name for patch in transformers_patch.status()]
-        ['training_args']
+        ['training_args', 'save_checkpoint', 'train', 'last_checkpoint']
     """
     with _engine.lock:
         return [_status(entry) for entry in ENTRIES]
@@ -189,7 +200,8 @@ def status() -> list[Status]:
 def _status(entry: Entry) -> Status:
     version, strategy = None, None
     if entry.name in _engine.undo:
-        version, strategy, verdict, detail = entry.version(), _engine.strategy(), "applied", entry.reason
+        version, verdict, detail = entry.version(), "applied", entry.reason
+        strategy = _engine.strategy() if entry.part == "state" else entry.part
     else:
         try:
             entry.import_target()
