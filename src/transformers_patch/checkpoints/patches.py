@@ -77,6 +77,13 @@ def _training(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_last_checkpoint(folder: Any) -> str | None:
+        return checkpoints.get_last_checkpoint(folder)
+
+    return get_last_checkpoint
+
+
 # By the names of their entries in the registry.
 PATCHES = {
     "save_checkpoint": Patch(
@@ -98,6 +105,6 @@ PATCHES = {
         name="get_last_checkpoint",
         parameters=("folder",),
         reads=("listdir",),
-        replacement=lambda original: checkpoints.get_last_checkpoint,
+        replacement=_choosing,
     ),
 }
