@@ -6,6 +6,7 @@ is what comes before and after: the meeting of the ranks, the hidden folder, the
 
 import contextlib
 import copy
+import errno
 import logging
 import os
 import shutil
@@ -18,6 +19,9 @@ from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warne
 from transformers_patch.checkpoints import choose
 
 logger = logging.getLogger(__name__)
+
+# A disk with less than this is full: a file of weights is larger, and the part of it that was written is still there.
+_LEAST = 64 << 10
 
 
 def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
@@ -49,7 +53,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         with _shadowed(
             trainer, _get_output_dir=lambda trial: os.path.dirname(staged), _push_from_checkpoint=pushes.append
         ):
-            _attempt(save, write)
+            _attempt(save, lambda: _written(write, staged))
         _attempt(save, lambda: _settle_state(trainer, run_dir, place, staged))
         save.settle()
         if trainer.control.should_save:
@@ -95,6 +99,16 @@ def _attempt(save: Save, step: Callable[[], Any]) -> None:
             step()
     except BaseException as error:  # a rank that leaves without a word is waited for
         save.problem = error
+
+
+def _written(write: Callable[[], Any], staged: str) -> None:
+    """Let the Trainer write. Of a full disk torch and safetensors say that a writer failed; here the system's reason is raised."""
+    try:
+        write()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno or shutil.disk_usage(staged).free > _LEAST:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), staged) from error
 
 
 @contextlib.contextmanager
