@@ -25,11 +25,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--strategy", choices=STRATEGIES, default="preserve", help="when a state is kept (default: preserve)"
     )
-    run.add_argument(
-        "--checkpoints",
-        action="store_true",
-        help="let the Trainer's checkpoints be whole or not there; needs this fork's accelerate",
-    )
+    whole = "let the Trainer's checkpoints be whole or not there; needs this fork's accelerate"
+    run.add_argument("--checkpoints", action="store_true", help=whole)
+    beside = "the same, and publish them while the training goes on"
+    run.add_argument("--async_checkpoints", dest="checkpoints", action="store_const", const="async", help=beside)
     run.add_argument("-m", dest="module", action="store_true", help="the target is the name of a module")
     run.add_argument("target", help="path of the script, or name of the module")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
@@ -51,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(options.target, options.arguments, options.strategy, options.module, options.checkpoints)
 
 
-def run(target: str, arguments: Sequence[str], strategy: str, module: bool = False, checkpoints: bool = False) -> int:
+def run(
+    target: str, arguments: Sequence[str], strategy: str, module: bool = False, checkpoints: bool | str = False
+) -> int:
     """Apply the patch and run a program in this process, as `python target` or `python -m target` would.
 
     Args:

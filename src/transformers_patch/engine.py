@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from transformers_patch.checkpoints import usable
 from transformers_patch.errors import UnsupportedVersion
@@ -41,6 +42,7 @@ class Status:
 class _Use:
     strategy: Strategy
     parts: tuple[str, ...]
+    in_background: bool
 
 
 class _Engine:
@@ -98,16 +100,22 @@ def strategy_of_classes() -> Strategy:
     return _engine.strategy("flag")
 
 
-def _asked(strategy: str, with_checkpoints: bool) -> _Use:
+def saves_in_background() -> bool:
+    """Return whether the last one that asked for checkpoints wants them to be published beside the training."""
+    uses = [use for use in (_engine.base, *_engine.blocks) if use is not None and "checkpoints" in use.parts]
+    return bool(uses) and uses[-1].in_background
+
+
+def _asked(strategy: str, checkpoints: bool | str) -> _Use:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not known. Choose one of {', '.join(map(repr, STRATEGIES))}.")
-    if not isinstance(with_checkpoints, bool):
-        raise ValueError(f"checkpoints={with_checkpoints!r} is not known. Pass True or False.")
-    parts = ("state", "checkpoints") if with_checkpoints and usable() else ("state",)
-    return _Use(strategy, parts)  # type: ignore[arg-type]
+    if checkpoints not in (False, True, "async"):
+        raise ValueError(f"checkpoints={checkpoints!r} is not known. Pass True, False or 'async'.")
+    parts = ("state", "checkpoints") if checkpoints and usable() else ("state",)
+    return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
 
 
-def apply(strategy: Strategy = "preserve", checkpoints: bool = False) -> None:
+def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
     Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
@@ -118,7 +126,8 @@ def apply(strategy: Strategy = "preserve", checkpoints: bool = False) -> None:
             `preserve_accelerator_state`, whose default is True; "conditional" keeps a state that was made outside of
             training arguments, and lets them reset what other arguments have made.
         checkpoints: whether a Trainer's checkpoints are whole or not there, too; they need this fork's accelerate. Beside
-            upstream's a warning says so, and the Trainer's checkpoints stay as they are.
+            upstream's a warning says so, and the Trainer's checkpoints stay as they are. "async" lets the training go on once the
+            files are written, while they are hashed, brought to the disk and published.
 
     Raises:
         ImportError: transformers is not installed.
@@ -155,7 +164,7 @@ def revert() -> None:
 
 
 @contextmanager
-def applied(strategy: Strategy = "preserve", checkpoints: bool = False) -> Iterator[None]:
+def applied(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False) -> Iterator[None]:
     """Patch for a `with` block; afterwards what held before it holds again.
 
     Args:

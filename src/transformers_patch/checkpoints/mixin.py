@@ -1,6 +1,6 @@
 """The checkpoints for those who patch nothing."""
 
-from typing import Any
+from typing import Any, Literal
 
 from transformers_patch import checkpoints
 
@@ -10,6 +10,9 @@ class CheckpointMixin:
 
     `train` takes the newest whole checkpoint for ``resume_from_checkpoint=True``, and refuses a damaged one. What the Trainer
     and its subclasses write at a save, and what callbacks write in `on_save`, is staged and takes its place in one step. All ranks.
+
+    Attributes:
+        checkpoints: "async" lets the training go on once the files of a checkpoint are written; True waits for the disk.
 
     Raises:
         CollectiveMisuse: Not all ranks save or train.
@@ -23,6 +26,8 @@ class CheckpointMixin:
         >>> MyTrainer.mro()[1].__name__
         'CheckpointMixin'
     """
+
+    checkpoints: bool | Literal["async"] = True
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train, as the Trainer does; all ranks call it.
@@ -39,11 +44,13 @@ class CheckpointMixin:
             DamagedCheckpoint: The checkpoint that was named is not whole.
             ValueError: There is none; or a rank does not see it.
         """
-        if checkpoints.usable():
-            from transformers_patch.checkpoints import choose
+        run = super().train  # type: ignore[misc]
+        if not checkpoints.usable():
+            return run(resume_from_checkpoint, *args, **options)
+        from transformers_patch.checkpoints import save
 
-            resume_from_checkpoint = choose.resolved(self, resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
+        in_background = self.checkpoints == "async"
+        return save.train(self, resume_from_checkpoint, lambda folder: run(folder, *args, **options), in_background)
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **options: Any) -> None:
         write = super()._save_checkpoint  # type: ignore[misc]

@@ -70,9 +70,13 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _training(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        from transformers_patch.checkpoints import choose
+        from transformers_patch import engine
+        from transformers_patch.checkpoints import save
 
-        return original(self, choose.resolved(self, resume_from_checkpoint), *args, **options)
+        def run(folder: Any) -> Any:
+            return original(self, folder, *args, **options)
+
+        return save.train(self, resume_from_checkpoint, run, engine.saves_in_background())
 
     return train
 

@@ -10,11 +10,13 @@ import errno
 import logging
 import os
 import shutil
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.save import Save, unlisted
+from accelerate.checkpoint.save import Background, Save, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
 from transformers_patch.checkpoints import choose
 
@@ -24,11 +26,47 @@ logger = logging.getLogger(__name__)
 _LEAST = 64 << 10
 
 
+def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bool = False) -> Any:
+    """Train, from the checkpoint that is asked for; what is still being saved is waited for before the best model is loaded, and at the end.
+
+    Args:
+        trainer: The Trainer.
+        asked: Its `resume_from_checkpoint`.
+        run: Calls the Trainer's own method with the folder to resume from.
+        in_background: Whether saves go on beside the training.
+
+    Returns:
+        What `run` returns.
+    """
+    wait(trainer)
+    load_best = trainer._load_best_model
+    in_background = in_background or vars(trainer).get(_IN_BACKGROUND, False)
+    with _shadowed(
+        trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **{_IN_BACKGROUND: in_background}
+    ):
+        result = run(choose.resolved(trainer, asked))
+        wait(trainer)
+    return result
+
+
+def wait(trainer: Any) -> None:
+    """Wait until the checkpoint that is being saved in the background has its place, and push it if it shall be. All ranks.
+
+    Raises:
+        RuntimeError: It could not be saved.
+    """
+    if (flight := _flights.get(trainer)) is not None:
+        if (problem := flight.settle()) is not None:
+            raise problem
+        flight.push()
+
+
 def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     """Save a Trainer's checkpoint as `write` writes it, whole or not at all. All ranks.
 
     While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
-    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too.
+    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background the files
+    are hashed, brought to the disk and published by a thread, once the Trainer has written them.
 
     Args:
         trainer: The Trainer.
@@ -37,7 +75,8 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
 
     Raises:
         CollectiveMisuse: Not all ranks save.
-        RuntimeError: Another rank failed; what fails on this one is raised as it is. What was there before is there.
+        RuntimeError: Another rank failed, or the save before in the background; what fails on this one is raised as it is. What was
+            there before is there.
     """
     if "_get_output_dir" in vars(trainer):  # an outer call has staged
         write()
@@ -45,29 +84,72 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     vars(trainer.callback_handler).pop("on_save", None)
     run_dir = trainer._get_output_dir(trial=trial)
     place = choose.place_of(run_dir, trainer.state.global_step)
+    flight = _flights.setdefault(trainer, _Flight(trainer))
+    former = flight.settle("save_checkpoint")
     save = _save_of(trainer, run_dir, place)
-    save.begin()
+    save.begin(former)
+    flight.push()
     staged = save.plan.folder
-    pushes: list[str] = []
     try:
         with _shadowed(
-            trainer, _get_output_dir=lambda trial: os.path.dirname(staged), _push_from_checkpoint=pushes.append
+            trainer, _get_output_dir=lambda trial: os.path.dirname(staged), _push_from_checkpoint=flight.pushes.append
         ):
             _attempt(save, lambda: _written(write, staged))
+        flight.pushes = [place] * len(flight.pushes)
         _attempt(save, lambda: _settle_state(trainer, run_dir, place, staged))
         save.settle()
         if trainer.control.should_save:
             _call_back(trainer, save, place)
-        if not save.barrier.any_of(
-            _leads(save) and bool(os.listdir(staged))
-        ):  # a subclass may save elsewhere, or nothing
-            save.barrier.leave()
+        # A subclass may save elsewhere, or nothing.
+        exists = save.barrier.any_of(_leads(save) and bool(os.listdir(staged)))
+        if exists and _goes_on(trainer, save):
+            flight.background.start(lambda: save.finish(writers=1), what=place)
             return
-        save.finish()
-    finally:
-        save.storage.abandon()  # nothing is left of it if it has been published
-    for _ in pushes:
-        trainer._push_from_checkpoint(place)
+        if exists:
+            save.finish()
+        else:
+            save.barrier.leave()
+    except BaseException:
+        flight.pushes = []
+        save.storage.abandon()
+        raise
+    save.storage.abandon()  # nothing is left of what has been published
+    flight.push()
+
+
+class _Flight:
+    """The save of a Trainer that may be under way, and what is pushed when it has its place."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.background = Background()
+        self.pushes: list[str] = []
+        self._trainer = weakref.ref(trainer)
+
+    def settle(self, reason: str | None = None) -> RuntimeError | None:
+        """Wait until the save under way has ended, and return why it failed, once. Any rank, alone."""
+        problem = self.background.settle(reason) if self.background.pending else None
+        self.pushes = self.pushes if problem is None else []
+        return problem
+
+    def push(self) -> None:
+        """Push what has been published."""
+        pushes, self.pushes = self.pushes, []
+        for place in pushes:
+            self._trainer()._push_from_checkpoint(place)
+
+
+_flights: "weakref.WeakKeyDictionary[Any, _Flight]" = weakref.WeakKeyDictionary()
+_IN_BACKGROUND = "_saves_in_background"
+
+
+def _goes_on(trainer: Any, save: Save) -> bool:
+    """Say whether the training goes on while a checkpoint is hashed and published: not after its last step."""
+    asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
+    if asked and not save.barrier.in_background:
+        warnings.warn(
+            "checkpoints='async' saves at once here: these ranks have no key-value store to meet in.", stacklevel=2
+        )
+    return bool(asked and save.barrier.in_background)
 
 
 def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
@@ -112,14 +194,16 @@ def _written(write: Callable[[], Any], staged: str) -> None:
 
 
 @contextlib.contextmanager
-def _shadowed(obj: Any, **methods: Any) -> Iterator[None]:
-    """Let methods of an object be others for a block, whatever its class has."""
-    vars(obj).update(methods)
+def _shadowed(obj: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of an object be others for a block, whatever its class has."""
+    former = {name: vars(obj)[name] for name in values if name in vars(obj)}
+    vars(obj).update(values)
     try:
         yield
     finally:
-        for name in methods:
+        for name in values:
             vars(obj).pop(name, None)
+        vars(obj).update(former)
 
 
 def _make_way(storage: CheckpointStorage) -> None:

@@ -56,8 +56,8 @@ def newest(folder, way):
 
 def train(folder, way, limit):
     torch.set_num_threads(1)
-    if way == "apply":
-        transformers_patch.apply(checkpoints=True)
+    if way in ("apply", "async"):
+        transformers_patch.apply(checkpoints="async" if way == "async" else True)
     os.makedirs(folder, exist_ok=True)
     arguments = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=2, max_steps=STEPS, save_steps=1, save_total_limit=int(limit) or None,

@@ -5,6 +5,8 @@ import os
 import pathlib
 import shutil
 import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint as stock_last
 
 import transformers_patch
+from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from transformers_patch import UnsupportedVersion, registry
 from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint
@@ -394,6 +397,117 @@ def test_a_place_that_cannot_be_written(tmp_path, kind, monkeypatch):
     with pytest.raises(OSError, match="Read-only file system"):
         trainer.train()
     assert [name for name in names(tmp_path) if name.startswith("checkpoint")] == []
+
+
+# -- in the background ---------------------------------------------------------------------------------------------------
+
+
+class Beside(Own):
+    checkpoints = "async"
+
+
+@pytest.fixture(params=["apply", "mixin"])
+def beside(request):
+    """The class of a Trainer whose checkpoints are published while it trains, in each way."""
+    if request.param == "mixin":
+        return Beside
+    transformers_patch.apply(checkpoints="async")
+    return Exact
+
+
+@pytest.fixture
+def hashing(monkeypatch):
+    """Let a function be called with the name of each file that is hashed."""
+    describe = formats.describe
+
+    def replaced(look):
+        def described(path, *args):
+            look(os.fspath(path))
+            return describe(path, *args)
+
+        monkeypatch.setattr(formats, "describe", described)
+
+    return replaced
+
+
+class Never(TrainerCallback):
+    """Keeps the Trainer from saving at its end."""
+
+    def on_step_end(self, args, state, control, **rest):
+        if control.should_training_stop:
+            control.should_save = False
+        return control
+
+
+def test_the_training_goes_on_while_a_checkpoint_is_published(tmp_path, beside, hashing):
+    whole = build(tmp_path / "blocking", Own)
+    whole.train()
+    two_steps_later, waited, there = threading.Event(), [], []
+
+    def look(args):
+        there.append((tmp_path / "run" / "checkpoint-4").exists())
+        if len(there) == 6:  # before step 6
+            two_steps_later.set()
+
+    def hashed(path):
+        if "checkpoint-4" in path:
+            waited.append(two_steps_later.wait(20))
+
+    hashing(hashed)
+    trainer = build(tmp_path / "run", beside, [Looks(look)])
+    trainer.train()
+    assert set(waited) == {True} and there == [False] * 6 + [True] * 2
+    assert trainer.losses == whole.losses and not vars(trainer).keys() & {"_saves_in_background", "_load_best_model"}
+    assert all(choose.flaw(folder, deep=True) == "" for folder in (tmp_path / "run").iterdir())
+    assert names(tmp_path / "run") == names(tmp_path / "blocking")
+
+
+def test_a_save_that_fails_beside_the_training_is_reported_by_the_next_one(tmp_path, beside, hashing):
+    def fail(path):
+        if "checkpoint-4" in path:
+            raise OSError(28, "No space left on device", path)
+
+    hashing(fail)
+    trainer = build(tmp_path, beside)
+    with pytest.raises(RuntimeError, match=r"checkpoint-4 could not be saved in the background.*No space left"):
+        trainer.train()
+    assert trainer.state.global_step == 6 and names(tmp_path) == ["checkpoint-2"]
+
+
+def test_or_at_the_end_of_the_training(tmp_path, beside, hashing):
+    def fail(path):
+        if "checkpoint-6" in path:
+            raise OSError(28, "No space left on device", path)
+
+    hashing(fail)
+    trainer = build(tmp_path, beside, [Never()])
+    with pytest.raises(RuntimeError, match=r"checkpoint-6 could not be saved in the background.*No space left"):
+        trainer.train()
+    assert trainer.state.global_step == 8 and names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_the_best_model_and_pushes_wait(tmp_path, beside, hashing, monkeypatch):
+    pushed = []
+
+    def body(self, folder):
+        saved(self, folder)
+        self._push_from_checkpoint(folder)
+
+    saved = Trainer._save_rng_state
+    monkeypatch.setattr(
+        Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append((folder[-1], MANIFEST in names(folder)))
+    )
+    monkeypatch.setattr(Trainer, "_save_rng_state", body)
+    hashing(lambda path: time.sleep(0.1))
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 6,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+    }
+    trainer = build(tmp_path, beside, [Never()], save_steps=6, **options)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == f"{tmp_path}/checkpoint-6" and pushed == [("6", True)]
 
 
 # -- the registry ------------------------------------------------------------------------------------------------------
