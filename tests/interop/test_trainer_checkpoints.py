@@ -2,13 +2,14 @@
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from interop.programs import SCRIPTS, figures, finished, last_figures, need, starter
 
 pytestmark = pytest.mark.interop
-MANIFEST = "accelerate_manifest.json"
+ADDED = {"accelerate_manifest.json", "accelerate_run.json"}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
@@ -31,7 +32,7 @@ def found(processes, tmp_path_factory):
 def test_stock_and_ours_resume_from_each_other_bit_for_bit(found, processes):
     assert found["same losses"] and found["ours from stock"] and found["stock from ours"] and found["patched"]
     stock, ours = map(set, found["names"])
-    assert ours - stock == {MANIFEST} and stock <= ours and found["world size"] == processes
+    assert ours - stock == ADDED and stock <= ours and found["world size"] == processes
     assert found["rotated"] == ["checkpoint-8"]
 
 
@@ -46,6 +47,15 @@ def test_a_folder_that_a_rank_lacks_or_that_is_damaged_is_refused_on_all(found, 
     told = found["a rank without the folder"]
     assert all(f"rank {processes - 1} does not see it" in text and "checkpoint-4" in text for text in told), told
     assert all("optimizer.pt has 100 bytes" in text and "checkpoint-6" in text for text in found["damaged"])
+
+
+def test_a_run_goes_on_on_fewer_ranks_with_its_global_batch(found, processes):
+    if processes == 1:
+        pytest.skip("there is one rank")
+    folder, losses = found["fewer ranks"]
+    rest = last_figures(finished([sys.executable, str(SCRIPTS / "trainer_checkpoints.py"), "--resume", folder]))
+    assert rest["accumulation"] == 2 and rest["epoch"] == pytest.approx(1.0)
+    assert rest["losses"] == pytest.approx(losses, rel=1e-4)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(found):

@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Background, Save, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
-from transformers_patch.checkpoints import choose
+from transformers_patch.checkpoints import choose, ranks
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,10 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
     with _shadowed(
         trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **{_IN_BACKGROUND: in_background}
     ):
-        result = run(choose.resolved(trainer, asked))
+        folder = choose.resolved(trainer, asked)
+        if folder:
+            ranks.keep(trainer, folder)
+        result = run(folder)
         wait(trainer)
     return result
 
@@ -222,7 +225,7 @@ def _make_way(storage: CheckpointStorage) -> None:
 
 
 def _settle_state(trainer: Any, run_dir: str, place: str, staged: str) -> None:
-    """Let the best checkpoint be where it will be, in the Trainer's state and in the file of it."""
+    """Let the best checkpoint be where it will be, in the Trainer's state and in the file of it; and add what `ranks` reads."""
     state = trainer.state
     best = getattr(state, "best_global_step", None)
     if state.best_model_checkpoint == staged:
@@ -232,6 +235,7 @@ def _settle_state(trainer: Any, run_dir: str, place: str, staged: str) -> None:
     path = os.path.join(staged, choose.STATE)
     if trainer.args.should_save and os.path.isfile(path):
         state.save_to_json(path)
+        ranks.record(trainer, staged)
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------

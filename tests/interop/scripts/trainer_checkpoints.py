@@ -1,6 +1,6 @@
 """Checkpoints of transformers' Trainer on several ranks: beside the stock Trainer's, and where a rank, or the disk, fails.
 
-`trainer_checkpoints.py FOLDER [DISK]`; DISK is a small file system, which two checkpoints do not fit on.
+`trainer_checkpoints.py FOLDER [DISK]`, or `--resume FOLDER` for a run that others have begun; DISK is a small file system, which two checkpoints do not fit on.
 """
 
 import os
@@ -21,9 +21,9 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 
 class Regression(torch.nn.Module):
-    def __init__(self, width):
+    def __init__(self, width, dropout):
         super().__init__()
-        layers = torch.nn.Linear(4, width), torch.nn.Dropout(0.3), torch.nn.Linear(width, 1)
+        layers = torch.nn.Linear(4, width), torch.nn.Dropout(dropout), torch.nn.Linear(width, 1)
         self.layers = torch.nn.Sequential(*layers)
 
     def forward(self, x, labels):
@@ -51,7 +51,7 @@ class Fails(Own):
         super()._save_rng_state(folder)
 
 
-def build(folder, kind, width=8, **options):
+def build(folder, kind, width=8, dropout=0.3, **options):
     set_seed(7)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(64, 4, generator=draw)
@@ -60,7 +60,7 @@ def build(folder, kind, width=8, **options):
         "use_cpu": True, "disable_tqdm": True, "seed": 3, "learning_rate": 0.01,
     }  # fmt: skip
     arguments = TrainingArguments(folder, **{**values, **options})
-    return kind(Regression(width), arguments, train_dataset=[{"x": row, "labels": row.sum()} for row in x])
+    return kind(Regression(width, dropout), arguments, train_dataset=[{"x": row, "labels": row.sum()} for row in x])
 
 
 def train(folder, kind, resume=None, **options):
@@ -94,6 +94,30 @@ def names(folder):
     return sorted(os.listdir(folder))
 
 
+def begun(folder):
+    """Train to the end, and take the second half back; return its folder and its losses."""
+    trainer = build(folder, Own, dropout=0.0)
+    trainer.train()
+    everywhere(None)
+    if RANK == 0:
+        for step in (6, 8):
+            shutil.rmtree(f"{folder}/checkpoint-{step}")
+    everywhere(None)
+    return folder, logged(trainer)[4:]
+
+
+def resume(folder):
+    """Go on with it, on this number of ranks."""
+    trainer = build(folder, Own, dropout=0.0)
+    trainer.train(resume_from_checkpoint=True)
+    steps = trainer.args.gradient_accumulation_steps
+    report(losses=logged(trainer)[4:], accumulation=steps, epoch=trainer.state.epoch)
+
+
+def logged(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def main(root, disk=None):
     found = {}
     stock, ours = f"{root}/stock", f"{root}/ours"
@@ -120,6 +144,7 @@ def main(root, disk=None):
     with transformers_patch.applied(checkpoints=True):
         found["patched"] = train(f"{root}/patched", Exact, save_total_limit=1) == whole
         found["rotated"] = names(f"{root}/patched")
+    found["fewer ranks"] = begun(f"{root}/fewer")
     if disk:
         found["full disk"] = refused(f"{disk}/run", Own, width=5000, save_total_limit=1)
         found["kept"] = names(f"{disk}/run")
@@ -131,4 +156,7 @@ def main(root, disk=None):
     report(**found)
 
 
-main(*sys.argv[1:])
+if sys.argv[1] == "--resume":
+    resume(sys.argv[2])
+else:
+    main(*sys.argv[1:])

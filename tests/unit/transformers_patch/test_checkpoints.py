@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+import types
 import warnings
 
 import pytest
@@ -19,8 +20,9 @@ from transformers.trainer_utils import get_last_checkpoint as stock_last
 import transformers_patch
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
+from accelerate.checkpoint.save import unlisted
 from transformers_patch import UnsupportedVersion, registry
-from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint
+from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint, ranks
 
 STOCK = {
     "model.safetensors",
@@ -30,7 +32,7 @@ STOCK = {
     "trainer_state.json",
     "training_args.bin",
 }
-MANIFEST = "accelerate_manifest.json"
+MANIFEST, RUN = "accelerate_manifest.json", "accelerate_run.json"
 
 
 class Regression(torch.nn.Module):
@@ -122,8 +124,8 @@ def test_a_checkpoint_is_whole_and_has_the_names_of_the_stock_trainer(tmp_path, 
     trainer.train()
     assert names(tmp_path / "ours") == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
     for folder in (tmp_path / "ours").iterdir():
-        assert set(names(folder)) == {*STOCK, MANIFEST}
-        assert set(Manifest.read(folder).files) == STOCK
+        assert set(names(folder)) == {*STOCK, MANIFEST, RUN}
+        assert set(Manifest.read(folder).files) == {*STOCK, RUN}
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, kind, monkeypatch):
@@ -304,7 +306,7 @@ def test_what_callbacks_write_belongs_to_it(tmp_path, kind, again):
         folder = tmp_path / f"checkpoint-{step}"
         assert not folder.is_symlink() and choose.flaw(folder, deep=True) == ""
         assert (folder / "adapter.txt").read_text() == f"step {step}"
-        assert set(Manifest.read(folder).files) == {*STOCK, "adapter.txt"}
+        assert set(Manifest.read(folder).files) == {*STOCK, RUN, "adapter.txt"}
     assert (tmp_path / "latest.txt").read_text() == "8"
     assert [name for name in names(tmp_path) if name.startswith(".")] == []
 
@@ -323,7 +325,7 @@ def test_a_push_gets_the_published_folder(tmp_path, kind, monkeypatch):
     pushed = []
 
     def push(self, folder):
-        pushed.append((folder, set(names(folder)) >= {*STOCK, MANIFEST}))
+        pushed.append((folder, set(names(folder)) >= {*STOCK, MANIFEST, RUN}))
 
     def body(self, folder):
         saved(self, folder)
@@ -359,14 +361,14 @@ def test_a_stock_checkpoint_is_replaced_by_ours(tmp_path, kind):
         transformers_patch.apply(checkpoints=True)
     (tmp_path / "checkpoint-8" / "stale.txt").touch()
     build(tmp_path, kind).train()
-    assert {*STOCK, MANIFEST} == set(names(tmp_path / "checkpoint-8")) - {"stale.txt"}
+    assert {*STOCK, MANIFEST, RUN} == set(names(tmp_path / "checkpoint-8")) - {"stale.txt"}
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
 
 
 def test_only_the_model(tmp_path, kind):
     build(tmp_path, kind, save_only_model=True).train()
     assert set(names(tmp_path / "checkpoint-8")) == {
-        "model.safetensors", "trainer_state.json", "training_args.bin", MANIFEST,
+        "model.safetensors", "trainer_state.json", "training_args.bin", MANIFEST, RUN,
     }  # fmt: skip
     assert get_last_checkpoint(tmp_path).endswith("checkpoint-8")
 
@@ -392,7 +394,7 @@ def test_a_subclass_that_writes_nothing_saves_nothing(tmp_path):
 def test_the_mixin_on_patched_classes_stages_once(tmp_path):
     transformers_patch.apply(checkpoints=True)
     build(tmp_path, Own, save_steps=8).train()
-    assert set(names(tmp_path / "checkpoint-8")) == {*STOCK, MANIFEST} and names(tmp_path) == ["checkpoint-8"]
+    assert set(names(tmp_path / "checkpoint-8")) == {*STOCK, MANIFEST, RUN} and names(tmp_path) == ["checkpoint-8"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 if hasattr(os, "geteuid") else True, reason="root writes to read-only folders")
@@ -516,6 +518,49 @@ def test_the_best_model_and_pushes_wait(tmp_path, beside, hashing, monkeypatch):
     trainer = build(tmp_path, beside, [Never()], save_steps=6, **options)
     trainer.train()
     assert trainer.state.best_model_checkpoint == f"{tmp_path}/checkpoint-6" and pushed == [("6", True)]
+
+
+# -- another number of ranks -------------------------------------------------------------------------------------------
+
+
+def saved_on(folder, ranks, batch):
+    """Let a checkpoint be one of a run of so many ranks."""
+    (folder / RUN).write_text(json.dumps({"world_size": ranks, "global_batch": batch}))
+    (folder / MANIFEST).unlink()
+    Manifest(unlisted(str(folder), (), 0)).write(folder)
+
+
+def test_fewer_ranks_accumulate(tmp_path, kind, warned):
+    build(tmp_path, kind, max_steps=2).train()
+    assert json.loads((tmp_path / "checkpoint-2" / RUN).read_text()) == {"world_size": 1, "global_batch": 4}
+    saved_on(tmp_path / "checkpoint-2", 2, 8)
+    resumed = build(tmp_path, kind, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.args.gradient_accumulation_steps == 2 and len(resumed.losses) == 2 * 2
+    assert "gradient_accumulation_steps is 2 now" in warned()[-1]
+
+
+def test_a_number_of_ranks_that_does_not_divide_is_refused_before_the_training(tmp_path, kind):
+    build(tmp_path, kind, max_steps=2).train()
+    saved_on(tmp_path / "checkpoint-2", 6, 24)
+    resumed = build(tmp_path, kind, per_device_train_batch_size=16)
+    with pytest.raises(ValueError, match=r"on 6 rank\(s\) with a global batch of 24.*Numbers of ranks that do: none"):
+        resumed.train(resume_from_checkpoint=True)
+    assert not hasattr(resumed, "losses")
+    own = build(tmp_path, kind, gradient_accumulation_steps=6)  # as one who has thought of it
+    own.train(resume_from_checkpoint=True)
+    assert own.args.gradient_accumulation_steps == 6
+
+
+def test_the_numbers_of_ranks_that_divide_are_listed(tmp_path):
+    arguments = {"world_size": 2, "train_batch_size": 4, "per_device_train_batch_size": 4}
+    trainer = types.SimpleNamespace(args=types.SimpleNamespace(gradient_accumulation_steps=1, **arguments))
+    (tmp_path / RUN).write_text('{"world_size": 3, "global_batch": 24}')
+    ranks.keep(trainer, str(tmp_path))
+    assert trainer.args.gradient_accumulation_steps == 3
+    (tmp_path / RUN).write_text('{"world_size": 3, "global_batch": 12}')
+    with pytest.raises(ValueError, match=r"Numbers of ranks that do: 1, 3\."):
+        ranks.keep(trainer, str(tmp_path))
 
 
 # -- the registry ------------------------------------------------------------------------------------------------------
