@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 
 import psutil
@@ -83,3 +84,30 @@ def test_every_killed_run_goes_on_with_the_same_losses(processes, way, limit, ki
         assert all(len(values) == 1 for values in whole.values()) and len(whole) == processes * STEPS
         assert len(list(folder.glob("checkpoint-*"))) == limit and not list(folder.glob(".saving_*"))
     assert in_saves
+
+
+def test_a_run_that_the_launcher_is_told_to_stop_saves_and_goes_on(tmp_path):
+    need("transformers")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "STEP_S": "0.2",
+    }
+    command, run, reference = [*starter(2, ours=True), SCRIPT], tmp_path / "run", tmp_path / "reference"
+    with open(tmp_path / "log.txt", "ab") as log:
+        process = subprocess.Popen(
+            [*command, str(run), "apply", "1", str(reference)], env=environment, stdout=log, stderr=log
+        )
+        while alive(process) and not (run / "losses_0.txt").exists():
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(120) == 75, (tmp_path / "log.txt").read_text("utf-8")[-6000:]
+    (last,) = run.glob("checkpoint-*")
+    assert 0 < int(last.name.partition("-")[2]) < STEPS and not (run / "done.json").exists()
+    finished([*command, str(run), "apply", "1"])
+    found = losses(run, 2)
+    assert found == losses(reference, 2) and len(found) == 2 * STEPS
+    # No step was taken twice.
+    assert [(run / f"losses_{rank}.txt").read_text("utf-8").count("\n") for rank in range(2)] == [STEPS] * 2

@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Background, Save, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
-from transformers_patch.checkpoints import choose, ranks
+from transformers_patch.checkpoints import choose, preempt, ranks
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
         folder = choose.resolved(trainer, asked)
         if folder:
             ranks.keep(trainer, folder)
-        result = run(folder)
+        with preempt.watching(trainer):
+            result = run(folder)
         wait(trainer)
     return result
 
@@ -118,6 +119,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         raise
     save.storage.abandon()  # nothing is left of what has been published
     flight.push()
+    preempt.leave_if_due(trainer, place)
 
 
 class _Flight:

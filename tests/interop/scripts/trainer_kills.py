@@ -10,6 +10,7 @@ import pathlib
 import random
 import signal
 import sys
+import time
 
 import torch
 from killing import wait_and_kill
@@ -26,6 +27,7 @@ class Exact(Trainer):
     """Writes each loss down as it is; the Trainer's log rounds it."""
 
     def training_step(self, *args, **options):
+        time.sleep(float(os.environ.get("STEP_S", "0")))
         loss = super().training_step(*args, **options)
         path = pathlib.Path(self.args.output_dir, f"losses_{self.args.process_index}.txt")
         with open(path, "a", encoding="utf-8") as file:

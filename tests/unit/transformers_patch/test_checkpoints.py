@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -561,6 +562,45 @@ def test_the_numbers_of_ranks_that_divide_are_listed(tmp_path):
     (tmp_path / RUN).write_text('{"world_size": 3, "global_batch": 12}')
     with pytest.raises(ValueError, match=r"Numbers of ranks that do: 1, 3\."):
         ranks.keep(trainer, str(tmp_path))
+
+
+# -- preemption --------------------------------------------------------------------------------------------------------
+
+
+class Signals(TrainerCallback):
+    """What a scheduler does, in the middle of step 3."""
+
+    def on_step_begin(self, args, state, control, **rest):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("options", [{"save_steps": 4}, {"save_strategy": "no"}], ids=["steps", "no"])
+def test_a_signal_saves_and_leaves_and_the_next_start_goes_on(tmp_path, kind, options):
+    whole = build(tmp_path / "whole", kind)
+    whole.train()
+    trainer = build(tmp_path / "run", kind, [Signals()], save_total_limit=1, **options)
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 75 and names(tmp_path / "run") == ["checkpoint-3"]
+    assert (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        and choose.flaw(tmp_path / "run" / "checkpoint-3", True) == ""
+    )
+    resumed = build(tmp_path / "run", kind, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert trainer.losses + resumed.losses == whole.losses
+
+
+def test_a_signal_that_somebody_handles_stays_his(tmp_path, kind):
+    seen = []
+    former = signal.signal(signal.SIGTERM, lambda *args: seen.append(args[0]))
+    try:
+        trainer = build(tmp_path, kind, [Signals()])
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert seen == [signal.SIGTERM] and len(trainer.losses) == 8
 
 
 # -- the registry ------------------------------------------------------------------------------------------------------
