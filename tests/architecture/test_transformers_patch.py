@@ -33,9 +33,7 @@ def test_nothing_of_accelerate_but_its_states(path):
     allowed = {"accelerate.state", "accelerate.state.AcceleratorState", "accelerate.state.PartialState"}
     found = {name for name in imported(path) if name.partition(".")[0] == "accelerate"}
     if path.relative_to(PACKAGE).as_posix() in STAGES:
-        found = {
-            name for name in found if not name.startswith(("accelerate.checkpoint", "accelerate.runtime.durable"))
-        }
+        found = {name for name in found if not name.startswith(OURS)}
     assert found <= allowed
 
 
