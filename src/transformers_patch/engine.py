@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from transformers_patch.checkpoints import usable
+from transformers_patch import checkpoints as trainer_checkpoints
 from transformers_patch.errors import UnsupportedVersion
 from transformers_patch.registry import ENTRIES, Entry
 from transformers_patch.training_args import STRATEGIES, Strategy
@@ -111,7 +111,7 @@ def _asked(strategy: str, checkpoints: bool | str) -> _Use:
         raise ValueError(f"strategy={strategy!r} is not known. Choose one of {', '.join(map(repr, STRATEGIES))}.")
     if checkpoints not in (False, True, "async"):
         raise ValueError(f"checkpoints={checkpoints!r} is not known. Pass True, False or 'async'.")
-    parts = ("state", "checkpoints") if checkpoints and usable() else ("state",)
+    parts = ("state", "checkpoints") if checkpoints and trainer_checkpoints.usable(depth=4) else ("state",)
     return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
 
 
@@ -215,6 +215,8 @@ def _status(entry: Entry) -> Status:
         try:
             entry.import_target()
             version = entry.version()
+            if entry.part == "checkpoints" and not trainer_checkpoints.available():
+                raise ImportError("it needs this fork's accelerate, and another one is installed")
             needed = entry.check().needed
             verdict = "can be applied" if needed else "not needed"
             detail = entry.reason if needed else "this release does not reset the state"

@@ -25,15 +25,15 @@ def available() -> bool:
         return False
 
 
-def usable() -> bool:
-    """Return what `available` does, and warn the caller's caller where that is not so. Any rank, alone."""
+def usable(depth: int = 3) -> bool:
+    """Return what `available` does, and warn where that is not so: the caller's caller, or who is further up. Any rank, alone."""
     if available():
         return True
     warnings.warn(
         "The checkpoints of transformers_patch need this fork's accelerate; the one that is installed has no "
         "accelerate.checkpoint. The Trainer's checkpoints stay as they are.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=depth,
     )
     return False
 
