@@ -6,7 +6,8 @@ the two classes of this package, or patch the installed ones in place:
     import transformers_patch
     transformers_patch.apply()
 
-Works with this fork of Accelerate and with upstream's.
+Works with this fork of Accelerate and with upstream's. With `apply(checkpoints=True)`, or the mixin of
+`transformers_patch.checkpoints`, a Trainer's checkpoints are whole or not there; that needs this fork's.
 """
 
 import importlib

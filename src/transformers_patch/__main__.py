@@ -25,6 +25,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--strategy", choices=STRATEGIES, default="preserve", help="when a state is kept (default: preserve)"
     )
+    whole = "let the Trainer's checkpoints be whole or not there; needs this fork's accelerate"
+    run.add_argument("--checkpoints", action="store_true", help=whole)
+    beside = "the same, and publish them while the training goes on"
+    run.add_argument("--async_checkpoints", dest="checkpoints", action="store_const", const="async", help=beside)
     run.add_argument("-m", dest="module", action="store_true", help="the target is the name of a module")
     run.add_argument("target", help="path of the script, or name of the module")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
@@ -43,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.command == "status":
         return show_status(options.json)
-    return run(options.target, options.arguments, options.strategy, options.module)
+    return run(options.target, options.arguments, options.strategy, options.module, options.checkpoints)
 
 
-def run(target: str, arguments: Sequence[str], strategy: str, module: bool = False) -> int:
+def run(
+    target: str, arguments: Sequence[str], strategy: str, module: bool = False, checkpoints: bool | str = False
+) -> int:
     """Apply the patch and run a program in this process, as `python target` or `python -m target` would.
 
     Args:
@@ -54,6 +60,7 @@ def run(target: str, arguments: Sequence[str], strategy: str, module: bool = Fal
         arguments: what the program finds in `sys.argv[1:]`.
         strategy: as for `apply`.
         module: whether the target is a module.
+        checkpoints: as for `apply`.
 
     Returns:
         0 when the program ends by itself, 2 when it cannot be started. Its own exits and exceptions pass through.
@@ -65,7 +72,7 @@ def run(target: str, arguments: Sequence[str], strategy: str, module: bool = Fal
         )
         return 2
     try:
-        engine.apply(strategy)  # type: ignore[arg-type]
+        engine.apply(strategy, checkpoints)  # type: ignore[arg-type]
     except (UnsupportedVersion, ImportError) as error:
         print(f"transformers_patch run: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
+from transformers_patch import checkpoints as trainer_checkpoints
 from transformers_patch.errors import UnsupportedVersion
 from transformers_patch.registry import ENTRIES, Entry
 from transformers_patch.training_args import STRATEGIES, Strategy
@@ -21,7 +23,7 @@ class Status:
         package: whose it is.
         version: the installed release; None when the package is not installed.
         versions: the releases it was written for.
-        applied: the strategy in force, or None while it is not applied.
+        applied: the strategy in force, "checkpoints" for what belongs to them, or None while it is not applied.
         verdict: "applied", "can be applied", "not needed", "not supported" or "not installed".
         detail: why, in words.
     """
@@ -39,6 +41,8 @@ class Status:
 @dataclass(eq=False)
 class _Use:
     strategy: Strategy
+    parts: tuple[str, ...]
+    in_background: bool
 
 
 class _Engine:
@@ -59,8 +63,9 @@ class _Engine:
         use = self.use
         return default if use is None else use.strategy
 
-    def install(self) -> None:
-        checked = [(entry, entry.check()) for entry in ENTRIES if entry.name not in self.undo]
+    def install(self, use: _Use) -> None:
+        wanted = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in self.undo]
+        checked = [(entry, entry.check()) for entry in wanted]
         with ExitStack() as all_or_nothing:
             for entry, finding in checked:
                 if not finding.needed:
@@ -81,9 +86,10 @@ class _Engine:
         self.undo.pop(name).close()
 
     def settle(self) -> None:
-        if self.use is None:
-            for name in list(self.undo):
-                self.remove(name)
+        used = {part for use in (self.base, *self.blocks) if use is not None for part in use.parts}
+        for entry in ENTRIES:
+            if entry.name in self.undo and entry.part not in used:
+                self.remove(entry.name)
 
 
 _engine = _Engine()
@@ -94,13 +100,22 @@ def strategy_of_classes() -> Strategy:
     return _engine.strategy("flag")
 
 
-def _checked(strategy: str) -> Strategy:
+def saves_in_background() -> bool:
+    """Return whether the last one that asked for checkpoints wants them to be published beside the training."""
+    uses = [use for use in (_engine.base, *_engine.blocks) if use is not None and "checkpoints" in use.parts]
+    return bool(uses) and uses[-1].in_background
+
+
+def _asked(strategy: str, checkpoints: bool | str) -> _Use:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not known. Choose one of {', '.join(map(repr, STRATEGIES))}.")
-    return strategy  # type: ignore[return-value]
+    if checkpoints not in (False, True, "async"):
+        raise ValueError(f"checkpoints={checkpoints!r} is not known. Pass True, False or 'async'.")
+    parts = ("state", "checkpoints") if checkpoints and trainer_checkpoints.usable(depth=4) else ("state",)
+    return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
 
 
-def apply(strategy: Strategy = "preserve") -> None:
+def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
     Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
@@ -110,6 +125,9 @@ def apply(strategy: Strategy = "preserve") -> None:
         strategy: "preserve" keeps every existing state; "flag" lets each arguments object decide with
             `preserve_accelerator_state`, whose default is True; "conditional" keeps a state that was made outside of
             training arguments, and lets them reset what other arguments have made.
+        checkpoints: whether a Trainer's checkpoints are whole or not there, too; they need this fork's accelerate. Beside
+            upstream's a warning says so, and the Trainer's checkpoints stay as they are. "async" lets the training go on once the
+            files are written, while they are hashed, brought to the disk and published.
 
     Raises:
         ImportError: transformers is not installed.
@@ -127,10 +145,11 @@ def apply(strategy: Strategy = "preserve") -> None:
         True
         >>> transformers_patch.revert()
     """
-    use = _Use(_checked(strategy))
+    use = _asked(strategy, checkpoints)
     with _engine.lock:
-        _engine.install()
+        _engine.install(use)
         _engine.base = use
+        _engine.settle()
 
 
 def revert() -> None:
@@ -145,11 +164,12 @@ def revert() -> None:
 
 
 @contextmanager
-def applied(strategy: Strategy = "preserve") -> Iterator[None]:
+def applied(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False) -> Iterator[None]:
     """Patch for a `with` block; afterwards what held before it holds again.
 
     Args:
         strategy: as for `apply`.
+        checkpoints: as for `apply`.
 
     Raises:
         ImportError, ValueError, UnsupportedVersion: as for `apply`.
@@ -162,9 +182,9 @@ def applied(strategy: Strategy = "preserve") -> Iterator[None]:
         >>> transformers_patch.status()[0].applied is None
         True
     """
-    use = _Use(_checked(strategy))
+    use = _asked(strategy, checkpoints)
     with _engine.lock:
-        _engine.install()
+        _engine.install(use)
         _engine.blocks.append(use)
     try:
         yield
@@ -180,7 +200,7 @@ def status() -> list[Status]:
     Example:
         >>> import transformers_patch
         >>> [patch.name for patch in transformers_patch.status()]
-        ['training_args']
+        ['training_args', 'save_checkpoint', 'train', 'last_checkpoint']
     """
     with _engine.lock:
         return [_status(entry) for entry in ENTRIES]
@@ -189,11 +209,14 @@ def status() -> list[Status]:
 def _status(entry: Entry) -> Status:
     version, strategy = None, None
     if entry.name in _engine.undo:
-        version, strategy, verdict, detail = entry.version(), _engine.strategy(), "applied", entry.reason
+        version, verdict, detail = entry.version(), "applied", entry.reason
+        strategy = _engine.strategy() if entry.part == "state" else entry.part
     else:
         try:
             entry.import_target()
             version = entry.version()
+            if entry.part == "checkpoints" and not trainer_checkpoints.available():
+                raise ImportError("it needs this fork's accelerate, and another one is installed")
             needed = entry.check().needed
             verdict = "can be applied" if needed else "not needed"
             detail = entry.reason if needed else "this release does not reset the state"

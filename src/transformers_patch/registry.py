@@ -7,6 +7,7 @@ the code with what the patch relies on, so that a release nobody has looked at i
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 
@@ -37,7 +38,9 @@ class Entry:
         versions: the releases whose shape the patch was written for, as a version specifier.
         tested: the releases that the tests run against.
         reason: why it is patched.
-        module: the module of this package with `examine(module) -> Finding` and `install(module, strategy, undo)`.
+        module: the module of this package with `examine(module) -> Finding` and `install(module, strategy, undo)`, or with
+            `PATCHES`, which has by name what has these two.
+        part: what the patch belongs to: "state", which `apply` always patches, or "checkpoints".
     """
 
     name: str
@@ -47,10 +50,12 @@ class Entry:
     tested: tuple[str, ...]
     reason: str
     module: str
+    part: Literal["state", "checkpoints"] = "state"
 
-    def patch(self) -> ModuleType:
-        """Import the module that examines and patches the target."""
-        return importlib.import_module(self.module)
+    def patch(self) -> Any:
+        """Import what examines and patches the target."""
+        found = importlib.import_module(self.module)
+        return found.PATCHES[self.name] if self.part == "checkpoints" else found
 
     def import_target(self) -> ModuleType:
         """Import the module that holds the target.
@@ -106,5 +111,35 @@ ENTRIES = (
         tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
         reason="every TrainingArguments resets the accelerator state that all Accelerators share (transformers#40376)",
         module="transformers_patch.training_args",
+    ),
+    Entry(
+        name="save_checkpoint",
+        target="transformers.trainer:Trainer._save_checkpoint",
+        package="transformers",
+        versions=">=4.46,<6",
+        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
+        reason="the Trainer writes into the final folder, so that a run killed meanwhile leaves a part of a checkpoint",
+        module="transformers_patch.checkpoints.patches",
+        part="checkpoints",
+    ),
+    Entry(
+        name="train",
+        target="transformers.trainer:Trainer.train",
+        package="transformers",
+        versions=">=4.46,<6",
+        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
+        reason="resume_from_checkpoint=True takes the highest number, whole or not, on each rank by itself",
+        module="transformers_patch.checkpoints.patches",
+        part="checkpoints",
+    ),
+    Entry(
+        name="last_checkpoint",
+        target="transformers.trainer_utils:get_last_checkpoint",
+        package="transformers",
+        versions=">=4.46,<6",
+        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
+        reason="it returns the highest number, whole or not",
+        module="transformers_patch.checkpoints.patches",
+        part="checkpoints",
     ),
 )

@@ -67,8 +67,8 @@ def examine(module: ModuleType) -> Finding:
     read = inspect.unwrap(getter)
     if list(inspect.signature(read).parameters) != ["self"]:
         problems.append(f"{_PROPERTY} takes {inspect.signature(read)}, not (self)")
-    if "_reset_state" not in _names(read.__code__):
-        elsewhere = [name for name, function in _functions(module) if "_reset_state" in _names(function.__code__)]
+    if "_reset_state" not in names_in(read.__code__):
+        elsewhere = [name for name, function in _functions(module) if "_reset_state" in names_in(function.__code__)]
         if not elsewhere:
             return Finding(tuple(problems), needed=False)
         problems.append(f"the state is reset in {', '.join(elsewhere)}, not in {_PROPERTY}")
@@ -87,7 +87,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
+    """Return the names that a function's code reads, those of functions inside it included."""
     return {name for part in _codes(code) for name in part.co_names}
 
 

@@ -133,6 +133,8 @@ def test_an_unknown_strategy_is_named():
         transformers_patch.apply("keep")
     with pytest.raises(ValueError, match="'keep'"), transformers_patch.applied("keep"):
         pass
+    with pytest.raises(ValueError, match="checkpoints='later' is not known.*True, False or 'async'"):
+        transformers_patch.apply(checkpoints="later")
     assert picture() == before
 
 

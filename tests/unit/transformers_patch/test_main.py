@@ -55,6 +55,17 @@ def test_run_takes_a_module_and_a_strategy(script, capsys, monkeypatch):
     assert (name, arguments, kept) == ("__main__", ["-x"], False)
 
 
+def test_run_patches_checkpoints_when_it_is_told_to(script, capsys):
+    script.write_text(
+        "import transformers_patch\nprint([p.name for p in transformers_patch.status() if p.applied])\n", "utf-8"
+    )
+    assert program.main(["run", "--checkpoints", str(script), "--checkpoints"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["['training_args', 'save_checkpoint', 'train', 'last_checkpoint']"]
+    transformers_patch.revert()
+    assert program.main(["run", str(script), "--checkpoints"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["['training_args']"]
+
+
 def test_a_script_that_fails_fails(script):
     script.write_text("import sys\nsys.exit(7)\n", "utf-8")
     with pytest.raises(SystemExit) as ended:
@@ -74,7 +85,8 @@ def test_status_in_words_and_as_json(capsys):
     assert f"transformers {transformers.__version__}" in text and "can be applied" in text and "40376" in text
     transformers_patch.apply("flag")
     assert program.main(["status", "--json"]) == 0
-    (patch,) = json.loads(capsys.readouterr().out)
+    patch, *others = json.loads(capsys.readouterr().out)
+    assert {(other["applied"], other["verdict"]) for other in others} == {(None, "can be applied")}
     assert (patch["applied"], patch["verdict"], patch["version"]) == ("flag", "applied", transformers.__version__)
 
 

@@ -1,0 +1,183 @@
+"""Which checkpoints of a Trainer are whole, and from which one a run goes on.
+
+A folder with a manifest is compared with it. One without was written by the stock Trainer, which writes into the final folder, so
+what can be told from its files is: those that a reader would stumble over, and sets of which a part is missing.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+import zipfile
+from typing import Any
+
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.storage import LocalStorage
+from accelerate.runtime.durable import STAGING_PREFIX
+
+logger = logging.getLogger(__name__)
+
+STATE = "trainer_state.json"
+# Lies in a folder that transformers' own preemption callback is writing to.
+_UNFINISHED = "checkpoint-is-incomplete.txt"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_NO_NUMBER = sys.maxsize
+
+
+def place_of(folder: str, number: int) -> str:
+    """Return the path of a run's checkpoint of a step."""
+    return os.path.join(folder, f"checkpoint-{number}")
+
+
+def numbers(folder: str) -> list[int]:
+    """Return the steps of which a run has a folder, whole or not, newest first."""
+    with os.scandir(folder) as entries:
+        found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_dir() or entry.is_symlink()]
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def is_staged_link(place: str) -> bool:
+    """Say whether a path is the link by which callbacks find what is staged; a killed run may leave it."""
+    target = os.readlink(place) if os.path.islink(place) else ""
+    return os.path.basename(os.path.dirname(target)).startswith(STAGING_PREFIX)
+
+
+def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
+    """Return why the Trainer cannot resume from a folder, or nothing; `deep` reads all bytes that a manifest lists. Any rank, alone."""
+    folder = os.fspath(folder)
+    if is_staged_link(folder):
+        return "its saving did not come to its end"
+    try:
+        status = LocalStorage(folder).state()
+        if not status.loads:
+            return status.reason
+        if not os.path.isfile(os.path.join(folder, STATE)):
+            return f"it has no {STATE}"
+        if status.manifest is None:
+            return "; ".join(manifest.first_of(_stock_flaws(folder)))
+        found = manifest.problems(folder, status.manifest, deep=True) if deep else []
+        return "; ".join(manifest.first_of(found))
+    except OSError as error:
+        return str(error)
+
+
+def _stock_flaws(folder: str) -> list[str]:
+    names = sorted(os.listdir(folder))
+    found = ["the stock Trainer did not finish writing it"] if _UNFINISHED in names else []
+    found += [f"{name} {problem}" for name in names if (problem := _unreadable(folder, name))]
+    optimizer = [name for name in names if name.startswith(("optimizer", "global_step")) or "-optimizer." in name]
+    generators = [name for name in names if name.startswith("rng_state")]
+    if bool(optimizer) != bool(generators):
+        found.append(
+            f"{(optimizer or generators)[0]} is there, and {'rng_state' if optimizer else 'optimizer'} is not"
+        )
+    others = re.compile(r"(training_args|optimizer.*|scheduler)\.bin")
+    weights = [name for name in names if name.endswith((".safetensors", ".bin")) and not others.fullmatch(name)]
+    if not weights and not any(os.path.isdir(os.path.join(folder, name)) for name in names):
+        found.append("it has no weights")
+    return found
+
+
+def _unreadable(folder: str, name: str) -> str:
+    """Return why a reader would stumble over a file, as far as its beginning and end tell; nothing for what cannot be told."""
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return ""
+    try:
+        if name.endswith(manifest.INDEX_SUFFIX):
+            with open(path, "rb") as file:
+                listed = sorted(manifest.weight_map(file.read(), path))
+            missing = [shard for shard in listed if not os.path.isfile(os.path.join(folder, shard))]
+            return f"lists {missing[0]}, which is missing" if missing else ""
+        if name.endswith(".json"):
+            with open(path, "rb") as file:
+                json.load(file)
+        elif name.endswith(".safetensors"):
+            import safetensors
+
+            with safetensors.safe_open(path, "pt"):
+                pass
+        elif name.endswith((".pt", ".pth", ".bin")):
+            with open(path, "rb") as file:
+                begin = file.read(2)
+            # What torch wrote before it wrote zip files has no end that could be looked for.
+            return "is cut off" if not begin or (begin == b"PK" and not zipfile.is_zipfile(path)) else ""
+    except Exception as error:  # each format has errors of its own
+        return f"cannot be read: {error}"
+    return ""
+
+
+def newest(folder: str, deep: bool = False) -> tuple[int | None, list[str]]:
+    """Return the step of the newest whole checkpoint, None without one, and a line for each that was passed over. Any rank, alone."""
+    passed = []
+    for number in numbers(folder):
+        place = place_of(folder, number)
+        if not (reason := flaw(place, deep)):
+            return number, passed
+        passed.append(f"{place}: {reason}")
+    return None, passed
+
+
+def report(passed: list[str]) -> None:
+    """Warn of each checkpoint that was passed over."""
+    for line in passed:
+        logger.warning("Passed over %s", line)
+
+
+def group_of(args: Any) -> Group:
+    """Return the ranks of a Trainer, as the one of its arguments sees them."""
+    each_node = bool(args.save_on_each_node)
+    return Group(args.process_index, args.world_size, args.local_process_index, each_node, not each_node)
+
+
+def resolved(trainer: Any, asked: Any) -> Any:
+    """Return what the Trainer resumes from: the newest whole checkpoint for True, or the one asked for, verified. All ranks.
+
+    One rank per file system looks and hashes; the others make sure that they see the same folder.
+
+    Raises:
+        DamagedCheckpoint: The one asked for is not whole.
+        ValueError: There is none; or it is not there on some rank.
+    """
+    if asked is None or asked is False:
+        return asked
+    group = group_of(trainer.args)
+    folder = os.fspath(trainer.args.output_dir if asked is True else asked)
+    barrier = SaveBarrier("train", os.path.realpath(folder), group, default_store())
+    barrier.begin()
+    problem, number, passed = None, _NO_NUMBER, []
+    leads = barrier.leader() == group.rank
+    try:
+        if asked is True and leads:
+            number, passed = _newest_number(folder)
+            report(passed)
+        elif leads and os.path.isdir(folder) and (reason := flaw(folder, deep=True)):
+            raise DamagedCheckpoint(
+                f"The checkpoint {folder!r} is not whole: {reason}\nNothing was loaded. Name another one, or pass "
+                "resume_from_checkpoint=True, which takes the newest whole one."
+            )
+    except BaseException as error:  # the others hear of it
+        problem = error
+    barrier.any_of(False, problem)
+    if asked is True:
+        folder = place_of(folder, barrier.smallest(number))
+    if not os.path.isdir(folder):
+        place = f"rank {group.rank} does not see it. All ranks resume from one checkpoint, which each of them reads"
+        problem = ValueError(f"There is no folder {folder!r}: {place}.")
+    barrier.any_of(False, problem)
+    barrier.leave()
+    return folder
+
+
+def _newest_number(folder: str) -> tuple[int, list[str]]:
+    if os.path.isdir(folder):
+        LocalStorage(folder).sweep()  # which also completes what was killed while it was published
+    number, passed = newest(folder, deep=True) if os.path.isdir(folder) else (None, [])
+    if number is None:
+        listed = "".join(f"\n  {line}" for line in manifest.first_of(passed))
+        what = f" These are not whole:{listed}" if passed else ""
+        raise ValueError(f"No valid checkpoint found in output directory ({folder}).{what}")
+    return number, passed

@@ -1,0 +1,335 @@
+"""A Trainer's checkpoint is staged, written by the Trainer as ever, and published by one rename.
+
+What is written, and by which rank, is the Trainer's affair: strategies, adapters, tokenizers and callbacks work as they are. Here
+is what comes before and after: the meeting of the ranks, the hidden folder, the manifest, the rename, and what must wait for it.
+"""
+
+import contextlib
+import copy
+import errno
+import logging
+import os
+import shutil
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate.checkpoint.manifest import NAME, Manifest
+from accelerate.checkpoint.save import Background, Save, unlisted
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
+from transformers_patch.checkpoints import choose, preempt, ranks
+
+logger = logging.getLogger(__name__)
+
+# A disk with less than this is full: a file of weights is larger, and the part of it that was written is still there.
+_LEAST = 64 << 10
+
+
+def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bool = False) -> Any:
+    """Train, from the checkpoint that is asked for; what is still being saved is waited for before the best model is loaded, and at the end.
+
+    Args:
+        trainer: The Trainer.
+        asked: Its `resume_from_checkpoint`.
+        run: Calls the Trainer's own method with the folder to resume from.
+        in_background: Whether saves go on beside the training.
+
+    Returns:
+        What `run` returns.
+    """
+    wait(trainer)
+    load_best = trainer._load_best_model
+    in_background = in_background or vars(trainer).get(_IN_BACKGROUND, False)
+    with _shadowed(
+        trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **{_IN_BACKGROUND: in_background}
+    ):
+        folder = choose.resolved(trainer, asked)
+        if folder:
+            ranks.keep(trainer, folder)
+        with preempt.watching(trainer):
+            result = run(folder)
+        wait(trainer)
+    return result
+
+
+def wait(trainer: Any) -> None:
+    """Wait until the checkpoint that is being saved in the background has its place, and push it if it shall be. All ranks.
+
+    Raises:
+        RuntimeError: It could not be saved.
+    """
+    if (flight := _flights.get(trainer)) is not None:
+        if (problem := flight.settle()) is not None:
+            raise problem
+        flight.push()
+
+
+def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
+    """Save a Trainer's checkpoint as `write` writes it, whole or not at all. All ranks.
+
+    While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
+    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background the files
+    are hashed, brought to the disk and published by a thread, once the Trainer has written them.
+
+    Args:
+        trainer: The Trainer.
+        trial: That of a hyperparameter search, or None.
+        write: Calls the Trainer's own method.
+
+    Raises:
+        CollectiveMisuse: Not all ranks save.
+        RuntimeError: Another rank failed, or the save before in the background; what fails on this one is raised as it is. What was
+            there before is there.
+    """
+    if "_get_output_dir" in vars(trainer):  # an outer call has staged
+        write()
+        return
+    vars(trainer.callback_handler).pop("on_save", None)
+    run_dir = trainer._get_output_dir(trial=trial)
+    place = choose.place_of(run_dir, trainer.state.global_step)
+    flight = _flights.setdefault(trainer, _Flight(trainer))
+    former = flight.settle("save_checkpoint")
+    save = _save_of(trainer, run_dir, place)
+    save.begin(former)
+    flight.push()
+    staged = save.plan.folder
+    try:
+        with _shadowed(
+            trainer, _get_output_dir=lambda trial: os.path.dirname(staged), _push_from_checkpoint=flight.pushes.append
+        ):
+            _attempt(save, lambda: _written(write, staged))
+        flight.pushes = [place] * len(flight.pushes)
+        _attempt(save, lambda: _settle_state(trainer, run_dir, place, staged))
+        save.settle()
+        if trainer.control.should_save:
+            _call_back(trainer, save, place)
+        # A subclass may save elsewhere, or nothing.
+        exists = save.barrier.any_of(_leads(save) and bool(os.listdir(staged)))
+        if exists and _goes_on(trainer, save):
+            flight.background.start(lambda: save.finish(writers=1), what=place)
+            return
+        if exists:
+            save.finish()
+        else:
+            save.barrier.leave()
+    except BaseException:
+        flight.pushes = []
+        save.storage.abandon()
+        raise
+    save.storage.abandon()  # nothing is left of what has been published
+    flight.push()
+    preempt.leave_if_due(trainer, place)
+
+
+class _Flight:
+    """The save of a Trainer that may be under way, and what is pushed when it has its place."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.background = Background()
+        self.pushes: list[str] = []
+        self._trainer = weakref.ref(trainer)
+
+    def settle(self, reason: str | None = None) -> RuntimeError | None:
+        """Wait until the save under way has ended, and return why it failed, once. Any rank, alone."""
+        problem = self.background.settle(reason) if self.background.pending else None
+        self.pushes = self.pushes if problem is None else []
+        return problem
+
+    def push(self) -> None:
+        """Push what has been published."""
+        pushes, self.pushes = self.pushes, []
+        for place in pushes:
+            self._trainer()._push_from_checkpoint(place)
+
+
+_flights: "weakref.WeakKeyDictionary[Any, _Flight]" = weakref.WeakKeyDictionary()
+_IN_BACKGROUND = "_saves_in_background"
+
+
+def _goes_on(trainer: Any, save: Save) -> bool:
+    """Say whether the training goes on while a checkpoint is hashed and published: not after its last step."""
+    asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
+    if asked and not save.barrier.in_background:
+        warnings.warn(
+            "checkpoints='async' saves at once here: these ranks have no key-value store to meet in.", stacklevel=2
+        )
+    return bool(asked and save.barrier.in_background)
+
+
+def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
+    path = os.path.join(os.path.realpath(run_dir), os.path.basename(place))
+    storage = LocalStorage(path)
+    if choose.is_staged_link(path):
+        storage.location = path  # the link is replaced; of a user's own link what it leads to
+    number = trainer.state.global_step
+    facts = {
+        "world_size": trainer.args.world_size,
+        "strategy": "trainer",
+        "mesh": None,
+        "step": 0,
+        "iteration": number,
+    }
+    save = Save(storage, choose.group_of(trainer.args), facts, _make_way, lambda new: _rotate(trainer, run_dir, new))
+    save.barrier.kind = "save_checkpoint"
+    return save
+
+
+def _leads(save: Save) -> bool:
+    return save.barrier.leader() == save.group.rank
+
+
+def _attempt(save: Save, step: Callable[[], Any]) -> None:
+    """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
+    try:
+        if save.problem is None:
+            step()
+    except BaseException as error:  # a rank that leaves without a word is waited for
+        save.problem = error
+
+
+def _written(write: Callable[[], Any], staged: str) -> None:
+    """Let the Trainer write. Of a full disk torch and safetensors say that a writer failed; here the system's reason is raised."""
+    try:
+        write()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno or shutil.disk_usage(staged).free > _LEAST:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), staged) from error
+
+
+@contextlib.contextmanager
+def _shadowed(obj: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of an object be others for a block, whatever its class has."""
+    former = {name: vars(obj)[name] for name in values if name in vars(obj)}
+    vars(obj).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(obj).pop(name, None)
+        vars(obj).update(former)
+
+
+def _make_way(storage: CheckpointStorage) -> None:
+    """See to it that what lies at the location can be exchanged for the new checkpoint. The leader, before it stages."""
+    place = storage.location
+    if choose.is_staged_link(place):
+        os.unlink(place)
+    if not os.path.isdir(place):
+        return
+    if reason := choose.flaw(place):
+        logger.warning("%s is replaced; it was not whole: %s", place, reason)
+        storage.remove()
+    elif not os.path.exists(os.path.join(place, NAME)):
+        # Of the stock Trainer, and whole. What belongs to it must be known when the new one takes its place.
+        Manifest(unlisted(place, (), 0)).write(place)
+
+
+def _settle_state(trainer: Any, run_dir: str, place: str, staged: str) -> None:
+    """Let the best checkpoint be where it will be, in the Trainer's state and in the file of it; and add what `ranks` reads."""
+    state = trainer.state
+    best = getattr(state, "best_global_step", None)
+    if state.best_model_checkpoint == staged:
+        state.best_model_checkpoint = place
+    elif best and os.path.isdir(choose.place_of(run_dir, best)):
+        state.best_model_checkpoint = choose.place_of(run_dir, best)
+    path = os.path.join(staged, choose.STATE)
+    if trainer.args.should_save and os.path.isfile(path):
+        state.save_to_json(path)
+        ranks.record(trainer, staged)
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def _call_back(trainer: Any, save: Save, place: str) -> None:
+    """Call `on_save` while the checkpoint is staged: what callbacks write belongs to it. All ranks.
+
+    They look for it at its place. A link leads from there to the hidden folder; where there is an older checkpoint, their
+    arguments name the folder around the hidden one instead.
+    """
+    handler, staged = trainer.callback_handler, save.plan.folder
+    if _leads(save):
+        _attempt(save, lambda: _sweep_links(os.path.dirname(save.storage.location)))
+    links = _leads(save) and _link(staged, place)
+
+    def call() -> None:
+        trainer.control = handler.on_save(args, trainer.state, trainer.control)
+
+    try:
+        linked, args = save.barrier.share(links, save.barrier.leader(), save.problem), trainer.args
+        if not linked:
+            args = copy.copy(args)
+            args.output_dir = os.path.dirname(staged)
+        _attempt(save, call)
+        save.settle()
+    finally:
+        if links:
+            os.unlink(place)
+    if not linked and _leads(save):
+        _attempt(save, lambda: _bring_back(os.path.dirname(staged), trainer.args.output_dir, os.path.basename(place)))
+    # The Trainer calls it once more, when the checkpoint is in its place.
+    vars(handler)["on_save"] = lambda args, state, control: (vars(handler).pop("on_save"), control)[1]
+
+
+def _link(staged: str, place: str) -> bool:
+    """Let a free place lead to what is staged; say whether it does."""
+    if os.path.lexists(place):
+        return False
+    with contextlib.suppress(OSError, NotImplementedError):  # a system, or file system, without links
+        os.symlink(staged, place)
+        return True
+    return False
+
+
+def _bring_back(aside: str, output_dir: str, name: str) -> None:
+    """Move what callbacks wrote beside the checkpoint to where it belongs."""
+    for entry in os.listdir(aside):
+        source, target = os.path.join(aside, entry), os.path.join(output_dir, entry)
+        if entry == name or entry.startswith(".accelerate"):
+            continue
+        if os.path.isdir(source):
+            shutil.copytree(source, target, dirs_exist_ok=True)
+            shutil.rmtree(source)
+        else:
+            os.replace(source, target)
+
+
+def _sweep_links(folder: str) -> None:
+    """Remove the links that killed runs left; what they led to is gone, or is removed with its hidden folder."""
+    for number in choose.numbers(folder):
+        if choose.is_staged_link(place := choose.place_of(folder, number)):
+            os.unlink(place)
+
+
+# -- older ones --------------------------------------------------------------------------------------------------------
+
+
+def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage) -> None:
+    """Remove the oldest whole checkpoints beyond `save_total_limit`; not the new one, nor the best. One rank per file system.
+
+    The new one is in its place by then, so what goes wrong is a warning. One that is not whole stays, to be looked at.
+    """
+    folder, limit, best = LocalStorage(run_dir), trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    with warned(f"Older checkpoints in {run_dir} could not be removed"):
+        folder.sweep()
+        if not limit or limit < 0:
+            return
+        found = [
+            LocalStorage(choose.place_of(folder.location, number))
+            for number in reversed(choose.numbers(folder.location))
+        ]
+        whole = [one for one in found if not choose.flaw(one.location)]
+        keep = {new.location, os.path.realpath(best) if best else None} & {one.location for one in whole}
+        whole = _by_age(whole)
+        for one in [one for one in whole if one.location not in keep][: max(0, len(whole) - max(limit, len(keep)))]:
+            one.remove()
+
+
+def _by_age(found: list[LocalStorage]) -> list[LocalStorage]:
+    """Sort checkpoints of ascending numbers by when they were made, if the file system tells: a run may begin anew below others."""
+    times = {one.location: os.stat(one.location).st_mtime for one in found}
+    if not times or max(times.values()) - min(times.values()) < 1.0:
+        return found
+    return sorted(found, key=lambda one: times[one.location])

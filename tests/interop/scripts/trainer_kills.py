@@ -1,0 +1,150 @@
+"""A Trainer that saves after every step, and goes on where it was killed: `trainer_kills.py FOLDER WAY LIMIT [REFERENCE]`.
+
+With REFERENCE it first trains there, without any save. Each rank appends the number and the exact loss of each of its steps to `losses_RANK.txt`. With `--kill SEED COUNT` in front the program
+imports the libraries once, and starts and kills so many runs of one process, as forks, before it lets one come to its end.
+"""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import sys
+import time
+
+import torch
+from killing import wait_and_kill
+from tiny import TokenRows, causal_model, tokenizer
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import transformers_patch
+from transformers_patch.checkpoints import CheckpointMixin
+
+STEPS = 10
+
+
+class Exact(Trainer):
+    """Writes each loss down as it is; the Trainer's log rounds it."""
+
+    def training_step(self, *args, **options):
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+        loss = super().training_step(*args, **options)
+        path = pathlib.Path(self.args.output_dir, f"losses_{self.args.process_index}.txt")
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{self.state.global_step} {loss.item().hex()}\n")
+        return loss
+
+
+class Own(CheckpointMixin, Exact):
+    pass
+
+
+class Extra(TrainerCallback):
+    """Writes a file of its own into each checkpoint."""
+
+    def on_save(self, args, state, control, **rest):
+        if state.is_world_process_zero:
+            path = pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}", "extra.txt")
+            path.write_text(str(state.global_step), "utf-8")
+
+
+def newest(folder, way):
+    if way == "stock":
+        from transformers.trainer_utils import get_last_checkpoint
+    else:
+        from transformers_patch.checkpoints import get_last_checkpoint
+    return get_last_checkpoint(folder) or ""
+
+
+def train(folder, way, limit):
+    torch.set_num_threads(1)
+    if way in ("apply", "async"):
+        transformers_patch.apply(checkpoints="async" if way == "async" else True)
+    os.makedirs(folder, exist_ok=True)
+    arguments = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, max_steps=STEPS, save_steps=1, save_total_limit=int(limit) or None,
+        learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        save_strategy="no" if way == "reference" else "steps",
+    )  # fmt: skip
+    kind = Own if way == "mixin" else Exact
+    trainer = kind(
+        causal_model(), arguments, train_dataset=TokenRows(16), processing_class=tokenizer(), callbacks=[Extra()]
+    )
+    last = newest(folder, way)
+    # The stock Trainer takes one more step where it has nothing left to do.
+    if not last.endswith(f"checkpoint-{STEPS}"):
+        trainer.train(resume_from_checkpoint=bool(last))
+    if trainer.is_world_process_zero():
+        pathlib.Path(folder, "done.json").write_text(json.dumps({"from": last}), "utf-8")
+
+
+def fork(folder, way, limit):
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = os.open(os.path.join(os.path.dirname(folder), "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1), os.dup2(log, 2)
+        train(folder, way, limit)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+def kill_forks(seed, count, folder, way, limit):
+    draw, killed, in_saves, starts = random.Random(int(seed)), 0, 0, 0
+    while True:
+        pid, starts = fork(folder, way, limit), starts + 1
+        ended = []
+
+        def runs(pid=pid, ended=ended):
+            found, status = os.waitpid(pid, os.WNOHANG) if not ended else (0, 0)
+            ended.extend([status] if found else [])
+            return not ended
+
+        if killed < int(count):
+            in_saves += wait_and_kill(folder, draw, lambda pid=pid: runs() and os.kill(pid, signal.SIGKILL), runs)
+        status = ended[0] if ended else os.waitpid(pid, 0)[1]
+        if os.WIFSIGNALED(status):
+            killed += 1
+        elif os.WEXITSTATUS(status):
+            raise SystemExit(pathlib.Path(os.path.dirname(folder), "log.txt").read_text()[-6000:])
+        elif killed < int(count):  # it came to its end: begin anew, so that there is something to kill
+            compare(folder)
+            os.rename(folder, f"{folder}_{starts}")
+        else:
+            break
+    compare(folder)
+    print(json.dumps({"killed": killed, "in_saves": in_saves, "starts": starts}))
+
+
+def losses(folder, rank=0):
+    return [
+        line.split() for line in pathlib.Path(folder, f"losses_{rank}.txt").read_text().splitlines() if line.count(" ")
+    ]
+
+
+def compare(folder):
+    """Make sure that every step, of every start, had the loss of the run that was never stopped."""
+    whole = dict(losses(os.path.join(os.path.dirname(folder), "reference")))
+    for step, loss in losses(folder):
+        assert whole[step] == loss, (step, loss, whole[step])
+    assert len({step for step, _ in losses(folder)}) == len(whole) == STEPS
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--kill":
+        _, _, seed, count, folder, way, limit = sys.argv
+        pid = fork(os.path.join(os.path.dirname(folder), "reference"), "reference", limit)
+        assert os.waitpid(pid, 0)[1] == 0
+        kill_forks(seed, count, folder, way, limit)
+    else:
+        if sys.argv[4:]:
+            train(sys.argv[4], "reference", 0)
+        train(*sys.argv[1:4])
