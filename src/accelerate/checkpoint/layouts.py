@@ -174,11 +174,8 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         aside = os.path.relpath(LocalStorage(os.path.join(folder, shards)).fetch(), os.path.realpath(folder))
         name = shards if os.path.isdir(os.path.join(folder, shards)) else aside
         files = {*os.listdir(folder), *glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder)}
-        files |= (
-            {f"{shards}/{manifest.METADATA}"}
-            if os.path.isfile(os.path.join(folder, name, manifest.METADATA))
-            else set()
-        )
+        if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
+            files.add(f"{shards}/{manifest.METADATA}")
     found = candidates(folder, files, kind, index)
     best = next((one for one in found if one.layout == prefer), found[0] if found else None)
     return replace(best, name=name) if best is not None and best.layout == "sharded" else best

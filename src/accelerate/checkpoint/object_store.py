@@ -489,10 +489,8 @@ class _Upload(Sink):
             self._stream.close()
 
     def discard(self) -> None:
-        for give_up in (
-            self._stream.discard,
-            self._stream.close,
-        ):  # parts that were sent are removed, as far as the store can
+        # Parts that were sent are removed, as far as the store can.
+        for give_up in (self._stream.discard, self._stream.close):
             with contextlib.suppress(Exception):
                 give_up()
 

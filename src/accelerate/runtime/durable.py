@@ -168,11 +168,8 @@ def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
 
     Source: https://man7.org/linux/man-pages/man2/process_vm_readv.2.html
     """
-    read, own, span = (
-        _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"),
-        os.getpid(),
-        ctypes.c_size_t * 2,
-    )
+    read = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong")
+    own, span = os.getpid(), ctypes.c_size_t * 2
     for target, source, length in copies:
         done = 0
         while read is not None and done < length:

@@ -188,7 +188,7 @@ def load_each(files: Sequence[Path | BinaryIO], map_location: Any = None, **kwar
     with _numpy_as_records() if options["weights_only"] else contextlib.nullcontext():
         for file in files:
             value = torch.load(file, **options)
-            if _built:
+            if options["weights_only"] and _built:  # otherwise it is another thread's
                 value = _with_arrays(value, {id(one): np.array(one) for one in _built})
                 _built.clear()
             found.append(value)
