@@ -26,6 +26,7 @@ class Status:
         applied: the strategy in force, "checkpoints" or "losses" for what belongs to them, or None while it is not applied.
         verdict: "applied", "can be applied", "not needed", "not supported" or "not installed".
         detail: why, in words.
+        part: what it belongs to: "state", "checkpoints" or "losses".
     """
 
     name: str
@@ -36,6 +37,7 @@ class Status:
     applied: str | None
     verdict: str
     detail: str
+    part: str
 
 
 @dataclass(eq=False)
@@ -119,9 +121,7 @@ def _asked(strategy: str, checkpoints: bool | str, losses: bool) -> _Use:
     return _Use(strategy, tuple(parts), checkpoints == "async")  # type: ignore[arg-type]
 
 
-def apply(
-    strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False
-) -> None:
+def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
     Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
@@ -233,4 +233,6 @@ def _status(entry: Entry) -> Status:
             verdict, detail = "not supported", str(error)
         except ImportError as error:
             verdict, detail = "not installed", str(error)
-    return Status(entry.name, entry.target, entry.package, version, entry.versions, strategy, verdict, detail)
+    return Status(
+        entry.name, entry.target, entry.package, version, entry.versions, strategy, verdict, detail, entry.part
+    )

@@ -139,15 +139,17 @@ def _length(original: Callable[..., Any]) -> Callable[..., Any]:
 def _summed(original: Callable[..., Any]) -> Callable[..., Any]:
     def install_forward(self: Any, module: Any, mesh: Any) -> Any:
         module = original(self, module, mesh)
-        known: dict[str, Any] = {}
+        forward, known = module.forward, {}
 
-        def watch(module: Any, inputs: Any) -> None:
+        def watched(*inputs: Any, **options: Any) -> Any:
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and known.get(name) is not parameter:
+                if torch.is_grad_enabled() and parameter.requires_grad and known.get(name) is not parameter:
                     known[name] = parameter  # a loader replaces parameters
                     parameter.register_hook(_sharing(parameter, mesh.size()))
+            return forward(*inputs, **options)
 
-        module.register_forward_pre_hook(watch)
+        # No hook of the module: who puts another forward there, as this fork's `prepare` does under FSDP2, sums by itself.
+        module.forward = watched
         return module
 
     return install_forward
