@@ -230,7 +230,7 @@ def _status(entry: Entry) -> Status:
             verdict = "can be applied" if needed else "not needed"
             detail = entry.reason if needed else "this release does not reset the state"
         except UnsupportedVersion as error:
-            verdict, detail = "not supported", str(error)
+            version, verdict, detail = entry.version(), "not supported", str(error)
         except ImportError as error:
             verdict, detail = "not installed", str(error)
     return Status(
