@@ -29,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--checkpoints", action="store_true", help=whole)
     beside = "the same, and publish them while the training goes on"
     run.add_argument("--async_checkpoints", dest="checkpoints", action="store_const", const="async", help=beside)
+    equal = "let the Trainer's loss and norm of gradients on several ranks be those of one process"
+    run.add_argument("--losses", action="store_true", help=equal)
     run.add_argument("-m", dest="module", action="store_true", help="the target is the name of a module")
     run.add_argument("target", help="path of the script, or name of the module")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
@@ -36,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "status",
         help="say what can be patched here",
         description="Say for every patch which release is installed, whether its code has the known shape, and why it is "
-        "patched. Exits with 1 if a patch does not support the installed release.",
+        "patched. Exits with 1 if a patch, of the losses apart, does not support the installed release.",
     )
     status.add_argument("--json", action="store_true", help="print JSON")
     return main
@@ -47,11 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.command == "status":
         return show_status(options.json)
-    return run(options.target, options.arguments, options.strategy, options.module, options.checkpoints)
+    return run(
+        options.target, options.arguments, options.strategy, options.module, options.checkpoints, options.losses
+    )
 
 
 def run(
-    target: str, arguments: Sequence[str], strategy: str, module: bool = False, checkpoints: bool | str = False
+    target: str,
+    arguments: Sequence[str],
+    strategy: str,
+    module: bool = False,
+    checkpoints: bool | str = False,
+    losses: bool = False,
 ) -> int:
     """Apply the patch and run a program in this process, as `python target` or `python -m target` would.
 
@@ -61,6 +70,7 @@ def run(
         strategy: as for `apply`.
         module: whether the target is a module.
         checkpoints: as for `apply`.
+        losses: as for `apply`.
 
     Returns:
         0 when the program ends by itself, 2 when it cannot be started. Its own exits and exceptions pass through.
@@ -72,7 +82,7 @@ def run(
         )
         return 2
     try:
-        engine.apply(strategy, checkpoints)  # type: ignore[arg-type]
+        engine.apply(strategy, checkpoints, losses)  # type: ignore[arg-type]
     except (UnsupportedVersion, ImportError) as error:
         print(f"transformers_patch run: {error}", file=sys.stderr)
         return 2
@@ -99,7 +109,8 @@ def show_status(as_json: bool) -> int:
             print(f"  installed {patch.package} {patch.version or '-'} (written for {patch.versions})")
             print(f"  applied   {patch.applied or 'not in this process'}")
             print(f"  {patch.detail}")
-    return int(any(patch.verdict == "not supported" for patch in patches))
+    # The losses are for newer releases than the rest, which does without them.
+    return int(any(patch.verdict == "not supported" for patch in patches if patch.part != "losses"))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ class Status:
         package: whose it is.
         version: the installed release; None when the package is not installed.
         versions: the releases it was written for.
-        applied: the strategy in force, "checkpoints" for what belongs to them, or None while it is not applied.
+        applied: the strategy in force, "checkpoints" or "losses" for what belongs to them, or None while it is not applied.
         verdict: "applied", "can be applied", "not needed", "not supported" or "not installed".
         detail: why, in words.
+        part: what it belongs to: "state", "checkpoints" or "losses".
     """
 
     name: str
@@ -36,6 +37,7 @@ class Status:
     applied: str | None
     verdict: str
     detail: str
+    part: str
 
 
 @dataclass(eq=False)
@@ -106,16 +108,20 @@ def saves_in_background() -> bool:
     return bool(uses) and uses[-1].in_background
 
 
-def _asked(strategy: str, checkpoints: bool | str) -> _Use:
+def _asked(strategy: str, checkpoints: bool | str, losses: bool) -> _Use:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not known. Choose one of {', '.join(map(repr, STRATEGIES))}.")
     if checkpoints not in (False, True, "async"):
         raise ValueError(f"checkpoints={checkpoints!r} is not known. Pass True, False or 'async'.")
-    parts = ("state", "checkpoints") if checkpoints and trainer_checkpoints.usable(depth=4) else ("state",)
-    return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
+    parts = ["state"]
+    if checkpoints and trainer_checkpoints.usable(depth=4):
+        parts.append("checkpoints")
+    if losses:
+        parts.append("losses")
+    return _Use(strategy, tuple(parts), checkpoints == "async")  # type: ignore[arg-type]
 
 
-def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False) -> None:
+def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
     Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
@@ -128,6 +134,8 @@ def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] 
         checkpoints: whether a Trainer's checkpoints are whole or not there, too; they need this fork's accelerate. Beside
             upstream's a warning says so, and the Trainer's checkpoints stay as they are. "async" lets the training go on once the
             files are written, while they are hashed, brought to the disk and published.
+        losses: whether a Trainer's loss and norm of gradients on several ranks are those of one process, too. Then call it before
+            models are loaded.
 
     Raises:
         ImportError: transformers is not installed.
@@ -145,7 +153,7 @@ def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] 
         True
         >>> transformers_patch.revert()
     """
-    use = _asked(strategy, checkpoints)
+    use = _asked(strategy, checkpoints, losses)
     with _engine.lock:
         _engine.install(use)
         _engine.base = use
@@ -164,12 +172,15 @@ def revert() -> None:
 
 
 @contextmanager
-def applied(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False) -> Iterator[None]:
+def applied(
+    strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False
+) -> Iterator[None]:
     """Patch for a `with` block; afterwards what held before it holds again.
 
     Args:
         strategy: as for `apply`.
         checkpoints: as for `apply`.
+        losses: as for `apply`.
 
     Raises:
         ImportError, ValueError, UnsupportedVersion: as for `apply`.
@@ -182,7 +193,7 @@ def applied(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"
         >>> transformers_patch.status()[0].applied is None
         True
     """
-    use = _asked(strategy, checkpoints)
+    use = _asked(strategy, checkpoints, losses)
     with _engine.lock:
         _engine.install(use)
         _engine.blocks.append(use)
@@ -199,7 +210,7 @@ def status() -> list[Status]:
 
     Example:
         >>> import transformers_patch
-        >>> [patch.name for patch in transformers_patch.status()]
+        >>> [patch.name for patch in transformers_patch.status()][:4]
         ['training_args', 'save_checkpoint', 'train', 'last_checkpoint']
     """
     with _engine.lock:
@@ -221,7 +232,9 @@ def _status(entry: Entry) -> Status:
             verdict = "can be applied" if needed else "not needed"
             detail = entry.reason if needed else "this release does not reset the state"
         except UnsupportedVersion as error:
-            verdict, detail = "not supported", str(error)
+            version, verdict, detail = entry.version(), "not supported", str(error)
         except ImportError as error:
             verdict, detail = "not installed", str(error)
-    return Status(entry.name, entry.target, entry.package, version, entry.versions, strategy, verdict, detail)
+    return Status(
+        entry.name, entry.target, entry.package, version, entry.versions, strategy, verdict, detail, entry.part
+    )

@@ -40,7 +40,7 @@ class Entry:
         reason: why it is patched.
         module: the module of this package with `examine(module) -> Finding` and `install(module, strategy, undo)`, or with
             `PATCHES`, which has by name what has these two.
-        part: what the patch belongs to: "state", which `apply` always patches, or "checkpoints".
+        part: what the patch belongs to: "state", which `apply` always patches, "checkpoints" or "losses".
     """
 
     name: str
@@ -50,23 +50,29 @@ class Entry:
     tested: tuple[str, ...]
     reason: str
     module: str
-    part: Literal["state", "checkpoints"] = "state"
+    part: Literal["state", "checkpoints", "losses"] = "state"
 
     def patch(self) -> Any:
         """Import what examines and patches the target."""
         found = importlib.import_module(self.module)
-        return found.PATCHES[self.name] if self.part == "checkpoints" else found
+        return found if self.part == "state" else found.PATCHES[self.name]
 
     def import_target(self) -> ModuleType:
         """Import the module that holds the target.
 
         Raises:
             ImportError: the package is not installed.
+            UnsupportedVersion: the installed release has no such module.
         """
         try:
             return importlib.import_module(self.target.partition(":")[0])
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != self.package:
+            if (error.name or "").startswith(f"{self.package}."):
+                raise UnsupportedVersion(
+                    f"{self.package} {self.version()} has no module {error.name}, and the patch of {self.target} was written "
+                    f"for {self.versions}. Nothing was changed."
+                ) from error
+            if error.name != self.package:
                 raise
             raise ImportError(
                 f"{self.package} is not installed, so there is nothing to patch. Run `pip install {self.package}`."
@@ -141,5 +147,61 @@ ENTRIES = (
         reason="it returns the highest number, whole or not",
         module="transformers_patch.checkpoints.patches",
         part="checkpoints",
+    ),
+    Entry(
+        name="loss",
+        target="transformers.trainer:Trainer.compute_loss",
+        package="transformers",
+        versions=">=5.23,<6",
+        tested=("5.23.0",),
+        reason=(
+            "the auxiliary loss of experts is added once for each replica and micro-batch; smoothed "
+            "labels are not shifted under FSDP2"
+        ),
+        module="transformers_patch.losses",
+        part="losses",
+    ),
+    Entry(
+        name="loss_items",
+        target="transformers.trainer:Trainer._get_num_items_in_batch",
+        package="transformers",
+        versions=">=5.23,<6",
+        tested=("5.23.0",),
+        reason="tokens of one rank are divided by tp_size with average_tokens_across_devices=False",
+        module="transformers_patch.losses",
+        part="losses",
+    ),
+    Entry(
+        name="loss_context",
+        target="transformers.trainer:Trainer._prepare_context_parallel_inputs",
+        package="transformers",
+        versions=">=5.23,<6",
+        tested=("5.23.0",),
+        reason=(
+            "sequences are not shared with sp_size and this fork's backend, and the loss counts each "
+            "of them sp_size times"
+        ),
+        module="transformers_patch.losses",
+        part="losses",
+    ),
+    Entry(
+        name="loss_length",
+        target="transformers.trainer:Trainer.set_initial_training_values",
+        package="transformers",
+        versions=">=5.23,<6",
+        tested=("5.23.0",),
+        reason="an epoch is taken for sp_size times as long as it is with this fork's backend",
+        module="transformers_patch.losses",
+        part="losses",
+    ),
+    Entry(
+        name="loss_replicas",
+        target="transformers.distributed.tensor_parallel:ReplicatedWithGradAllReduce.install_forward",
+        package="transformers",
+        versions=">=5.23,<6",
+        tested=("5.23.0",),
+        reason="gradients of norms of heads are added up over tp_size ranks again in each further micro-batch",
+        module="transformers_patch.losses",
+        part="losses",
     ),
 )

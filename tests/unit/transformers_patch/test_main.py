@@ -86,7 +86,10 @@ def test_status_in_words_and_as_json(capsys):
     transformers_patch.apply("flag")
     assert program.main(["status", "--json"]) == 0
     patch, *others = json.loads(capsys.readouterr().out)
-    assert {(other["applied"], other["verdict"]) for other in others} == {(None, "can be applied")}
+    # The losses are for newer releases than the rest.
+    assert {(other["applied"], other["verdict"]) for other in others if other["part"] != "losses"} == {
+        (None, "can be applied")
+    }
     assert (patch["applied"], patch["verdict"], patch["version"]) == ("flag", "applied", transformers.__version__)
 
 
