@@ -7,7 +7,8 @@ the two classes of this package, or patch the installed ones in place:
     transformers_patch.apply()
 
 Works with this fork of Accelerate and with upstream's. With `apply(checkpoints=True)`, or the mixin of
-`transformers_patch.checkpoints`, a Trainer's checkpoints are whole or not there; that needs this fork's.
+`transformers_patch.checkpoints`, a Trainer's checkpoints are whole or not there; that needs this fork's. With
+`apply(losses=True)` its loss and norm on several ranks are those of one process.
 """
 
 import importlib
