@@ -115,7 +115,7 @@ $(PEER)/.ready: $(VENV)/.python
 
 setup: $(VENV)/.ready ## make .venv with the package (editable) and the development tools
 
-demo: $(VENV)/.ready-transformers ## both faults and a training on real data, two processes, with a table at the end
+demo: $(VENV)/.ready-transformers ## both faults, a Trainer killed in a save, and a training on real data, with a table at the end
 	$(BIN)/python examples/demo.py
 
 quality: $(VENV)/.ready ## lint, format check, dead code, links of the documentation
