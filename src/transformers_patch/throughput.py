@@ -98,23 +98,20 @@ class ThroughputCallback(TrainerCallback):
 
     def _training_step(self, step: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Count a micro-batch."""
-        tensors = {name: one for name, one in dict(inputs).items() if isinstance(one, torch.Tensor) and one.ndim}
-        tokens = sum(one.numel() for name, one in tensors.items() if name.endswith("input_ids"))
+        named = inputs if hasattr(inputs, "items") else {"": inputs}  # some Trainers get a list of rows
+        batch = {str(name): one for name, one in named.items() if isinstance(one, list) or getattr(one, "ndim", 0)}
+        ids = [one for name, one in batch.items() if name.endswith("input_ids") and isinstance(one, torch.Tensor)]
         layout = getattr(self._trainer.accelerator, "parallelism_config", None)
         # Ranks that share a batch count a part of it each.
         sharing = layout.tp_size * layout.cp_size if layout is not None else 1
-        self._tokens += tokens / sharing
-        self._samples += max((len(one) for one in tensors.values()), default=0) / sharing
+        self._tokens += sum(one.numel() for one in ids) / sharing
+        self._samples += len(next(iter([*ids, *batch.values()]), ())) / sharing
         return step(model, inputs, *args, **options)
 
     def _gather(self, gather: Any, *args: Any, **options: Any) -> Any:
         """Tell the wait for slower ranks from one's own work: before each step the Trainer gathers how many tokens all have."""
         meter = self._trainer.accelerator._meter
-        meter.enter("communication")
-        try:
-            return gather(*args, **options)
-        finally:
-            meter.enter("data")
+        return meter._timed("communication", gather, *args, **options) if meter else gather(*args, **options)
 
 
 def _calling_trainer() -> Any:

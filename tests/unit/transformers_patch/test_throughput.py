@@ -60,6 +60,28 @@ def test_rows_without_tokens_are_counted_as_samples(build):
         assert "throughput/mfu" not in entry  # of an unknown device
 
 
+def test_a_batch_that_is_a_list_of_rows_is_counted(build):
+    class OfRows(Trainer):
+        def compute_loss(self, model, inputs, *args, **options):
+            return model(**{name: torch.stack([row[name] for row in inputs]) for name in inputs[0]})["loss"]
+
+    arguments = build(
+        TrainingArguments,
+        save_strategy="no",
+        logging_steps=2,
+        max_steps=4,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 32
+    trainer = OfRows(Line(), arguments, train_dataset=rows, data_collator=list, callbacks=[ThroughputCallback])
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert last["throughput/samples_per_second"] * last["throughput/step_seconds"] == pytest.approx(
+        arguments.train_batch_size
+    )
+
+
 def test_where_the_log_goes_by_epochs_it_has_it_too(build):
     entries = trained(build, logging_strategy="epoch")
     assert entries and all("throughput/samples_per_second" in entry for entry in entries)
