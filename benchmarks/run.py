@@ -236,10 +236,12 @@ def write_page():
         ]
     file = RESULTS / "trainer_checkpoint.json"
     if file.exists():
+        data = json.loads(file.read_text())
         parts += [
             "## Checkpoints of transformers' Trainer",
             trainer_checkpoint.NOTE,
-            json.loads(file.read_text())["table"],
+            trainer_checkpoint.busy(data["load"]),
+            data["table"],
             "![stalls and wall times of a Trainer's saves](img/trainer_checkpoint.png)",
         ]
     file = RESULTS / "big_models.json"
@@ -294,6 +296,7 @@ def main():
             text = checkpoints.table(figures, packages, OURS, number)
             checkpoints.plot(figures, packages, PAGE.parent / "img" / "checkpoint.png")
         elif case == "trainer_checkpoint":
+            extra = {"load": os.getloadavg()[0]}
             figures = trainer_checkpoint.run(arguments.rounds, measure, sys.executable, arguments.large)
             text = trainer_checkpoint.table(figures, number)
             trainer_checkpoint.plot(figures, PAGE.parent / "img" / "trainer_checkpoint.png")

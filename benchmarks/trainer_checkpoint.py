@@ -20,6 +20,16 @@ NOTE = (
 )
 
 
+def busy(load):
+    """Return a warning for figures that were taken while the machine ran other programs, by its load before."""
+    if load <= 1:
+        return ""
+    return (
+        f"**Provisional.** The machine ran other programs meanwhile (a load of {load:.1f} before the first run), so the times of one row vary by "
+        "more than the ways differ: a step alone, which is the same in all of them, shows how much."
+    )
+
+
 def run(rounds, measure, python, large=False):
     """Return medians by state, figure and way."""
     results = {}
