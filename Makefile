@@ -115,7 +115,7 @@ $(PEER)/.ready: $(VENV)/.python
 
 setup: $(VENV)/.ready ## make .venv with the package (editable) and the development tools
 
-demo: $(VENV)/.ready-transformers ## both faults and a training on real data, two processes, with a table at the end
+demo: $(VENV)/.ready-transformers ## both faults, a Trainer killed in a save, and a training on real data, with a table at the end
 	$(BIN)/python examples/demo.py
 
 quality: $(VENV)/.ready ## lint, format check, dead code, links of the documentation
@@ -176,7 +176,7 @@ test-scale: $(VENV)/.ready-bench ## what many ranks cost: store traffic, samplin
 test-crash: $(VENV)/.ready ## kill runs and break disks while they save and load, and damage checkpoints; CRASH_SEED and FUZZ_SEED choose
 	$(PYTEST) -m slow -s tests/distributed/test_crash.py tests/unit/checkpoint/test_fuzz.py $(ARGS)
 
-bench: $(VENV)/.ready-bench ## measure this package and upstream's wheels, interleaved; writes docs/benchmarks.md
+bench: $(VENV)/.ready-bench $(PEER)/.ready ## measure this package and upstream's wheels, interleaved; writes docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 bench-peer: $(VENV)/.ready-interop $(PEER)/.ready $(SUITES:%=.cache/upstream/%/.ready) ## train with downstream libraries, and run their suites, on both packages: equal losses, equal outcomes

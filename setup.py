@@ -58,7 +58,7 @@ EXTRAS = {
     ],
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
-    "benchmarks": ["matplotlib"],
+    "benchmarks": ["matplotlib", "transformers>=4.46"],
     "sagemaker": ["sagemaker>=2,<3", "boto3"],
     "rich": ["rich"],
     "completion": ["argcomplete"],

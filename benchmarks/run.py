@@ -1,6 +1,6 @@
 """Run the benchmarks: our package and the peer's wheels, interleaved, medians and ratios, a table and plots.
 
-Usage: python benchmarks/run.py [CASE ...] [--rounds N] [--sizes MB ...]
+Usage: python benchmarks/run.py [CASE ...] [--rounds N] [--sizes MB ...] [--large]
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 import big_models
 import checkpoints
 import strategies
+import trainer_checkpoint
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -33,7 +34,8 @@ TITLES = {
     "startup": "Import, help and launch",
 }
 SIZED = ("checkpoint", "double_prepare", "big_models")
-ALONE = ("strategies", "watching")  # beside plain torch, or what the same step costs without it, instead of the peer
+# Beside plain torch, what the same step costs without it, or the peer's wheel without its environment.
+ALONE = ("strategies", "watching", "trainer_checkpoint")
 TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
@@ -65,13 +67,13 @@ def pythons(versions):
     return found
 
 
-def measure(python, case, *arguments, processes=1, threads=1):
-    """Run a case once and return its figures."""
+def measure(python, case, *arguments, processes=1, threads=1, path=""):
+    """Run a case once, with folders that come first on its path, and return its figures."""
     command = [python]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [str(HERE / "cases" / f"{case}.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
     # Wheels come with compiled modules; an editable install must be allowed to keep its own.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
@@ -232,6 +234,16 @@ def write_page():
             json.loads(file.read_text())["table"],
             "![times of save_state and load_state](img/checkpoint.png)",
         ]
+    file = RESULTS / "trainer_checkpoint.json"
+    if file.exists():
+        data = json.loads(file.read_text())
+        parts += [
+            "## Checkpoints of transformers' Trainer",
+            trainer_checkpoint.NOTE,
+            trainer_checkpoint.busy(data["load"]),
+            data["table"],
+            "![stalls and wall times of a Trainer's saves](img/trainer_checkpoint.png)",
+        ]
     file = RESULTS / "big_models.json"
     if file.exists():
         data = json.loads(file.read_text())
@@ -261,6 +273,7 @@ def main():
     parser.add_argument(
         "--sizes", type=int, nargs="+", metavar="MB", help="of double_prepare, checkpoint and big_models"
     )
+    parser.add_argument("--large", action="store_true", help="trainer_checkpoint with 1.5 GB, too")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     arguments = parser.parse_args()
     cases = arguments.cases or [*TITLES, *SIZED, *ALONE]
@@ -282,6 +295,11 @@ def main():
             )
             text = checkpoints.table(figures, packages, OURS, number)
             checkpoints.plot(figures, packages, PAGE.parent / "img" / "checkpoint.png")
+        elif case == "trainer_checkpoint":
+            extra = {"load": os.getloadavg()[0]}
+            figures = trainer_checkpoint.run(arguments.rounds, measure, sys.executable, arguments.large)
+            text = trainer_checkpoint.table(figures, number)
+            trainer_checkpoint.plot(figures, PAGE.parent / "img" / "trainer_checkpoint.png")
         elif case == "big_models":
             megabytes = max(arguments.sizes or [big_models.MEGABYTES])
             two = {name: interpreters[name] for name in packages[:2]}  # the newest peer

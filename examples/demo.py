@@ -158,6 +158,27 @@ def share_state() -> list[Check]:
     return checks
 
 
+def killed_in_save() -> list[Check]:
+    """Kill a Trainer in a save and start it again, with transformers as it is and patched."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    output, status = run("a Trainer killed in a save", 1, "trainer_killed.py")
+    stock, patched = value(output, "transformers as it is"), value(output, "transformers patched")
+    good = (
+        status == 0
+        and stock.startswith("does not go on")
+        and patched.startswith("goes on after step 2, the same losses")
+    )
+    return [
+        Check(
+            "a Trainer killed in a save, started again",
+            "as it is: does not go on; patched: goes on, the same losses",
+            f"as it is: {stock}; patched: {patched}",
+            good,
+        )
+    ]
+
+
 def table(checks: list[Check]) -> str:
     """Lay the checks out in columns."""
     rows = [("what", "expected", "seen", "")] + [
@@ -171,7 +192,7 @@ def table(checks: list[Check]) -> str:
 def main() -> int:
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir()
-    checks = double_prepare() + state_reset() + share_state() + training()
+    checks = double_prepare() + state_reset() + share_state() + killed_in_save() + training()
     print(f"\n{table(checks)}\n")
     wrong = [c for c in checks if not c.good]
     print(f"{len(checks) - len(wrong)} of {len(checks)} as expected")

@@ -40,6 +40,9 @@ CALLED: dict[str, str] = {
     **dict.fromkeys(["batches_yielded"], "tests of resume, which see by it where a loader stands"),
     **dict.fromkeys(["_render_traceback_", "__test__"], "IPython, pytest"),
     **dict.fromkeys(["CB", "bnb_quantized", "support_avx512bf16_for_cpu"], "bitsandbytes"),
+    **dict.fromkeys(
+        ["on_step_begin", "on_step_end", "on_epoch_end", "on_evaluate"], "transformers: events of its callbacks"
+    ),
     **dict.fromkeys(["dschf", "DDP_impl"], "transformers (kept alive for it), Megatron-LM"),
     **dict.fromkeys(
         [

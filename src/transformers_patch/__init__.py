@@ -19,10 +19,12 @@ from transformers_patch.errors import UnsupportedVersion
 if TYPE_CHECKING:
     from transformers_patch.arguments import Seq2SeqTrainingArguments, TrainingArguments
     from transformers_patch.engine import Status, applied, apply, revert, status
+    from transformers_patch.throughput import ThroughputCallback
 
 __all__ = [
     "Seq2SeqTrainingArguments",
     "Status",
+    "ThroughputCallback",
     "TrainingArguments",
     "UnsupportedVersion",
     "applied",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("apply", "applied", "revert", "status", "Status"), "engine"),
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), "arguments"),
+    "ThroughputCallback": "throughput",
 }
 
 
