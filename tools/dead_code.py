@@ -18,6 +18,7 @@ CALLED: dict[str, str] = {
     **dict.fromkeys(["memo", "objtype", "protocol"], "Python: parameters of __deepcopy__, __get__ and __reduce_ex__"),
     "align": "numpy: what its pickles pass to a dtype",
     **dict.fromkeys(["persistent_id", "persistent_load"], "Python: pickle"),
+    "writable": "Python: io.BufferedWriter",
     **dict.fromkeys(["_missing_", "__dir__", "find_class", "__signature__"], "Python: enum, dir(), pickle, inspect"),
     **dict.fromkeys(["load_bytes", "create_stream", "fs"], "torch.distributed.checkpoint"),
     **dict.fromkeys(

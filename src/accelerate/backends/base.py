@@ -37,6 +37,8 @@ class Backend:
     name: ClassVar[str]
     # Whether backward passes talk to other ranks, so that `no_sync` has something to hold back.
     synchronises: ClassVar[bool] = False
+    # All ranks have the same whole weights and states of optimizers.
+    replicates: ClassVar[bool] = False
     # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
     saves_shards: ClassVar[bool] = False
     # Which arguments of `save_state` reach `save_model`.

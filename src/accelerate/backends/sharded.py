@@ -13,7 +13,7 @@ from torch import nn
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
-from accelerate.checkpoint.load import loads_by_name, uses_torch_load
+from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
 from accelerate.checkpoint.state import Layout
 from accelerate.devices import row
 from accelerate.modules import norms
@@ -30,17 +30,18 @@ _WITHOUT_COLLECTIVES = ("mps",)
 
 @dataclass(eq=False)
 class ShardedModel:
-    """A model whose state is that of its shards, as a restore takes it; `finish` reads it over the model's."""
+    """A model whose state is that of its shards, as a restore takes it.
+
+    Attributes:
+        loads_by_name: names and shapes of the state have been compared with all of the model, which cannot refuse it.
+        finish: reads the state over the model's.
+    """
 
     model: nn.Module
     own: states.ModelState
     adapter_only: bool = False
+    loads_by_name: bool = False
     finish: Callable[[], None] | None = None
-
-    @property
-    def checked_model(self) -> nn.Module | None:
-        """The model, if names and shapes of the state have been compared with all of it."""
-        return None if self.adapter_only else self.model
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return what this rank has of the parameters."""
@@ -129,25 +130,25 @@ class Sharded(Backend):
         """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
         adapter_only = options.get("adapter_only", False)
         prefer, strict = self.layout(accelerator), options.get("strict", True)
-        over = not adapter_only and loads_by_name(model)
+        by_name = not adapter_only and loads_by_name(model)
         state, own, finish = layouts.read_for_model(
-            model, folder, index, prefer, strict, over=over, getter=_getter(adapter_only)
+            model, folder, index, prefer, strict, over=by_name, getter=_getter(adapter_only)
         )
-        return ShardedModel(model, own, adapter_only, finish), state
+        return ShardedModel(model, own, adapter_only, by_name, finish), state
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
-        state = states.optimizer_state(optimizer, model_of(optimizer, accelerator.prepared.models))
+        model, _ = model_of(optimizer, accelerator.prepared.models)
+        state = states.optimizer_state(optimizer, model)
         layouts.write(state, folder, "optimizer", index, self.layout(accelerator))
 
-    def load_optimizer(
-        self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any
-    ) -> optimizers.Deferred:
+    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Deferred:
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
-        model = model_of(optimizer, accelerator.prepared.models)
-        prefer = self.layout(accelerator)
+        model, groups = model_of(optimizer, accelerator.prepared.models)
         over = uses_torch_load(states.inner_optimizer(optimizer))
-        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, over=over)
+        return optimizers.read_for_optimizer(
+            optimizer, model, folder, index, self.layout(accelerator), over=over, groups=groups
+        )
 
 
 class TensorParallel(Sharded):
@@ -199,11 +200,11 @@ def _say_once(accelerator: Run, message: str) -> None:
         fsdp_utils.logger.warning(message)
 
 
-def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model that has all parameters of an optimizer; ValueError if none has."""
-    model, _ = states.owner(optimizer, models)
+def model_of(optimizer: Any, models: Sequence[nn.Module]) -> tuple[nn.Module, list[list[str]]]:
+    """Return the model that has all parameters of an optimizer, and their names, for each group; ValueError if none has."""
+    model, groups = states.owner(optimizer, models)
     if model is not None:
-        return model
+        return model, groups
     raise ValueError(
         f"No prepared model has all parameters of the optimizer ({type(states.inner_optimizer(optimizer)).__name__}), so "
         "its state cannot be saved as shards. Give each model an optimizer of its own, made from its parameters."

@@ -129,7 +129,7 @@ class SaveBarrier:
         # From `begin` on: the keys of all barriers, those of this one and those of its round, by a connection of their own.
         self._store = self._keys = self._round = None
         self._number, self._round_number, self._ticket, self._problems = -1, -1, 0, 0
-        self._polls = False
+        self._connection: Any = None
         self._leaving = self.world_size  # all ranks, or those that called where others never will
 
     # What ranks do together
@@ -266,11 +266,7 @@ class SaveBarrier:
         try:
             while True:
                 self._number, self._round_number = int(shared.compare_set("round", "", "0")), -1
-                # Not before: to connect to a store that is gone takes minutes.
-                if self._store is None:
-                    own = _connected(self._origin)
-                    self._polls, self._store = own is self._origin, dist.PrefixStore(_PREFIX, own)
-                self._keys = dist.PrefixStore(str(self._number), self._store)
+                self._use(_connected(self._origin, new=False))
                 outcome = self._come(
                     self._call(call), None, self._agree, self._judge_callers, ASK_AFTER_S, ASK_AGAIN_S
                 )
@@ -285,6 +281,12 @@ class SaveBarrier:
                         self._keys.delete_key("0/come"), self._keys.delete_key("0/outcome")
         except RuntimeError as error:
             raise CollectiveMisuse(self._store_problem(error)) from error
+
+    def _use(self, connection: Any) -> None:
+        """Take a connection to the store."""
+        self._connection, self._store = connection, dist.PrefixStore(_PREFIX, connection)
+        self._keys = dist.PrefixStore(str(self._number), self._store)
+        self._round = dist.PrefixStore(str(self._round_number), self._keys)
 
     def _call(self, call: Note) -> bool:
         """Leave this rank's call; say whether it differs from the first one."""
@@ -313,7 +315,7 @@ class SaveBarrier:
     ) -> Note:
         """Come to the next round, and return the outcome that the last rank to come decides by the counter.
 
-        From `after_s` on a judge may decide before. The first rank to come, or to fail, asks where those missing are.
+        When no rank has come for `after_s`, a judge may decide before. The first rank to come, or to fail, asks where those missing are.
         """
         self._round_number += 1
         self._round = dist.PrefixStore(str(self._round_number), self._keys)
@@ -327,9 +329,13 @@ class SaveBarrier:
         self._ticket = come % _FLAG
         outcome = decide(come) if self._ticket == self.world_size else None
         asks = self._ticket == 1 or failed == 1
-        began, waited_s, diagnosis = time.monotonic(), 0.0, None
+        if outcome is None and self._connection is self._origin:
+            # Not before the others count this rank: to connect takes seconds where torch looks up the host's name in vain.
+            self._use(_connected(self._origin))
+        polls = self._connection is self._origin
+        began, waited_s, diagnosis, there = time.monotonic(), 0.0, None, self._ticket
         while outcome is None:
-            if not (asks or self._polls):
+            if not (asks or polls):
                 self._round.wait(["outcome"], _FOREVER)
                 return _read(self._round, "outcome") or _OVER
             time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
@@ -338,6 +344,9 @@ class SaveBarrier:
                 return known
             waited_s = time.monotonic() - began
             if waited_s >= after_s:
+                if asks and diagnosis is None and (count := self._round.add("come", 0) % _FLAG) != there:
+                    began, there = time.monotonic(), count  # of many ranks on few cores some are still on their way
+                    continue
                 everyone = list(range(self.world_size))
                 diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
                 outcome = judge(diagnosis)
@@ -413,11 +422,13 @@ class SaveBarrier:
 _connections: "weakref.WeakKeyDictionary[Any, tuple[int, Any]]" = weakref.WeakKeyDictionary()
 
 
-def _connected(store: Any) -> Any:
-    """Return a store by a connection that only barriers use; it is kept, because torch looks up the name of the host for each one."""
+def _connected(store: Any, new: bool = True) -> Any:
+    """Return a store by a connection that only barriers use, which is kept; the store itself where there is none, and no `new` one shall be made."""
     pid, own = _connections.get(store, (0, None))
-    if pid != os.getpid() and (own := connection(store)) is not store:
-        _connections[store] = os.getpid(), own
+    if pid != os.getpid():
+        own = connection(store) if new else store
+        if own is not store:
+            _connections[store] = os.getpid(), own
     return own
 
 

@@ -287,7 +287,7 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
         made.write(staged)
         there.publish()
     finally:
-        there.abandon()
+        there.discard()
         storage.release()
 
 

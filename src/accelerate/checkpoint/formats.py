@@ -18,14 +18,10 @@ import torch
 
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
-from accelerate.runtime import durable as durable_memory
 from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
 
 # Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
 Create = Callable[[Path], contextlib.AbstractContextManager[Any]]
-
-# From this many bytes on, huge pages pay, and files are mapped.
-LARGE = 4 << 20
 
 # What safetensors calls torch's dtypes, as far as this torch has them.
 _ODD = {
@@ -182,43 +178,13 @@ def replace_weights(
                     os.remove(os.path.join(folder, entry))
             sync_folder(os.fspath(folder))
     finally:
-        storage.abandon()
+        storage.discard()
         with contextlib.suppress(OSError):
             os.rmdir(folder)  # if a failure leaves it empty
     return entries
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
-
-
-def copied_over(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor whose memory may be a mapped file's, and return the target; OSError if the file cannot be read any more."""
-    if not _is_memory(value):
-        return target.copy_(value)
-    if not _is_memory(target) or _layout(target) != _layout(value):
-        return target.copy_(own_copy(value))
-    durable_memory.copy_mapped(target.data_ptr(), value.data_ptr(), value.nbytes)
-    return target
-
-
-def own_copy(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy with memory of its own; OSError as `copied_over`. New memory in huge pages is filled faster."""
-    made = torch.empty_like(value)
-    if made.nbytes >= LARGE and made.device.type == "cpu":
-        durable_memory.advise(made.data_ptr(), made.nbytes, durable_memory.HUGE)
-    return copied_over(made, value) if _layout(made) == _layout(value) else made.copy_(value)
-
-
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the host's memory from its first byte to its last: of a strided view, a file may have more."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_conj() or tensor.is_neg())
-    if not is_plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return False
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _layout(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:

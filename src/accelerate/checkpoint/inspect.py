@@ -29,7 +29,6 @@ class Summary:
         name: its path below the folder that was looked at.
         size: bytes of its files.
         saved: when it was saved or, if it is not whole, last written to, in seconds since 1970; None where not known.
-        unread: its saving came to its end, but its manifest cannot be read here, such as one of a later version.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Summary:
     state: CheckpointStatus
     size: int
     saved: float | None
-    unread: bool = False
 
     @property
     def number(self) -> int | None:
@@ -75,16 +73,7 @@ def summarize(storage: CheckpointStorage, name: str | None = None) -> Summary:
             size = sum(entry.size for entry in state.manifest.files.values())
             return Summary(name, storage, state, size, saved.timestamp())
     stored = storage.stored()
-    unread = state.kind == "incomplete" and state.manifest is None and _has_manifest(storage)
-    return Summary(name, storage, state, stored.size, stored.modified, unread)
-
-
-def _has_manifest(storage: CheckpointStorage) -> bool:
-    """Whether a manifest is here, readable or not; beside a marker it is of the checkpoint that was here before."""
-    files = storage.files()
-    # A link, a pipe or a folder of that name is not among the files, and cannot be read either.
-    odd = isinstance(storage, LocalStorage) and os.path.lexists(os.path.join(storage.fetch(), NAME))
-    return (odd or NAME in files) and not any(name.startswith(manifest.INCOMPLETE_MARKER) for name in files)
+    return Summary(name, storage, state, stored.size, stored.modified)
 
 
 def survey(folder: CheckpointStorage) -> list[Summary]:
@@ -297,7 +286,7 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
         whole = [one for one in series if one.state.kind in kinds]
         newest = next((one for one in reversed(whole) if one.state.kind == "complete"), None)
         plan.old.extend(one for one in whole[:-keep] if one is not newest)
-        plan.unread.extend(one for one in series if one.unread)
-        plan.unfinished.extend(one for one in series if one.state.kind == "incomplete" and not one.unread)
+        plan.unread.extend(one for one in series if one.state.unread)
+        plan.unfinished.extend(one for one in series if one.state.kind == "incomplete" and not one.state.unread)
         plan.left.update(home.leftovers())
     return plan

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
+from accelerate.modules.unwrap import extract_model_from_parallel, match_names, same_tensors, shared_tensor_names
 from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 Kind = Literal["model", "optimizer"]
+
+_ENGINE_FILE = re.compile(rf"({MODEL_NAME}(?:_\d+)?)/.*_model_states\.pt")
 
 # -- where they lie ----------------------------------------------------------------------------------------------------
 
@@ -62,22 +65,26 @@ class Found:
         """
         from accelerate.checkpoint.reader import CheckpointReader
 
+        if self.layout == "full":
+            return CheckpointReader.in_files(*self.read(**options))
         folder = load.with_manifest(self.folder)
         known = folder if isinstance(folder, CheckpointFolder) else None
         path = os.path.join(self.folder, self.name)
         if self.layout == "sharded":
             return CheckpointReader.in_folder(path, known and known.below(self.name))
-        if self.layout == "zero":
-            from accelerate.checkpoint import zero
+        from accelerate.checkpoint import zero
 
-            return zero.stored(path, self.kind, known and known.below(self.name).check_file)
-        files, aliases = self.files(), {}
-        if known:
-            known.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
-            entries = known.listing.detailed(known, files).values()
-            aliases = {alias: kept for entry in entries for alias, kept in entry.aliases.items()}
+        return zero.stored(path, self.kind, known and known.below(self.name).check_file)
+
+    def read(self, **options: Any) -> tuple[str, dict[str, Any], dict[str, str]]:
+        """Return where a whole layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
+        folder, files, aliases = load.with_manifest(self.folder), self.files(), {}
+        if isinstance(folder, CheckpointFolder):
+            folder.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
+            for entry in folder.entries(files):
+                aliases |= entry.aliases
         held = {os.path.join(folder, file): load.read_file(folder, file, mapped=True, **options) for file in files}
-        return CheckpointReader.in_files(held, aliases)
+        return merged(held, aliases)
 
     def files(self) -> list[str]:
         """Return the files of a whole layout: itself, or those that it lists."""
@@ -96,6 +103,23 @@ class Found:
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
 
 
+def merged(files: Mapping[str, Any], aliases: Mapping[str, str]) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Return what `Found.read` does of files of whole tensors, each as `load.mapped_file` returns it; several are one model's."""
+    origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
+    state: dict[Any, Any] = {}
+    found: dict[str, str] = {}
+    for file, held in files.items():
+        if not isinstance(held, Mapping):
+            raise DamagedCheckpoint(f"{file} holds a {type(held).__name__}, not a state dict.")
+        if twice := sorted(held.keys() & state.keys(), key=str):
+            raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
+        if not file.endswith(".safetensors"):
+            found |= same_tensors(held)
+        state.update(held)
+    found |= {name: kept for name, kept in aliases.items() if name not in state and kept in state}
+    return origin, state | {alias: state[name] for alias, name in found.items()}, found
+
+
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:
     """Return the names of the folder of shards, and of the file into which they are gathered."""
     if kind == "model":
@@ -105,8 +129,7 @@ def usual_names(kind: Kind, index: int) -> tuple[str, str]:
 
 def whole_names(index: int) -> list[tuple[str, str]]:
     """Return the names of a model's file of weights, and of an index instead: of safetensors, and of torch's format."""
-    files = manifest.model_file(index), manifest.model_file(index, False)
-    return [(file, f"{file}{INDEX_SUFFIX}") for file in files]
+    return [(file, file + INDEX_SUFFIX) for file in (manifest.model_file(index), manifest.model_file(index, False))]
 
 
 def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
@@ -115,16 +138,16 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors. ValueError if there is nothing
     but upstream's files of what each rank had.
     """
-    files, (shards, gathered) = set(files), usual_names(kind, index)
+    shards, gathered = usual_names(kind, index)
     whole = [gathered]
     if kind == "model":
         safe, pickled = whole_names(index)
-        whole += pickled if files.isdisjoint(safe) else safe
+        whole += safe if any(file in files for file in safe) else pickled
     found: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
     found += [(file, "full") for file in whole if file in files]
     found += [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
-    of_ranks = {f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())}
-    if not found and (local := of_ranks & files):
+    of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
+    if not found and (local := [file for file in of_ranks if file in files]):
         raise ValueError(
             f"{min(local)!r} in {os.fspath(folder)!r} and the files beside it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
@@ -135,9 +158,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
 
 def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
     """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
-    found = {
-        file.partition("/")[0] for file in files if re.fullmatch(rf"{MODEL_NAME}(_\d+)?/.*_model_states\.pt", file)
-    }
+    found = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
     if kind == "model":
         return name if (name := manifest.engine_folder(index)) in found else None
     return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
@@ -146,21 +167,21 @@ def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
     if isinstance(folder, CheckpointFolder):
-        return _preferred(candidates(folder, folder.listing.files, kind, index), prefer)
-    files = set(os.listdir(folder))
-    shards, _ = usual_names(kind, index)
-    # What a killed save has put aside counts.
-    aside = LocalStorage(os.path.join(folder, shards)).fetch()
-    name = shards if os.path.isdir(os.path.join(folder, shards)) else os.path.relpath(aside, os.path.realpath(folder))
-    if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
-        files.add(f"{shards}/{manifest.METADATA}")
-    files.update(glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder))
-    found = _preferred(candidates(folder, files, kind, index), prefer)
-    return replace(found, name=name) if found is not None and found.layout == "sharded" else found
-
-
-def _preferred(found: Collection[Found], layout: Layout | None) -> Found | None:
-    return min(found, key=lambda one: one.layout != layout, default=None)
+        files, name = folder.listing.files, usual_names(kind, index)[0]
+    else:
+        shards, _ = usual_names(kind, index)
+        # What a killed save has put aside counts.
+        aside = os.path.relpath(LocalStorage(os.path.join(folder, shards)).fetch(), os.path.realpath(folder))
+        name = shards if os.path.isdir(os.path.join(folder, shards)) else aside
+        files = {*os.listdir(folder), *glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder)}
+        files |= (
+            {f"{shards}/{manifest.METADATA}"}
+            if os.path.isfile(os.path.join(folder, name, manifest.METADATA))
+            else set()
+        )
+    found = candidates(folder, files, kind, index)
+    best = next((one for one in found if one.layout == prefer), found[0] if found else None)
+    return replace(best, name=name) if best is not None and best.layout == "sharded" else best
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
@@ -200,15 +221,18 @@ def model_values(stored: "CheckpointReader") -> dict[str, Any]:
 
 
 def matched(
-    own: Mapping[str, Any], values: Mapping[str, Any], ties: Sequence[Sequence[str]], aliases: Collection[str] = ()
+    own: Mapping[str, Any],
+    values: Mapping[str, Any],
+    ties: Callable[[], Sequence[Sequence[str]]],
+    aliases: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return stored values by the names that a model has, also for tied ones; its names that are missing; and stored names it does not have.
 
-    Names of other wrappers fit. `aliases` are stored under another name, too, and need not be the model's.
+    Names of other wrappers fit. `ties` is asked if names are missing. `aliases` are stored under another name, too, and need not be the model's.
     """
     pairs = match_names(own, values)
     found = {wanted: values[name] for name, wanted in pairs.items()}
-    for group in ties:
+    for group in ties() if len(found) < len(own) else ():
         known = next((name for name in group if name in found), None)
         found |= {name: found[known] for name in group if known and name in own and name not in found}
     others = [name for name in values if name not in pairs and name not in aliases]
@@ -219,7 +243,7 @@ def matched(
 def read_model(
     own: ModelState,
     stored: "CheckpointReader",
-    ties: Sequence[Sequence[str]] = (),
+    ties: Callable[[], Sequence[Sequence[str]]] = list,
     strict: bool = True,
     over: bool = False,
 ) -> dict[str, Any]:
@@ -228,20 +252,23 @@ def read_model(
     With ``over``, `CheckpointReader.finish` reads the tensors later, over the model's own.
     """
     found, missing, others = matched(own.values, model_values(stored), ties, stored.aliases)
-    wrong = [f"{name} is missing" for name in missing if strict] + [
-        f"{name} is unexpected" for name in others if strict
-    ]
-    read: dict[str, Any] = {}
+    wrong = [f"{name} is missing" for name in missing] + [f"{name} is unexpected" for name in others] if strict else []
+    read, later = {}, []
     for name, value in found.items():
+        mine = own.values[name]
         if is_extra(name):  # it may be anything, and differ from what the module has now
             read[name] = stored.whole(value)
-            continue
-        mine = own.values[name]
-        tensors = isinstance(value, torch.Tensor), isinstance(mine, torch.Tensor)
-        read[name] = like(mine, value, stored, over) if all(tensors) else value
-        if any(tensors) and (not all(tensors) or read[name] is None):
+        elif not isinstance(value, torch.Tensor) and not isinstance(mine, torch.Tensor):
+            read[name] = value
+        elif not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor) or value.size() != mine.size():
             wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
+        elif over:
+            read[name] = mine
+            later.append((value, mine))
+        else:
+            read[name] = like(mine, value, stored)
     load.refuse_misfit(stored.origin, "the model", wrong)
+    stored.over(later)
     stored.fill()
     return read
 
@@ -250,17 +277,10 @@ def _shape(value: Any) -> Any:
     return tuple(value.size()) if isinstance(value, torch.Tensor) else "no tensor"
 
 
-def like(
-    own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader", over: bool = False
-) -> torch.Tensor | None:
-    """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards.
-
-    With ``over``, that is the tensor itself, which `CheckpointReader.finish` changes.
-    """
+def like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> torch.Tensor | None:
+    """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards."""
     if value.size() != own.size():
         return None
-    if over:
-        return stored.over(value, own)
     return stored.into(value, state.like(own, value.dtype)) if is_spread(own) else stored.whole(value)
 
 
@@ -316,9 +336,8 @@ def _publish_shards(values: dict[str, Any], folder: str) -> None:
     try:
         shards.save(values, staged)
         together(lambda: storage.publish() if main else None)
-    except BaseException:
-        storage.abandon()
-        raise
+    finally:
+        storage.discard()
 
 
 def read_for_model(
@@ -343,7 +362,7 @@ def read_for_model(
     stored = together(opened) if state.is_fsdp1(model) else opened()
     own = state.model_state(model, **getter)
     over = over and isinstance(folder, CheckpointFolder) and state.is_models_memory(own, model)
-    read = read_model(own, stored, state.tied_names(model), strict, over)
+    read = read_model(own, stored, partial(state.tied_names, model), strict, over)
     return read, own, stored.finish if over else None
 
 
@@ -365,10 +384,18 @@ def read_whole_model(
             f"Model {index} ({type(model).__name__}) has no weights: {manifest.model_file(index)} is missing in "
             f"{os.fspath(folder)!r}. Prepare the models that were saved, in the same order, or load another folder."
         )
-    stored, own = found.open(**options), model.state_dict()
-    values = stored.state if found.layout == "full" else model_values(stored)
-    ties = [[name for name in group if own[name].shape == own[group[0]].shape] for group in shared_tensor_names(own)]
-    read, missing, others = matched(own, values, ties, stored.aliases)
+    own = model.state_dict()
+    if found.layout == "full":
+        _, values, aliases = found.read(**options)
+    else:
+        stored = found.open(**options)
+        values, aliases = model_values(stored), stored.aliases
+
+    def ties() -> list[list[str]]:
+        groups = shared_tensor_names(own)
+        return [[name for name in group if own[name].shape == own[group[0]].shape] for group in groups]
+
+    read, missing, others = matched(own, values, ties, aliases)
     problems = [
         f"{name} has {tuple(value.shape)} in the file and {tuple(own[name].shape)} in the model"
         for name, value in read.items()
@@ -377,12 +404,10 @@ def read_whole_model(
         and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
         and value.shape != own[name].shape
     ]
-    if strict and load.loads_by_name(model):
+    if strict and (missing or others) and load.loads_by_name(model):
         problems += [f"{name} is missing in the file" for name in missing]
         problems += [f"{name} is unexpected in the file" for name in others]
-    origin = os.path.join(folder, found.name)
-    load.refuse_misfit(
-        origin, type(model).__name__, problems, ", or load with strict=False, which accepts other names"
-    )
+    origin, more = os.path.join(folder, found.name), ", or load with strict=False, which accepts other names"
+    load.refuse_misfit(origin, type(model).__name__, problems, more)
     read |= {name: values[name] for name in others}  # hooks of the model may rename them
     return read if found.layout == "full" else stored.read(read)

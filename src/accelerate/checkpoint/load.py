@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,24 +31,11 @@ logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
+# From this many bytes on, huge pages pay, and files are mapped.
+LARGE = 4 << 20
+
 
 # -- reading -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _reported(path: str) -> Iterator[None]:
-    """Name the file in the error of a library that cannot read it."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise pickle.UnpicklingError(
-            f"{path} could not be read: {error}\nIf it holds objects of your own and you trust its author, pass "
-            "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
-        ) from error
-    except Exception as error:
-        if path in str(error):
-            raise
-        raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
 
 
 def tensor_device(map_location: str | None, device: torch.device) -> Any:
@@ -74,11 +61,14 @@ def read_file(
             "order, or load another folder."
         )
     if path.endswith(".safetensors"):
-        return {name: tensor.to(device) for name, tensor in mapped_file(path).items()}
+        tensors = mapped_file(path)
+        return tensors if device == "cpu" else {name: tensor.to(device) for name, tensor in tensors.items()}
     if mapped and device == "cpu" and not load_kwargs:
         return mapped_file(path)
-    with _reported(path):
+    try:
         return other.load(path, device, **(load_kwargs or {}))
+    except Exception as error:
+        _raise_unreadable(path, error)
 
 
 def read_optimizer(folder: Path, index: int = 0, **options: Any) -> Any:
@@ -93,17 +83,31 @@ def mapped_file(path: str) -> Any:
     """
     from safetensors import safe_open  # here: every import of the package passes this module
 
-    with _reported(path):
+    try:
         # A process dies of a mapping whose file becomes shorter.
-        maps = os.path.getsize(path) > formats.LARGE
+        maps = os.path.getsize(path) > LARGE
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-                return found if maps else {name: value.clone() for name, value in found.items()}
+            return found if maps else {name: value.clone() for name, value in found.items()}
         try:
             return other.load(path, "cpu", mmap=maps)
         except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
             return other.load(path, "cpu")
+    except Exception as error:
+        _raise_unreadable(path, error)
+
+
+def _raise_unreadable(path: str, error: Exception) -> NoReturn:
+    """Name the file in the error of a library that cannot read it."""
+    if isinstance(error, pickle.UnpicklingError):
+        raise pickle.UnpicklingError(
+            f"{path} could not be read: {error}\nIf it holds objects of your own and you trust its author, pass "
+            "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
+        ) from error
+    if path in str(error):
+        raise error
+    raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
 
 
 def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = "") -> None:
@@ -119,13 +123,14 @@ def loads_by_name(model: Any) -> bool:
 
     Hooks and overrides may rename on the way, and they and what takes an extra state may refuse it.
     """
-    model = getattr(model, "checked_model", model)  # of what a strategy takes a state with
-    return isinstance(model, nn.Module) and not any(
-        not all(map(_is_torchs, module._load_state_dict_pre_hooks.values()))
-        or not all(map(_is_torchs, module._load_state_dict_post_hooks.values()))
-        or type(module).load_state_dict is not nn.Module.load_state_dict
+    if not isinstance(model, nn.Module):
+        return getattr(model, "loads_by_name", False)  # of a strategy, which has asked
+    return not any(
+        type(module).load_state_dict is not nn.Module.load_state_dict
         or type(module).set_extra_state is not nn.Module.set_extra_state
         or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        or not all(map(_is_torchs, module._load_state_dict_pre_hooks.values()))
+        or not all(map(_is_torchs, module._load_state_dict_post_hooks.values()))
         for module in model.modules()
     )
 
@@ -177,6 +182,17 @@ class CheckpointFolder(str):
         entry = self.listing.files.get(self._prefix + name)
         return None if entry is None else entry.size
 
+    def entries(self, names: Iterable[str]) -> list[FileEntry]:
+        """Return the full entries of files, of those that are listed; the part of a rank is read once."""
+        files = self.listing.files
+        names = [name for name in map(self._prefix.__add__, names) if name in files]
+        if ranks := {files[name].rank for name in names if name not in self._entries}:
+            parts = [name for name in map(manifest.part_file, ranks) if name in files]
+            self.bring({name: (files[name].size, None) for name in parts})
+            theirs = [name for name, entry in files.items() if entry.rank in ranks]
+            self._entries.update(self.listing.detailed(self._root, theirs))
+        return [self._entries[name] for name in names]
+
     def check_file(self, name: str) -> None:
         """Raise DamagedCheckpoint if a file is not what was written."""
         self.check({name: None})
@@ -192,42 +208,64 @@ class CheckpointFolder(str):
         What was hashed before is left out; of what is `shared`, all ranks at one disk want the same, and each hashes a part.
         """
         reader, readers = self.place if shared else (0, 1)
-        names = {self._prefix + name: ranges for name, ranges in wanted.items()}
         try:
-            entries = self._detailed(name for name in names if name in self.listing.files)
-            own = self._shares(entries, names, reader, readers)
-            self.bring({name: (entries[name].size, own[name] if entries[name].digests else None) for name in own})
+            pieces = self._not_hashed(wanted)
+            own: dict[str, list[int]] = {}
+            # Files that have no digests of pieces are hashed as a whole: the largest first, by turns.
+            for _, _, name, number in sorted(pieces)[reader::readers]:
+                own.setdefault(name, []).append(number)
+            if own:
+                entries = self._entries
+                self.bring({name: (entries[name].size, own[name] if entries[name].digests else None) for name in own})
         except DamagedCheckpoint as error:
-            self.wrong.append(str(error))
-            return [str(error)]
-        lines = [line for name, numbers in own.items() for line in _changed(self._root, name, entries[name], numbers)]
+            lines = [str(error)]
+        else:
+            lines = self._changed(own) if own else []
         self.wrong += lines
         return lines
 
-    def _shares(
-        self, entries: Mapping[str, FileEntry], ranges: Mapping[str, Any], reader: int, readers: int
-    ) -> dict[str, list[int]]:
-        """Return the numbers of the pieces that this reader hashes, by file, of those that none has hashed."""
-        pieces = {(name, piece) for name, entry in entries.items() for piece in _pieces(entry, ranges[name])}
-        pieces -= self._hashed
-        self._hashed |= pieces
-        own: dict[str, list[int]] = {}
-        # Files that have no digests of pieces are hashed as a whole: the largest first, by turns.
-        for name, piece in sorted(pieces, key=lambda one: (bool(entries[one[0]].digests), -entries[one[0]].size, one))[
-            reader::readers
-        ]:
-            own.setdefault(name, []).append(piece)
-        return own
+    def _not_hashed(self, wanted: Mapping[str, Iterable[tuple[int, int]] | None]) -> list[tuple[bool, int, str, int]]:
+        """Return the pieces of listed files that hold some ranges and that none has hashed, and note that they are hashed.
 
-    def _detailed(self, names: Iterable[str]) -> dict[str, FileEntry]:
-        """Return full entries; the part of a rank is read once."""
-        names = list(names)
-        ranks = {self.listing.files[name].rank for name in names if name not in self._entries}
-        theirs = [name for name, entry in self.listing.files.items() if entry.rank in ranks]
-        parts = [name for name in map(manifest.part_file, ranks) if name in self.listing.files]
-        self.bring({name: (self.listing.files[name].size, None) for name in parts})
-        self._entries.update(self.listing.detailed(self._root, theirs))
-        return {name: self._entries[name] for name in names}
+        Each has its file and its number behind what `differences` sorts by.
+        """
+        pieces = []
+        self.entries(wanted)
+        for name, ranges in wanted.items():
+            name = self._prefix + name
+            if (entry := self._entries.get(name)) is None:
+                continue
+            numbers: Iterable[int] = range(-(-entry.size // durable.CHUNK)) if entry.digests else (0,)
+            if entry.digests and ranges is not None:
+                spans = [range(start // durable.CHUNK, -(-stop // durable.CHUNK)) for start, stop in ranges]
+                numbers = set().union(*spans)
+            new = {(name, number) for number in numbers} - self._hashed
+            self._hashed |= new
+            pieces += [(bool(entry.digests), -entry.size, *piece) for piece in new]
+        return pieces
+
+    def _changed(self, pieces: Mapping[str, Sequence[int]]) -> list[str]:
+        """Hash pieces of files, and return a line for each file that is not what was written."""
+        lines, threads = [], durable.threads()
+        for name, numbers in pieces.items():
+            entry, path = self._entries[name], os.path.join(self._root, *name.split("/"))
+            try:
+                if (size := os.stat(path).st_size) != entry.size:
+                    lines.append(manifest.difference(name, entry.size, size))
+                elif not entry.digests:
+                    found = durable.digests(path, range(0, size, durable.CHUNK), size, threads)
+                    lines += manifest.changed(name, entry, durable.combined(found))
+                else:
+                    found = durable.digests(path, [number * durable.CHUNK for number in numbers], size, threads)
+                    written = [entry.digests[32 * number : 32 * number + 32] for number in numbers]
+                    lines += [
+                        f"{name} has changed: the checksum of its piece {number} is {digest.hex()}, but {known} was written"
+                        for number, digest, known in zip(numbers, found, written, strict=True)
+                        if digest.hex() != known
+                    ][:1]
+            except OSError as error:
+                lines.append(f"{name} could not be read: {error}")
+        return lines
 
 
 def with_manifest(folder: Path) -> Path:
@@ -235,34 +273,6 @@ def with_manifest(folder: Path) -> Path:
     if isinstance(folder, CheckpointFolder) or not os.path.isfile(os.path.join(folder, manifest.NAME)):
         return folder
     return CheckpointFolder(os.fspath(folder), Manifest.read(folder))
-
-
-def _pieces(entry: FileEntry, ranges: Iterable[tuple[int, int]] | None) -> Iterable[int]:
-    """Return the numbers of the pieces of a file that have a digest each and hold some bytes of ranges; of a file without, 0."""
-    if not entry.digests:
-        return [0]
-    if ranges is None:
-        return range(-(-entry.size // durable.CHUNK))
-    return {piece for start, stop in ranges for piece in range(start // durable.CHUNK, -(-stop // durable.CHUNK))}
-
-
-def _changed(folder: str, name: str, entry: FileEntry, pieces: Sequence[int]) -> list[str]:
-    """Return a line if pieces of a file are not what was written."""
-    path = os.path.join(folder, *name.split("/"))
-    try:
-        if (size := os.stat(path).st_size) != entry.size:
-            return [manifest.difference(name, entry.size, size)]
-        if not entry.digests:
-            return manifest.changed(name, entry, durable.of_file(path, durable.threads())[1])
-        found = durable.digests(path, [piece * durable.CHUNK for piece in pieces], entry.size, durable.threads())
-    except OSError as error:
-        return [f"{name} could not be read: {error}"]
-    for piece, digest in zip(pieces, found, strict=True):
-        if digest.hex() != (written := entry.digests[32 * piece : 32 * piece + 32]):
-            return [
-                f"{name} has changed: the checksum of its piece {piece} is {digest.hex()}, but {written} was written"
-            ]
-    return []
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
@@ -284,6 +294,14 @@ def _restore_loader(loader: Any, state: Any | None, position: dict[str, Any] | N
 
 
 # -- the whole ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A state with the tensors of the object that takes it; once every rank has given it, `finish` reads over them."""
+
+    state: Any
+    finish: Callable[[], None]
 
 
 @dataclass
@@ -381,8 +399,12 @@ class Contents:
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
         inner = inner_optimizer(optimizer)
         if uses_torch_load(inner):
+            inside = [
+                value for values in state["state"].values() if isinstance(values, Mapping) for value in values.values()
+            ]
+            read = {value.untyped_storage().data_ptr() for value in inside if type(value) is torch.Tensor}
             tensors = {parameter: dict(values) for parameter, values in inner.state.items()}
-            self.remaining.append(partial(_take_over, inner, storage_pointers(state), tensors))
+            self.remaining.append(partial(_take_over, inner, read, tensors))
             # Loading the former state again would give its tensors the dtypes of the parameters.
             former = {"state": inner.state, "param_groups": inner.param_groups}
             self._undoing.append(partial(inner.__setstate__, former))
@@ -429,48 +451,88 @@ def _load_by_name(model: Any, state: dict[str, Any], options: dict[str, Any]) ->
     own: dict[str, torch.Tensor] = {}
     if isinstance(model, nn.Module) and "load_state_dict" not in vars(model):
         every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-        own = {name: tensor.detach() for name, tensor in every}
-    pairs = [(own.get(name), value) for name, value in state.items()]
-    if options.get("assign"):
-        model.load_state_dict(in_memory(state), **options)
-    elif all(type(target) is type(value) is torch.Tensor for target, value in pairs):
-        for target, value in pairs:
-            formats.copied_over(target, value)
+        for name, tensor in every:
+            own[name] = tensor.detach()
+    pairs, plain = [], not options.get("assign")
+    for name, value in state.items():
+        pairs.append((own.get(name), value))
+        plain = plain and type(pairs[-1][0]) is type(value) is torch.Tensor
+    if plain:
+        copy_over(pairs)
     else:
-        model.load_state_dict(state, **options)
+        model.load_state_dict(in_memory(state) if options.get("assign") else state, **options)
 
 
-def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any]]) -> None:
-    """Give an optimizer memory of its own for what is a file's: that of the tensors it had, where they are alike."""
+def _take_over(optimizer: Any, read: set[int], former: dict[Any, dict[str, Any]]) -> None:
+    """Give an optimizer memory of its own for what was read, by addresses: that of the tensors it had, where they are alike."""
+    places, pairs = [], []
     for parameter, state in optimizer.state.items():
         replaced = former.pop(parameter, {})
         for name, value in state.items():
-            if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
-                before = replaced.pop(name, None)
-                state[name] = (
-                    formats.copied_over(before, value)
-                    if _reusable_as(before) == _reusable_as(value)
-                    else formats.own_copy(value)
-                )
+            if type(value) is not torch.Tensor or value.untyped_storage().data_ptr() not in read:
+                continue
+            memory = replaced.pop(name, None)
+            if type(memory) is not torch.Tensor or (
+                (memory.shape, memory.dtype, memory.device, memory.stride())
+                != (value.shape, value.dtype, value.device, value.stride())
+            ):
+                memory = _new_like(value)
+            places.append((state, name, memory))
+            pairs.append((memory, value))
+    copy_over(pairs)
+    for state, name, memory in places:  # which is filled now
+        state[name] = memory
 
 
 def in_memory(state: Any) -> Any:
     """Return a state with plain tensors of its own memory, where those of `mapped_file` are the file's."""
-    plain_tensors = (torch.Tensor, torch.nn.Parameter)
-    return formats.rebuilt(state, lambda value: formats.own_copy(value) if type(value) in plain_tensors else value)
+    return formats.rebuilt(state, lambda value: own_copy(value) if type(value) in _PLAIN_TENSORS else value)
 
 
-def storage_pointers(state: Any) -> set[int]:
-    """Return the addresses of the memory that the plain tensors of a state have."""
-    if type(state) is torch.Tensor:
-        return {state.untyped_storage().data_ptr()}
-    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return set().union(*map(storage_pointers, children))
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
-def _reusable_as(tensor: Any) -> Any:
-    """What two tensors have in common when one can take the place of the other."""
-    return type(tensor) is torch.Tensor and (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+def copy_over(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy over each first tensor the second, whose memory may be a mapped file's; OSError if the file cannot be read any more."""
+    copies = []
+    for target, value in pairs:
+        if not _is_memory(value):
+            target.copy_(value)
+            continue
+        # Where the strides are equal, one has gaps only if the other has.
+        if (
+            type(target) in _PLAIN_TENSORS
+            and (target.shape, target.dtype, target.stride()) == (value.shape, value.dtype, value.stride())
+            and target.device.type == "cpu"
+            and not (target.is_conj() or target.is_neg())
+        ):
+            copies.append((target.data_ptr(), value.data_ptr(), value.nbytes))
+        else:
+            target.copy_(own_copy(value))
+    durable.copy_mapped(copies)
+
+
+def own_copy(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy with memory of its own; OSError as `copy_over`."""
+    memory = _new_like(value)
+    copy_over([(memory, value)])
+    return memory
+
+
+def _new_like(value: torch.Tensor) -> torch.Tensor:
+    """Return new memory like a tensor's. In huge pages it is filled faster."""
+    memory = torch.empty_like(value)
+    if memory.nbytes >= LARGE and memory.device.type == "cpu":
+        durable.advise(memory.data_ptr(), memory.nbytes, durable.HUGE)
+    return memory
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the host's memory from its first byte to its last: of a strided view, a file may have more."""
+    is_plain = type(tensor) in _PLAIN_TENSORS and not (tensor.is_conj() or tensor.is_neg())
+    if not is_plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None = None) -> Contents:
@@ -479,9 +541,9 @@ def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None 
     FileNotFoundError names a missing file; ValueError an interrupted epoch whose loader has other data now.
     """
     read = partial(read_file, folder, load_kwargs=load_kwargs)
-    own, first = (manifest.random_states_file(rank) for rank in (common.process_index, 0))
+    own = manifest.random_states_file(common.process_index)
     is_new = (random := read(own)) is None
-    random = read(first) if is_new else random
+    random = read(manifest.random_states_file(0)) if is_new else random
     if not isinstance(random, dict | None):
         raise RuntimeError(f"{folder}/{own} is damaged: it holds a {type(random).__name__}, not a dict of states.")
     contents = Contents(folder, common, random=random, is_new=is_new)
@@ -492,7 +554,8 @@ def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None 
         else:
             contents.objects.append((obj, state, file))
     # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
-    positions, states = ((random or {}).pop(key, None) or empty for key, empty in ((POSITIONS, []), (LOADERS, {})))
+    random = random or {}
+    positions, states = random.pop(POSITIONS, None) or [], random.pop(LOADERS, None) or {}
     for index, loader in enumerate(common.loaders()):
         state, position = None, None
         if keeps_state(loader):

@@ -47,9 +47,6 @@ INCOMPLETE_MARKER = ".incomplete"
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
 
-# Lies in the newer one of two checkpoints that are being exchanged.
-PUBLISHING_MARKER = ".publishing"
-
 _PARTS = re.compile(
     r"(?:rank\d+_)?(?:pytorch_model|model|optimizer|scheduler|dl_state_dict)(?:_\d+)?\.(?:bin|safetensors)"
     r"|scaler\.pt|(?:random_states|custom_checkpoint)_\d+\.pkl|generators_\d+\.safetensors|parameter_names\.json"
@@ -137,6 +134,10 @@ class DamagedCheckpoint(RuntimeError):
     """A checkpoint is not what its manifest says; nothing was loaded from it."""
 
 
+class UnreadableManifest(DamagedCheckpoint):
+    """The manifest of a checkpoint, which was saved to its end, cannot be read here: a later version wrote it, for one."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """A tensor in a file; `dtype` as safetensors names it: ``"F32"``, ``"BF16"``."""
@@ -169,7 +170,7 @@ class FileEntry:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, file: durable.DurableFile, rank: int = 0, **more: Any) -> "FileEntry":
+    def of(cls, file: durable.HashedFile, rank: int = 0, **more: Any) -> "FileEntry":
         """Return the entry of a file that this rank wrote just now; `more` may have ``tensors`` and ``aliases``."""
         return cls.made(file.checksum.size, file.checksum.digests(), rank, **more)
 
@@ -233,48 +234,49 @@ class Manifest:
     text: str | bytes = field(default="", repr=False, compare=False)
 
     def to_json(self, **more: Any) -> str:
-        """Return the text, `more` values first, with a line for each value and file, for people and `diff`."""
+        """Return the text, `more` values first."""
         values = {**more, **vars(self), "checksum": _CHECKSUM}
-        lines = [f" {json.dumps(key)}: {json.dumps(values[key])}" for key in (*more, *_MANIFEST) if key != "files"]
-        files = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(self.files.items())]
-        return "{\n" + ",\n".join(lines) + ',\n "files": {\n' + ",\n".join(files) + "\n }\n}\n"
+        return _text({key: values[key] for key in (*more, *_MANIFEST) if key != "files"}, self.files)
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
         """Return the manifest of a text that is not trusted; DamagedCheckpoint if it is none, or of a later format."""
         try:
-            values = _checked(json.loads(text), _MANIFEST, ("format", "checksum", "files"))
+            values = _checked({"": json.loads(text)}, _MANIFEST, ("format", "checksum", "files"))[""]
             if values["format"] > FORMAT:
                 raise ValueError(f"format {values['format']} is newer than {FORMAT}; update accelerate to read it")
             if values.pop("checksum") != _CHECKSUM or values.get("world_size") == 0:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
             return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])}, text=text)
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {error}") from None
+            raise UnreadableManifest(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Return the manifest in a local folder; FileNotFoundError without one, DamagedCheckpoint for a bad one."""
         path = os.path.join(folder, NAME)
         if os.path.lexists(path) and not os.path.isfile(path):  # a pipe, for one, would be waited for
-            raise DamagedCheckpoint(f"{path} is no file, so that the manifest cannot be read.")
+            raise UnreadableManifest(f"{path} is no file, so that the manifest cannot be read.")
         try:
             with open(path, "rb") as file:
                 return cls.from_json(file.read(), path)
         except PermissionError as error:
-            raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
+            raise UnreadableManifest(f"{path} could not be read: {error}") from error
 
     def detailed(self, folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
         """Return the full entries of files; of the parts of the manifest, those of the ranks that wrote them are read.
 
         DamagedCheckpoint if a part is not what the manifest says.
         """
-        found = {name: self.files[name] for name in names}
-        for rank in sorted({entry.rank for entry in found.values()}):
+        found, of_ranks = {}, {}
+        for name in names:
+            found[name] = self.files[name]
+            of_ranks.setdefault(found[name].rank, []).append(name)
+        for rank, theirs in sorted(of_ranks.items()):
             if (part := self.files.get(part_file(rank))) is None:  # the publisher, and every rank in format 1
                 continue
             entries = {part_file(rank): part, **read_part(folder, rank, part.checksum)}
-            for name in [name for name, entry in found.items() if entry.rank == rank]:
+            for name in theirs:
                 if (entry := entries.get(name)) is None or entry.brief() != found[name].brief():
                     raise DamagedCheckpoint(
                         f"{part_file(rank)} in {os.fspath(folder)!r} does not say of {name} what {NAME} says."
@@ -288,12 +290,18 @@ class Manifest:
             file.write(self.to_json().encode())
 
 
+def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
+    """Return the text of a manifest, or of a part of it, with a line for each value and file, for people and `diff`."""
+    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in values.items()]
+    listed = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(files.items())]
+    return "{\n" + "".join(lines) + ' "files": {\n' + ",\n".join(listed) + "\n }\n}\n"
+
+
 def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> FileEntry:
     """Write a rank's part of the manifest into a staged folder, durably; return the entry of it."""
     os.makedirs(os.path.join(folder, PARTS_FOLDER), exist_ok=True)
-    lines = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(entries.items())]
     with durable.durable(os.path.join(folder, part_file(rank))) as file:
-        file.write(('{\n "files": {\n' + ",\n".join(lines) + "\n }\n}\n").encode())
+        file.write(_text({}, entries).encode())
     return FileEntry.of(file, rank)
 
 
@@ -342,7 +350,7 @@ def parsed_part(text: bytes, rank: int, checksum: str | None, origin: str) -> di
         written.update(text)
         if checksum is not None and written.hexdigest() != checksum:
             raise ValueError(f"its checksum is {written.hexdigest()}, but {checksum} was written")
-        files = _entries(_checked(json.loads(text), {"files": (dict,)}, ("files",))["files"])
+        files = _entries(_checked({"": json.loads(text)}, {"files": (dict,)}, ("files",))[""]["files"])
         if foreign := [name for name, entry in files.items() if entry.rank != rank]:
             raise ValueError(f"{foreign[0]!r:.80} is of another rank")
         return files
@@ -394,36 +402,43 @@ _FILE = {
 _TENSOR = {"shape": (list, int), "dtype": (str,)}
 
 
-def is_of(value: Any, kind: type, inner: type | None = None) -> bool:
-    """Say whether a value of JSON has a type, and all that is in it another one; no number is below zero."""
-    if type(value) is not kind:
-        return False
-    inside = list(value.values() if kind is dict else value) if inner else [value]
-    inner = inner or kind
-    return {inner}.issuperset(map(type, inside)) and (inner is not int or min(inside, default=0) >= 0)
+def _checked(
+    given: Mapping[str, Any], types: Mapping[str, tuple[type, ...]], required: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the known values of mappings that are not trusted, each compared with its type; null is no value, no number is below zero.
 
-
-def _checked(data: Any, types: Mapping[str, Any], required: Iterable[str], where: str = "") -> dict[str, Any]:
-    """Return the known values of a mapping that is not trusted, after comparing each with its type; null is no value."""
-    if type(data) is not dict:
-        raise ValueError(f"{where}{data!r:.80} is no mapping")
-    values = {key: data[key] for key in types if data.get(key) is not None}
-    for key in required:
-        if key not in values:
-            raise ValueError(f"{where}there is no {key}")
-    for key, value in values.items():
-        if not is_of(value, *types[key]):
-            raise ValueError(f"{where}{key} cannot be {value!r:.80}")
-    return values
+    The mappings are given by what an error calls them. A manifest has thousands of values, so all are looked at in one pass.
+    """
+    checked: dict[str, dict[str, Any]] = {}
+    for where, data in given.items():
+        place = f"{where}: " if where else ""
+        if type(data) is not dict:
+            raise ValueError(f"{place}{data!r:.80} is no mapping")
+        values = checked[where] = {}
+        for key, (kind, *inner) in types.items():
+            value = data.get(key)
+            if value is None:
+                if key in required:
+                    raise ValueError(f"{place}there is no {key}")
+                continue
+            inside: Iterable[Any] = (value,)
+            if inner and type(value) is kind:
+                inside = value.values() if kind is dict else value
+            fits = type(value) is kind
+            for one in inside:
+                fits = fits and type(one) is (inner[0] if inner else kind) and (type(one) is not int or one >= 0)
+            if not fits:
+                raise ValueError(f"{place}{key} cannot be {value!r:.80}")
+            values[key] = value
+    return checked
 
 
 def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
     """Return the entries of files, of which neither the names nor what they say is trusted."""
+    if bad := durable.outside(files) or [NAME] * (NAME in files):
+        raise ValueError(f"the file name {bad[0]!r:.80} leads out of the folder")
     found = {}
-    for name, data in files.items():
-        if name == NAME or not is_inside(name):
-            raise ValueError(f"the file name {name!r:.80} leads out of the folder")
-        values = _checked(data, _FILE, ("size", "checksum"), f"{name}: ")
+    for name, values in _checked(files, _FILE, ("size", "checksum")).items():
         # A reader must take no other file for the part of a rank.
         if f"{name}/".startswith(f"{PARTS_FOLDER}/") and name != part_file(values.get("rank", 0)):
             raise ValueError(f"the file name {name!r:.80} is not that of the rank that wrote it")
@@ -433,8 +448,13 @@ def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
             if durable.combined([bytes.fromhex(digests)]) != values["checksum"]:
                 raise ValueError(f"{name}: digests are not those of the checksum {values['checksum']!r:.80}")
         if "tensors" in values:
-            checked = {key: _checked(one, _TENSOR, _TENSOR, f"{name}: ") for key, one in values["tensors"].items()}
-            values["tensors"] = {key: TensorEntry(tuple(one["shape"]), one["dtype"]) for key, one in checked.items()}
+            try:
+                tensors = _checked(values["tensors"], _TENSOR, _TENSOR)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            values["tensors"] = tensors
+            for key, one in tensors.items():
+                tensors[key] = TensorEntry(tuple(one["shape"]), one["dtype"])
         found[name] = FileEntry(**values)
     return found
 

@@ -30,16 +30,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
 from accelerate.checkpoint.storage import CheckpointStorage, FileStat, refuse_unfinished, warned
-from accelerate.runtime.durable import CHUNK, Checksum, each, is_inside
+from accelerate.runtime.durable import CHUNK, HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
 # Enough to keep a network busy.
 _AT_ONCE = 4
-# So much of a file is given to its stream at a time, which copies it while it holds the interpreter lock.
-_STEP = 1 << 20
 # Files of this size are sent in parts of 50 MB, several at a time, all of them in memory: two such files at once are enough.
 _LARGE, _LARGE_AT_ONCE = 100 << 20, 2
 
@@ -79,13 +77,10 @@ class ObjectStore(CheckpointStorage):
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def _verified(self) -> tuple[Manifest | None, list[str]]:
-        found: list[str] = []
-        for published in self._looks():
-            if published.manifest is not None:
-                found = _differences(_sizes(published.manifest), self._objects.below(published.generation))
-            if not found:
-                break
-        return published.manifest, found
+        published = self._published()
+        if published.manifest is None:
+            return None, []
+        return published.manifest, _differences(published.manifest, self._objects.below(published.generation))
 
     def _looks(self) -> Iterator["_Published"]:
         """Look what is published, and look again as long as another checkpoint replaces it meanwhile."""
@@ -118,7 +113,7 @@ class ObjectStore(CheckpointStorage):
             text = system.cat_file(path)
         listing, generation = Manifest.from_json(text, url), json.loads(text).get("generation", "")
         if generation != "" and not _GENERATION.fullmatch(str(generation)):
-            raise DamagedCheckpoint(f"{url} names the generation {repr(generation)[:80]}, which is none")
+            raise UnreadableManifest(f"{url} names the generation {repr(generation)[:80]}, which is none")
         return _Published(listing, generation, text)
 
     def entries(self) -> list[CheckpointStorage]:
@@ -253,25 +248,16 @@ class ObjectStore(CheckpointStorage):
     def stage(self) -> str:
         """Make an empty folder in ``$TMPDIR``, for files that are not written by `create`. One process a node.
 
-        The folder is removed by `publish` or `abandon`, or with this object: on other nodes neither is called.
+        The folder is removed by `discard`, or with this object.
         """
-        self.abandon()
+        self.discard()
         self._staged = _folder()
         self.generation = self._own = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
         return self._staged.name
 
-    @contextlib.contextmanager
-    def create(self, folder: str, name: str) -> Iterator["_Upload"]:
+    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
         """Stream a file into the store, in parts where it is large: no local disk has it. Any rank."""
-        file = _Upload(self._objects, f"{self.generation}/{name}")
-        try:
-            yield file
-            file.finish()
-        except BaseException as error:
-            file.discard()
-            if file.problem is not None and error is not file.problem:
-                raise file.problem from error  # torch's writer, for one, reports something else when its file fails
-            raise
+        return hashed(_Upload(self._objects, f"{self.generation}/{name}"))
 
     def upload(self, staged: str) -> None:
         """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
@@ -301,17 +287,16 @@ class ObjectStore(CheckpointStorage):
         """
         listing = Manifest.read(self._staged.name)
         self.upload(self._staged.name)
-        found = _differences(_sizes(listing), self._objects.below(str(self.generation)))
+        found = _differences(listing, self._objects.below(str(self.generation)))
         if found:
             raise DamagedCheckpoint(
                 f"The checkpoint was not published at {self.location}: {'; '.join(found[:10])}. Each node must call upload() "
                 "first, and only one run at a time may save there."
             )
         self._objects.write(NAME, listing.to_json(generation=self.generation).encode())
-        self.abandon()  # what was staged counts from now on, and stays
 
-    def abandon(self) -> None:
-        """Remove what was staged, and what was written without being published. The process that staged calls this."""
+    def discard(self) -> None:
+        """Remove the staged folder, and the generations that do not count. The process that staged calls this."""
         if self._staged is None:
             return
         self._staged.cleanup()
@@ -430,12 +415,8 @@ class _Objects:
 
     def entries(self, folder: str = "") -> dict[str, FileStat | None]:
         """Return what lies directly in a folder: names of objects, and names of folders with None."""
-        infos: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
-            infos = system.ls(base, detail=True)
         found: dict[str, FileStat | None] = {}
-        for info in infos:
-            name = system._strip_protocol(info["name"])[len(base) :].strip("/")
+        for name, info in self._listed(folder, "ls"):
             if name:  # some consoles make an empty object without a name to show a folder
                 times = (info[key].timestamp() for key in _TIMES if isinstance(info.get(key), datetime))
                 stored = FileStat(int(info["size"] or 0), next(times, None))
@@ -444,14 +425,19 @@ class _Objects:
 
     def below(self, folder: str = "") -> dict[str, int]:
         """Return the sizes of all objects below a folder, by their path relative to it; that of an object itself is empty."""
-        infos: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
-            infos = system.find(base, detail=True)
         return {
-            system._strip_protocol(path)[len(base) :].strip("/"): int(info["size"] or 0)
-            for path, info in infos.items()
-            if info["type"] == "file" and not path.endswith("/")
+            name: int(info["size"] or 0)
+            for name, info in self._listed(folder, "find")
+            if info["type"] == "file" and not info["name"].endswith("/")
         }
+
+    def _listed(self, folder: str, method: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return what a method of the file system says of what is in a folder, by the path relative to it."""
+        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
+            infos = getattr(system, method)(base, detail=True)
+            infos = infos.values() if isinstance(infos, dict) else infos
+            return [(system._strip_protocol(info["name"])[len(base) :].strip("/"), info) for info in infos]
+        return []
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object at once: it is there in full, or as it was before."""
@@ -473,16 +459,12 @@ class _Objects:
         each(remove, [f"{name}/{inner}".strip("/") for inner in self.below(name)], _AT_ONCE)
 
 
-class _Upload:
-    """An object that is written once, from its beginning to its end, and hashed; what `durable.DurableFile` is on a disk.
-
-    `problem` is why it could not be written.
-    """
+class _Upload(Sink):
+    """An object that is written once, from its beginning to its end."""
 
     def __init__(self, objects: _Objects, name: str) -> None:
+        super().__init__()
         self._objects, self._name = objects, name
-        self.problem: Exception | None = None
-        self.checksum = Checksum()
         with objects.at(name, "uploaded") as (system, path):
             try:
                 self._stream = system.open(path, "wb")
@@ -491,7 +473,7 @@ class _Upload:
                 self._stream = system.open(path, "wb")
 
     @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
+    def naming(self) -> Iterator[None]:
         try:
             with self._objects.naming(self._name, "uploaded"):
                 yield
@@ -499,33 +481,18 @@ class _Upload:
             self.problem = error
             raise
 
-    def write(self, data: Any) -> int:
-        """Write all of a contiguous buffer, and return how many bytes that are."""
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _STEP):
-            part = view[start : start + _STEP]
-            self.checksum.update(part)
-            with self._naming():
-                self._stream.write(part)
-        return len(view)
-
-    def tell(self) -> int:
-        """Return how many bytes have been written."""
-        return self.checksum.size
-
-    def flush(self) -> None:
-        """Do nothing: only what is finished counts."""
-
-    close = flush  # torch's writer closes what it is given
+    def store(self, part: memoryview) -> None:
+        self._stream.write(part)
 
     def finish(self) -> None:
-        """Wait until the store has everything."""
-        with self._naming():
+        with self.naming():
             self._stream.close()
 
     def discard(self) -> None:
-        """Give up: parts that were sent are removed, as far as the store can."""
-        for give_up in (self._stream.discard, self._stream.close):
+        for give_up in (
+            self._stream.discard,
+            self._stream.close,
+        ):  # parts that were sent are removed, as far as the store can
             with contextlib.suppress(Exception):
                 give_up()
 
@@ -558,6 +525,6 @@ def _sizes(listing: Manifest) -> dict[str, int]:
     return {name: entry.size for name, entry in listing.files.items()}
 
 
-def _differences(expected: Mapping[str, int], there: Mapping[str, int]) -> list[str]:
-    wrong = (name for name, size in sorted(expected.items()) if there.get(name) != size)
-    return [manifest.difference(name, expected[name], there.get(name)) for name in wrong]
+def _differences(listing: Manifest, there: Mapping[str, int]) -> list[str]:
+    wrong = [(name, size) for name, size in sorted(_sizes(listing).items()) if there.get(name) != size]
+    return [manifest.difference(name, size, there.get(name)) for name, size in wrong]

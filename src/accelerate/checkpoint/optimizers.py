@@ -3,6 +3,8 @@
 The names of parameters connect the two, as the numbers in an optimizer's state do not.
 """
 
+import functools
+import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, load, manifest, state
-from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, required
-from accelerate.checkpoint.load import CheckpointFolder
+from accelerate.checkpoint import load, manifest, state
+from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, merged, required
+from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_spread, mapped_leaves, together
 from accelerate.modules.unwrap import match_names
@@ -38,8 +40,8 @@ def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
             groups = json.load(file).get(str(index))
     except (ValueError, AttributeError):
         groups = False
-    is_listed = manifest.is_of(groups, list, list) and all(manifest.is_of(names, list, str) for names in groups)
-    if groups is not None and not is_listed:
+    is_listed = type(groups) is list and {list}.issuperset(map(type, groups))
+    if groups is not None and not (is_listed and {str}.issuperset(map(type, itertools.chain(*groups)))):
         raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
     return groups
 
@@ -55,7 +57,7 @@ class Target:
         groups: names of its parameters, for each group.
         parameters: a tensor by name for each of them, with the shards that this rank has. It is no copy.
         states: what the optimizer has for each name already, where it says more than the parameter does.
-        ties: names that mean one parameter.
+        find_ties: returns groups of names that mean one parameter; asked when a name is not found.
         flat: its parameters are FSDP1's flat ones, which have an order of their own.
         over: `CheckpointReader.finish` reads, later, over the tensors that the optimizer has.
     """
@@ -63,43 +65,43 @@ class Target:
     groups: list[list[str]]
     parameters: Mapping[str, Any]
     states: Mapping[str, Mapping[str, Any]]
-    ties: Sequence[Sequence[str]]
+    find_ties: Callable[[], Sequence[Sequence[str]]]
     flat: bool = False
     over: bool = False
 
-    @property
+    @functools.cached_property
     def order(self) -> list[str]:
         """The names of all parameters, group by group."""
-        return [name for group in self.groups for name in group]
+        return list(itertools.chain.from_iterable(self.groups))
+
+    @functools.cached_property
+    def ties(self) -> Sequence[Sequence[str]]:
+        """Groups of names that mean one parameter."""
+        return self.find_ties()
 
     def also_called(self, name: str) -> list[str]:
         """Return the names of a parameter, its own first."""
         return [name, *(other for group in self.ties if name in group for other in group if other != name)]
 
-    def source(self, name: str, saved: Collection[str]) -> str:
-        """Return the name under which a parameter was saved."""
-        return next((other for other in self.also_called(name) if other in saved), name)
+    def sources(self, saved: Collection[str]) -> dict[str, str]:
+        """Return the name under which each parameter was saved; its own if none was."""
+        return {
+            name: name if name in saved else next((other for other in self.also_called(name) if other in saved), name)
+            for name in self.order
+        }
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """A state with the tensors of the object that takes it; once every rank has given it, `finish` reads over them."""
-
-    state: Any
-    finish: Callable[[], None]
-
-
-def target(optimizer: torch.optim.Optimizer, model: nn.Module) -> Target:
-    """Return what an optimizer needs. All ranks."""
-    groups = state.parameter_names(optimizer, model)
-    own = [parameter for group in state.inner_optimizer(optimizer).param_groups for parameter in group["params"]]
+def target(optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]] | None = None) -> Target:
+    """Return what an optimizer needs; `groups` are the names of its parameters, where they are known. All ranks."""
+    groups = state.parameter_names(optimizer, model) if groups is None else groups
+    inner, find_ties = state.inner_optimizer(optimizer), functools.partial(state.tied_names, model)
+    own = [parameter for group in inner.param_groups for parameter in group["params"]]
     if state.is_fsdp1(model):
         flat = any(torch_private.member_names(parameter) is not None for parameter in own)
-        return Target(groups, state.model_state(model).values, {}, state.tied_names(model), flat)
-    named = dict(zip((name for group in groups for name in group), own, strict=True))
-    kept = state.inner_optimizer(optimizer).state
-    states = {name: kept[parameter] for name, parameter in named.items() if parameter in kept}
-    return Target(groups, named, states, state.tied_names(model))
+        return Target(groups, state.model_state(model).values, {}, find_ties, flat)
+    named = dict(zip(itertools.chain.from_iterable(groups), own, strict=True))
+    states = {name: inner.state[parameter] for name, parameter in named.items() if parameter in inner.state}
+    return Target(groups, named, states, find_ties)
 
 
 def is_state(raw: Any) -> bool:
@@ -108,7 +110,7 @@ def is_state(raw: Any) -> bool:
         return False
     groups = raw.get("param_groups")
     return isinstance(groups, list) and all(
-        isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
     )
 
 
@@ -118,8 +120,10 @@ def optimizer_values(stored: "CheckpointReader") -> dict[str, Any]:
     raw = raw["optimizer"] if isinstance(raw, Mapping) and set(raw) == {"optimizer"} else raw
     if not is_state(raw):
         raise DamagedCheckpoint(f"{stored.origin} has no groups of parameters: it is no state of an optimizer.")
-    numbers = {str(number): number for group in raw["param_groups"] for number in group["params"]}
+    if is_named(raw):
+        return {**raw, "state": raw.get("state", {})}
     # Torch makes the keys of shards texts.
+    numbers = {str(number): number for group in raw["param_groups"] for number in group["params"]}
     return {**raw, "state": {numbers.get(key, key): value for key, value in raw.get("state", {}).items()}}
 
 
@@ -140,7 +144,7 @@ def saved_names(
 
 def is_named(raw: Mapping[str, Any]) -> bool:
     """Say whether an optimizer's state is keyed by names."""
-    return all(isinstance(name, str) for group in raw["param_groups"] for name in group["params"])
+    return all({str}.issuperset(map(type, group["params"])) for group in raw["param_groups"])
 
 
 def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
@@ -149,7 +153,7 @@ def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     known = dict(zip((number for group in groups for number in group["params"]), order, strict=True))
     kept = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     states = {key: value for key, value in raw["state"].items() if key in known or not isinstance(key, int)}
-    return {**raw, **state.renamed({"state": states, "param_groups": kept}, lambda key: known.get(key, key))}
+    return {**raw, **state.renamed({"state": states, "param_groups": kept}, known)}
 
 
 @state.quietly()
@@ -175,9 +179,8 @@ def matched(goal: Target, stored: "CheckpointReader", found: Found) -> tuple[dic
     if not is_named(raw):
         raw = named(raw, _order_of_numbers(goal, found, raw["param_groups"]))
     states = dict(raw["state"])
-    groups = _own_groups(goal, raw["param_groups"], [name for name, values in states.items() if values], stored.origin)
-    saved = {name for group in raw["param_groups"] for name in group["params"]}
-    own = {name: states.pop(goal.source(name, saved), None) for name in goal.order}
+    groups, sources = _own_groups(goal, raw["param_groups"], states, stored.origin)
+    own = {name: states.pop(source, None) for name, source in sources.items()}
     own = {name: values for name, values in own.items() if values is not None}
     return {**raw, "state": {**own, **states}, "param_groups": groups}, list(own)
 
@@ -201,28 +204,29 @@ def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, 
     return goal.order
 
 
-def _own_groups(goal: Target, groups: Sequence[Mapping[str, Any]], states: Iterable[Any], origin: str) -> list[Any]:
-    """Return the optimizer's own groups with the stored options: a group has those of the parameters in it."""
+def _own_groups(
+    goal: Target, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], origin: str
+) -> tuple[list[Any], dict[str, str]]:
+    """Return the optimizer's own groups with the stored options, which are those of the parameters in it, and the names these were saved under."""
     home = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    made, problems = [], []
+    made, sources = [], goal.sources(home)
+    problems = [f"no state for {name}" for name, source in sources.items() if source not in home]
     for number, of_group in enumerate(goal.groups):
-        homes = {name: home.get(goal.source(name, home)) for name in of_group}
-        problems += [f"no state for {name}" for name, home_of in homes.items() if home_of is None]
-        saved_in = sorted({home_of for home_of in homes.values() if home_of is not None})
+        saved_in = sorted({home[sources[name]] for name in of_group if sources[name] in home})
         if len(saved_in) > 1:
             problems.append(f"the parameters of group {number} in groups {saved_in}")
         source = groups[saved_in[0] if saved_in else min(number, len(groups) - 1)]
         # The names which torch keeps beside the numbers are the optimizer's own.
         options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
         made.append({**options, "params": list(of_group)})
-    known = {other for name in goal.order for other in goal.also_called(name)}
-    strange = [name for name in states if name in home and name not in known]
-    problems += [f"a state for {name}, which is not among them" for name in strange]
+    strange = [name for name in home if name not in sources and states.get(name)]
+    known = {other for name in goal.order for other in goal.also_called(name)} if strange else ()
+    problems += [f"a state for {name}, which is not among them" for name in strange if name not in known]
     if problems:
         raise RuntimeError(
             f"For the optimizer's parameters {origin} has {', '.join(manifest.first_of(problems))}; nothing was loaded. {_REMEDY}"
         )
-    return made
+    return made, sources
 
 
 def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") -> Any:
@@ -234,14 +238,12 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
             return value
         if not value.dim():
             # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
-            return stored.whole(value) if value.is_meta else formats.own_copy(value)
-        before = present.get(key)
-        if goal.over and _takes(before, value, own):
-            return stored.over(value, before)
+            return stored.into(value, torch.empty_like(value, device="cpu")) if value.is_meta else load.own_copy(value)
         if not is_spread(own) and not is_spread(value):
             made = stored.whole(value) if _may_belong(value.shape, own.shape) else None
         else:
             made = like(own, value, stored)
+            before = present.get(key)
             if made is None and isinstance(before, torch.Tensor):
                 made = like(before, value, stored)
         if made is None:
@@ -251,25 +253,33 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
             )
         return made
 
-    if isinstance(values, Mapping):
-        # In the optimizer's own order: that of shards depends on who wrote them.
-        ordered = {**{key: values[key] for key in present if key in values}, **values}
-        return {
-            key: mapped_leaves(value, fit) if isinstance(value, (Mapping, list)) else fit(value, key)
-            for key, value in ordered.items()
-        }
-    return mapped_leaves(values, fit)
-
-
-def _takes(before: Any, value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Say whether a value can be read over the one before; an optimizer converts what differs from the parameter."""
-    return (
-        isinstance(before, torch.Tensor)
-        and state.is_memory(before)
-        and before.size() == value.size()
-        and before.device == parameter.device
-        and before.dtype == value.dtype == parameter.dtype
-    )
+    if not isinstance(values, Mapping):
+        return mapped_leaves(values, fit)
+    fitted, later = {}, []
+    # In the optimizer's own order: that of shards depends on who wrote them.
+    for key in dict.fromkeys((*present, *values)):
+        if key not in values:
+            continue
+        value, before = values[key], present.get(key)
+        if isinstance(value, (Mapping, list)):
+            fitted[key] = mapped_leaves(value, fit)
+        # An optimizer converts what differs from the parameter; anything else can be read over what it has.
+        elif (
+            goal.over
+            and isinstance(value, torch.Tensor)
+            and isinstance(before, torch.Tensor)
+            and value.dim()
+            and before.size() == value.size()
+            and before.device == own.device
+            and before.dtype == value.dtype == own.dtype
+            and state.address_of(before) is not None
+        ):
+            fitted[key] = before
+            later.append((value, before))
+        else:
+            fitted[key] = fit(value, key)
+    stored.over(later)
+    return fitted
 
 
 def _may_belong(stored: Sequence[int], own: Sequence[int]) -> bool:
@@ -284,12 +294,14 @@ def read_for_optimizer(
     index: int = 0,
     prefer: Layout | None = None,
     over: bool = False,
+    groups: list[list[str]] | None = None,
 ) -> Deferred:
     """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; what fails is raised where it fails.
 
-    With `over`, for a verified checkpoint and an optimizer that cannot refuse it, it is read over what there is.
+    With `over`, for a verified checkpoint and an optimizer that cannot refuse it, it is read over what there is. `groups` are as `target`
+    takes them.
     """
-    goal, flat = target(optimizer, model), state.is_fsdp1(model)
+    goal, flat = target(optimizer, model, groups), state.is_fsdp1(model)
     goal = replace(goal, over=over and isinstance(folder, CheckpointFolder) and not flat)
 
     def read() -> tuple[dict[str, Any], "CheckpointReader"]:
@@ -313,8 +325,8 @@ def read_whole_optimizer(
         found = Found(os.fspath(folder), file, "full", index, "optimizer")
     else:
         found = find(folder, "optimizer", index)
-    model, _ = state.owner(optimizer, models)
-    goal = None if model is None else target(optimizer, model)
+    model, groups = state.owner(optimizer, models)
+    goal = None if model is None else target(optimizer, model, groups)
     if found is not None and goal is not None and found.layout in ("sharded", "zero"):
         return state.numbered(read_optimizer(goal, found.open(), found))
     raw = load.read_optimizer(folder, index, **options)
@@ -326,11 +338,11 @@ def read_whole_optimizer(
             "Prepare the model, too."
         )
     if not is_named(raw):
-        groups = raw["param_groups"]
-        order = saved_names(os.fspath(folder), index, groups, goal.order)
-        same = order == goal.order and [len(g["params"]) for g in groups] == list(map(len, goal.groups))
-        if order is None or same:
+        order = saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
+        counts = [len(group["params"]) for group in raw["param_groups"]]
+        if order is None or (order == goal.order and counts == list(map(len, goal.groups))):
             return raw
     from accelerate.checkpoint.reader import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
 
-    return state.numbered(read_optimizer(goal, CheckpointReader.in_files({os.path.join(folder, file): raw}), found))
+    stored = CheckpointReader.in_files(*merged({os.path.join(folder, file): raw}, {}))
+    return state.numbered(read_optimizer(goal, stored, found))

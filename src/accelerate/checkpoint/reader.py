@@ -31,14 +31,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from accelerate.checkpoint import formats
-from accelerate.checkpoint.load import CheckpointFolder
+from accelerate.checkpoint.load import CheckpointFolder, copy_over
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint
 from accelerate.checkpoint.state import like, mapped_leaves, part
-from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
-from accelerate.utils.other import load
+from accelerate.utils.other import load_each
 
 # So many files are held open until their tensors are read; of more the tensors are read at once, into more memory.
 _HELD = 256
@@ -79,8 +77,9 @@ class CheckpointReader:
         reader.set_up_storage_reader(metadata, True)
         stored = cls(os.fspath(path), None, reader, metadata, folder=folder)
         with _damage_named(stored.origin):
-            values: dict[str, Any] = {}
+            values, paths = {}, {}
             for key, spec in metadata.state_dict_metadata.items():
+                paths[key] = metadata.planner_data.get(key, (key,))
                 values[key] = None
                 if isinstance(spec, TensorStorageMetadata):
                     values[key] = torch.empty(spec.size, dtype=spec.properties.dtype, device="meta")
@@ -88,28 +87,14 @@ class CheckpointReader:
                 else:
                     stored._wanted[key] = None
             values.update(stored.fill())
-            paths = {key: metadata.planner_data.get(key, (key,)) for key in values}
             stored.state = unflatten_state_dict(values, paths)
         return stored
 
     @classmethod
-    def in_files(cls, files: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> "CheckpointReader":
-        """Return what files of whole tensors hold, each as `load.mapped_file` returns it; several are one model's."""
-        origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
-        state: dict[Any, Any] = {}
-        found: dict[str, str] = {}
-        for file, held in files.items():
-            if not isinstance(held, Mapping):
-                raise DamagedCheckpoint(f"{file} holds a {type(held).__name__}, not a state dict.")
-            if twice := sorted(held.keys() & state.keys(), key=str):
-                raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
-            if not file.endswith(".safetensors"):
-                found |= same_tensors(held)
-            state.update(held)
-        found |= {name: kept for name, kept in (aliases or {}).items() if name not in state and kept in state}
-        state |= {alias: state[name] for alias, name in found.items()}
+    def in_files(cls, origin: str, state: Mapping[str, Any], aliases: Mapping[str, str]) -> "CheckpointReader":
+        """Return what files of whole tensors hold, as `layouts.merged` returns it."""
         reader = WholeTensors()
-        return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), found)
+        return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), aliases)
 
     def into(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Let `fill` read a tensor of the state into memory, plain or this rank's shards, and return that."""
@@ -124,15 +109,16 @@ class CheckpointReader:
 
         return mapped_leaves(value, in_memory)
 
-    def over(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Let `finish` read a tensor of the state over what memory has, and return that."""
-        self._over.setdefault(value.stored_key, []).append(memory)
-        return memory
+    def over(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Let `finish` read tensors of the state over what memory has: pairs of a tensor and memory."""
+        for value, memory in pairs:
+            self._over.setdefault(value.stored_key, []).append(memory)
 
     def finish(self) -> None:
         """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
         if self._later is not None:
-            self._read(*self._later)
+            with _damage_named(self.origin), torch.no_grad():
+                self.reader.read_data(*self._later)
         with torch.no_grad():
             for key, (first, *others) in self._over.items():
                 if key in self._early:
@@ -148,39 +134,37 @@ class CheckpointReader:
         """
         wanted, self._wanted = self._wanted, {}
         if wanted:
-            self._read(*self._planned(wanted))
+            plan, planner, _ = self._planned(wanted)
+            with _damage_named(self.origin), torch.no_grad():
+                self.reader.read_data(plan, planner)
+                planner.load_objects()
         if self._over:
-            self._later = self._planned({key: first for key, (first, *_) in self._over.items()})
-            if isinstance(self.reader, dcp.FileSystemReader):
-                files = {self._place(item).relative_path for item in self._later[0].items}
+            firsts = {key: first for key, (first, *_) in self._over.items()}
+            plan, planner, files = self._planned(firsts)
+            self._later = plan, planner
+            with _damage_named(self.origin), torch.no_grad():
                 if len(files) <= _HELD:
-                    with _damage_named(self.origin):
-                        self.reader.fs.hold(self.origin, files)
+                    for file in files:
+                        self.reader.fs.hold(os.path.join(self.origin, file))
                 else:
-                    self._early, self._later = {key: like(first) for key, (first, *_) in self._over.items()}, None
-                    self._read(*self._planned(self._early))
+                    self._early, self._later = {key: like(first) for key, first in firsts.items()}, None
+                    plan, planner, _ = self._planned(self._early)
+                    self.reader.read_data(plan, planner)
         return wanted
 
-    def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, dcp.LoadPlanner]:
-        """Return what torch reads for values, whose pieces of files have been compared with their digests."""
-        planner = _LoadPlanner(flatten_state_dict=False)
+    def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, "_LoadPlanner", list[str]]:
+        """Return what torch reads for values, and of which files, if it does; their pieces have been compared with their digests."""
+        planner = _LoadPlanner()
+        ranges: dict[str, set[tuple[int, int]]] = {}
         with _damage_named(self.origin), torch.no_grad():
             planner.set_up_planner(wanted, self.metadata, True)
             plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+            for item in plan.items if self.metadata.storage_data else ():
+                place = self.metadata.storage_data[item.storage_index]
+                ranges.setdefault(place.relative_path, set()).add((place.offset, place.offset + place.length))
         if self.folder is not None:
-            ranges: dict[str, list[tuple[int, int]]] = {}
-            for place in {id(one): one for one in map(self._place, plan.items)}.values():
-                ranges.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
             self.folder.check(ranges)
-        return plan, planner
-
-    def _place(self, item: Any) -> StorageInfo:
-        return self.metadata.storage_data[item.storage_index]
-
-    @torch.no_grad()
-    def _read(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
-        with _damage_named(self.origin):
-            self.reader.read_data(plan, planner)
+        return plan, planner, list(ranges)
 
     def read_flat(self, value: torch.Tensor, start: int, count: int) -> torch.Tensor:
         """Return some elements of a tensor of the state, read; of one that ranks have parts of, no more is read."""
@@ -213,11 +197,10 @@ class _HeldFiles(FileSystem):
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
 
-    def hold(self, folder: str, files: Iterable[str]) -> None:
-        """Open files of a folder, until this object goes."""
-        for path in (os.path.join(folder, file) for file in files):
-            self._held[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-            weakref.finalize(self, os.close, self._held[path])
+    def hold(self, path: str) -> None:
+        """Open a file, until this object goes."""
+        self._held[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._held[path])
 
     @contextlib.contextmanager
     def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
@@ -228,8 +211,17 @@ class _HeldFiles(FileSystem):
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Torch's planner, which would run what bytes say."""
 
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._bytes: dict[str, io.BytesIO] = {}
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        self.original_state_dict[read_item.dest_index.fqn] = load(value, "cpu")
+        self._bytes[read_item.dest_index.fqn] = value
+
+    def load_objects(self) -> None:
+        """Put the objects where the values belong whose bytes have been read."""
+        if self._bytes:
+            self.original_state_dict.update(zip(self._bytes, load_each(self._bytes.values(), "cpu"), strict=True))
 
 
 class WholeTensors:
@@ -275,7 +267,7 @@ class WholeTensors:
         """Put the parts of tensors that a plan asks for where its planner wants them."""
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
-            formats.copied_over(target, self._part(item.storage_index.fqn, item.storage_offsets, item.lengths))
+            copy_over([(target, self._part(item.storage_index.fqn, item.storage_offsets, item.lengths))])
             planner.commit_tensor(item, target)
 
 
@@ -326,54 +318,63 @@ def read_metadata(folder: durable.Path, listed: CheckpointFolder | None = None) 
         found = _Unpickler(file).load()
         places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}
         paths = {name: tuple(path) for name, path in (found.planner_data or {}).items()}
-        problem = _problem_of_files(places, listed or os.fspath(folder)) or _problem_of_pieces(
-            found.state_dict_metadata
-        )
-        if problem:
+        problem = _problem_of_files(places, listed or os.fspath(folder))
+        if problem := problem or _problem_of_pieces(found.state_dict_metadata):
             raise DamagedCheckpoint(f"{path} is damaged: {problem}.")
         return Metadata(found.state_dict_metadata, paths, places)
 
 
 def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: str) -> str:
     """Say which file does not have what it should; an empty text if all have."""
-    sizes: dict[str, int] = {}
-    listed = getattr(folder, "size", lambda name: None)
+    ends: dict[str, tuple[int, str]] = {}
     for index, place in places.items():
         file, end = place.relative_path, place.offset + place.length
-        if not durable.is_inside(file):
-            return f"the file name {file!r} leads out of the folder"
-        if file not in sizes and (size := listed(file)) is not None:
-            sizes[file] = size
-        elif file not in sizes:
+        if file not in ends or end > ends[file][0]:
+            ends[file] = end, index.fqn
+    if bad := durable.outside(ends):
+        return f"the file name {bad[0]!r} leads out of the folder"
+    for file, (end, name) in ends.items():
+        size = folder.size(file) if isinstance(folder, CheckpointFolder) else None
+        if size is None:
             path = os.path.join(folder, *file.split("/"))
             if not os.path.isfile(path):
                 return f"{file} is missing"
-            sizes[file] = os.stat(path).st_size
-        if end > sizes[file]:
-            return f"{file} has {sizes[file]} bytes, but {index.fqn} ends at {end}"
+            size = os.stat(path).st_size
+        if end > size:
+            return f"{file} has {size} bytes, but {name} ends at {end}"
     return ""
 
 
 def _problem_of_pieces(values: Mapping[str, Any]) -> str:
     """Say which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
     for name, value in values.items():
-        if isinstance(value, TensorStorageMetadata):
-            if not isinstance(value.properties.dtype, torch.dtype):
-                return f"{name} has the dtype {value.properties.dtype!r}"
-            shape = tuple(value.size)
-            # Ranks that have the same piece may both list it.
-            pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
-            for offsets, sizes in pieces:
-                spans = zip(offsets, sizes, shape, strict=True)
-                if any(start < 0 or length < 0 or start + length > whole for start, length, whole in spans):
+        if not isinstance(value, TensorStorageMetadata):
+            continue
+        if not isinstance(value.properties.dtype, torch.dtype):
+            return f"{name} has the dtype {value.properties.dtype!r}"
+        shape, cut = tuple(value.size), set()
+        # Ranks that have the same piece may both list it.
+        pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
+        for offsets, sizes in pieces:
+            for dim, (start, length, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
+                if start < 0 or length < 0 or start + length > whole:
                     return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
-            elements, stored = math.prod(shape), sum(math.prod(sizes) for _, sizes in pieces)
-            if stored != elements:
-                return f"{name} of shape {shape} is not whole: of its {elements} elements {stored} are in the files"
-            if not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape)):
-                return (
-                    f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
-                )
+                cut |= {dim} if length != whole else set()
+        stored = sum(math.prod(sizes) for _, sizes in pieces)
+        if stored != math.prod(shape):
+            return (
+                f"{name} of shape {shape} is not whole: of its {math.prod(shape)} elements {stored} are in the files"
+            )
+        overlaps = False
+        if len(cut) == 1 and stored:  # as usual: in turn along one dim
+            (dim,), end = cut, 0
+            for offsets, sizes in sorted(pieces):
+                overlaps = overlaps or (sizes[dim] > 0 and offsets[dim] < end)
+                end = max(end, offsets[dim] + sizes[dim])
+        elif cut:
+            overlaps = not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape))
+        if overlaps:
+            return f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
     return ""
 
 

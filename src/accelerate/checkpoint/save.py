@@ -31,7 +31,17 @@ import torch
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, is_spread, keeps_state, like, part, quietly
+from accelerate.checkpoint.state import (
+    LOADERS,
+    POSITIONS,
+    Common,
+    is_spread,
+    keeps_state,
+    like,
+    own_part,
+    part,
+    quietly,
+)
 from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
@@ -220,7 +230,8 @@ class Save:
     shards: Any = None
     plan: SavePlan | None = field(default=None, init=False)
     problem: BaseException | None = field(default=None, init=False)
-    _leader: int = field(default=0, init=False)
+    _leads: bool = field(default=False, init=False)
+    _publishes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.barrier = SaveBarrier("save_state", self.storage.location, self.group, default_store())
@@ -231,21 +242,15 @@ class Save:
         CollectiveMisuse if the others do something else; RuntimeError if another rank could not make the folder.
         """
         self.barrier.begin()
-        self._leader = self.barrier.leader()
+        leader = self.barrier.leader()
+        self._leads = self.group.rank == leader
+        self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
-        folder = self._meet(self.barrier.share, self._attempt(self._stage) if self._leads else None, self._leader)
+        folder = self._meet(self.barrier.share, self._attempt(self._stage) if self._leads else None, leader)
         if not self.group.shared and not self.group.each_node:  # machines stage apart what one of them publishes
             self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
-
-    @property
-    def _leads(self) -> bool:
-        return self._leader == self.group.rank
-
-    @property
-    def _publishes(self) -> bool:
-        return self.group.rank == (self._leader if self.group.each_node else 0)
 
     def settle(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
@@ -268,7 +273,10 @@ class Save:
             self._attempt(lambda: self._publish(own, listed, written))
         self._meet(self.barrier.share)
         self.barrier.leave()
-        if publishes:  # the checkpoint is saved on all ranks, whatever becomes of older ones
+        # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
+        if leads:
+            self.storage.discard()
+        if publishes:
             self.rotating(self.storage)
 
     def _attempt(self, step: Callable[[], Any]) -> Any:
@@ -284,7 +292,7 @@ class Save:
             return step(*arguments, problem=self.problem)
         except BaseException:
             if self._leads:
-                self.storage.abandon()
+                self.storage.discard()
             raise
 
     def _stage(self) -> str:
@@ -369,12 +377,10 @@ class HostBuffers:
             self._devices.add(storage.device)
         return memory.untyped_storage()
 
-    def copy_shards(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole."""
-        mine, spread = part(value), [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        made = self._take((type(value), *spread, value.size(), value.dtype, mine.shape), lambda: like(value))
-        part(made).copy_(mine)
-        return made
+    def shell(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
+        spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
+        return self._take((type(value), *spread, value.size(), value.dtype, part(value).shape), lambda: like(value))
 
     def synchronize(self) -> None:
         """Wait until the copies are complete."""
@@ -417,21 +423,29 @@ class _Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_spread(tensor):
-            return self._buffers.copy_shards(tensor)
+            mine, made = part(tensor), self._buffers.shell(tensor)
+            if type(mine) is torch.Tensor:
+                own_part(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
+            else:
+                part(made).copy_(mine)
+            return made
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
             return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
         if self._keeps_devices and tensor.device.type != "cpu":
             return tensor.clone()
+        made = torch.empty(0, dtype=tensor.dtype)
+        made.set_(self._copied(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.is_conj():
+            made = made.conj()
+        return torch_private.neg_view(made) if tensor.is_neg() else made
+
+    def _copied(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()
         key = (str(tensor.device), storage.data_ptr(), storage.nbytes())
         if key not in self._storages:
             self._storages[key] = self._buffers.copy(storage)
-        made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            made = made.conj()
-        return torch_private.neg_view(made) if tensor.is_neg() else made
+        return self._storages[key]
 
 
 def _deep(obj: Any) -> Any:
@@ -496,9 +510,9 @@ class Background:
             return
         self._thread = thread
 
-    def finish(self, reason: str | None = None) -> None:
+    def finish(self) -> None:
         """Wait until the save in flight is written, and raise what went wrong, as RuntimeError. Any rank, alone."""
-        if (problem := self.settle(reason)) is not None:
+        if (problem := self.settle()) is not None:
             raise problem
 
     def settle(self, reason: str | None = None) -> RuntimeError | None:

@@ -23,7 +23,7 @@ from accelerate.checkpoint import manifest
 from accelerate.config.enums import DistributedType
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.resume import is_stateful
-from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
+from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel, is_compiled_module
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
@@ -116,7 +116,9 @@ def is_fsdp1(model: nn.Module) -> bool:
     """Say whether a model is, or contains, a FullyShardedDataParallel."""
     # While the module is not imported there is no such model, and importing it is slow.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
+    return fsdp is not None and bool(
+        [part for part in model.modules() if isinstance(part, fsdp.FullyShardedDataParallel)]
+    )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -143,17 +145,18 @@ def _fsdp1(model: nn.Module) -> Iterator[None]:
 
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that mean one parameter, as the user wrote them."""
-    model = _unwrapped(model)
+    inner = _unwrapped(model)
     groups: dict[Any, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(canonical_name(name))
-    flat = []
-    for prefix, module in model.named_modules():
-        shared = torch_private.shared_members(module)
-        for info in shared:  # name, module's name and module; then the same of the parameter it shares
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    tied = [canonical_names(names) for names in groups.values() if len(names) > 1]
+    for prefix, module in inner.named_modules() if is_fsdp1(model) else ():
+        for info in torch_private.shared_members(
+            module
+        ):  # name, module's name and module; then the same of the parameter it shares
             inside = [(info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)]
-            flat.append([canonical_name(".".join(part for part in (prefix, *pair) if part)) for pair in inside])
-    return [names for names in groups.values() if len(names) > 1] + flat
+            tied.append(canonical_names(".".join(part for part in (prefix, *pair) if part) for pair in inside))
+    return tied
 
 
 # -- what is no model and no optimizer ---------------------------------------------------------------------------------
@@ -187,9 +190,11 @@ class Common:
 
     def loaders(self) -> list[Any]:
         """Return the loaders, those inside torch_xla's in place of these."""
-        inner = [vars(loader).get("dataloader") for loader in self.dataloaders]
-        pairs = zip(inner, self.dataloaders, strict=True)
-        return [one if isinstance(one, PreparedLoader) else loader for one, loader in pairs]
+        found = []
+        for loader in self.dataloaders:
+            inner = vars(loader).get("dataloader")
+            found.append(inner if isinstance(inner, PreparedLoader) else loader)
+        return found
 
 
 def keeps_state(loader: Any) -> bool:
@@ -222,13 +227,13 @@ def model_state(model: nn.Module, getter: Callable[..., Any] | None = None) -> M
             state = getter(model, sd_options=options)
         else:
             state = model.state_dict() if options is None else get_model_state_dict(model, options=options)
-    own = {canonical_name(name): name for name in state}
-    return ModelState({name: state[raw] for name, raw in own.items()}, own)
+    names = canonical_names(state)
+    return ModelState(dict(zip(names, state.values(), strict=True)), dict(zip(names, state, strict=True)))
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """Return the user's names of an optimizer's parameters, for each group; ValueError for one of no model."""
-    return [[canonical_name(name) for name in group] for group in _names_in_modules(optimizer, model)]
+    return list(map(canonical_names, _names_in_modules(optimizer, model)))
 
 
 def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tuple[nn.Module | None, list[list[str]]]:
@@ -253,8 +258,10 @@ def names_text(known: Mapping[int, Sequence[Sequence[str]]]) -> bytes:
 
 def _names_in_modules(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
+    flat = is_fsdp1(model)
     for name, parameter in _unwrapped(model).named_parameters():
-        inside = torch_private.member_names(parameter)  # of FSDP1's flat parameter: the names below its module
+        # Of FSDP1's flat parameter: the names below its module.
+        inside = torch_private.member_names(parameter) if flat else None
         prefix = name.rpartition(".")[0]
         names[id(parameter)] = [name] if inside is None else [f"{prefix}.{n}" if prefix else n for n in inside]
     found: list[list[str]] = []
@@ -291,11 +298,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
         with _fsdp1(model):
             raw = FullyShardedDataParallel.optim_state_dict(_unwrapped(model), inner, group=_group(model))
-        return renamed(raw, canonical_name)
+        names = [key for key in (*raw["state"], *_flat(raw["param_groups"])) if isinstance(key, str)]
+        return renamed(raw, dict(zip(names, canonical_names(names), strict=True)))
     raw = inner.state_dict()
-    order = dict(zip(_flat(raw["param_groups"]), itertools.chain(*groups), strict=True))
-    # Some optimizers keep what belongs to no parameter beside the parameters' states.
-    return renamed(raw, lambda number: order.get(number, number))
+    return renamed(raw, dict(zip(_flat(raw["param_groups"]), itertools.chain(*groups), strict=True)))
 
 
 def _group(model: nn.Module) -> Any:
@@ -354,29 +360,29 @@ def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     return made if all(shard.tensor.device.type == "cpu" for shard in made.local_shards()) else made.cpu()
 
 
-def is_memory(value: Any) -> bool:
-    """Say whether a value is a tensor or DTensor whose part on this rank is plain memory."""
-    tensor = value.to_local() if is_dtensor(value) else value
-    return type(tensor) in (torch.Tensor, nn.Parameter)
+def address_of(value: Any) -> int | None:
+    """Return the address of the memory of a tensor, or of a DTensor's part on this rank; None if that is not plain memory."""
+    tensor = value.to_local() if hasattr(value, "to_local") else value
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, nn.Parameter) else None
 
 
 def is_models_memory(state: ModelState, model: nn.Module) -> bool:
     """Say whether a model's state is the model's own memory: hooks may return copies, and FSDP1 does."""
-    values, own = list(state.values.values()), (*model.parameters(), *model.buffers())
-    if is_fsdp1(model) or not all(map(is_memory, (*values, *own))):
-        return False
-    held = {part(tensor).untyped_storage().data_ptr() for tensor in own}
-    return all(part(value).untyped_storage().data_ptr() in held for value in values)
+    held = set(map(address_of, (*model.parameters(), *model.buffers())))
+    return None not in held and held.issuperset(map(address_of, state.values.values())) and not is_fsdp1(model)
+
+
+def own_part(value: Any) -> torch.Tensor:
+    """Return what this rank has of a tensor; empty, if nothing. Without gradients it is the tensor that a DTensor or ShardedTensor holds."""
+    if hasattr(value, "local_shards"):  # a ShardedTensor
+        shards = value.local_shards()
+        value = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def part(value: Any) -> torch.Tensor:
-    """Return what this rank has of a tensor; empty, if nothing. It is no copy."""
-    if is_dtensor(value):
-        return value.to_local().detach()
-    if is_spread(value):
-        shards = value.local_shards()
-        return shards[0].tensor.detach() if shards else torch.empty(0, dtype=value.dtype)
-    return value.detach()
+    """Return what this rank has of a tensor, detached; it is no copy."""
+    return own_part(value).detach()
 
 
 @quietly()
@@ -421,11 +427,9 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
 
     # FSDP1's names keep what torch.compile put into them.
     own = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-    names = {
-        canonical_name(name): ".".join(step for step in name.split(".") if step not in own)
-        for name in itertools.chain.from_iterable(_names_in_modules(optimizer, model))
-    }
-    raw = renamed(state, lambda name: names.get(name, name))
+    written = list(itertools.chain.from_iterable(_names_in_modules(optimizer, model)))
+    kept = [".".join(step for step in name.split(".") if step not in own) for name in written]
+    raw = renamed(state, dict(zip(canonical_names(written), kept, strict=True)))
     with _fsdp1(model):
         inner = inner_optimizer(optimizer)
         return FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
@@ -434,14 +438,17 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state keyed by names as torch takes it: by numbers, and what belongs to no parameter last."""
     order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
-    states = sorted(state["state"].items(), key=lambda item: order.get(item[0], len(order)))
-    return {**state, **renamed({**state, "state": dict(states)}, lambda name: order.get(name, name))}
+    states = {name: state["state"][name] for name in order if name in state["state"]} | state["state"]
+    return {**state, **renamed({**state, "state": states}, order)}
 
 
-def renamed(state: Mapping[str, Any], new: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return an optimizer's state keyed in another way: by names, or by numbers."""
-    groups = [{**group, "params": [new(key) for key in group["params"]]} for group in state["param_groups"]]
-    return {"state": {new(key): value for key, value in state["state"].items()}, "param_groups": groups}
+def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state keyed in another way: by names, or by numbers.
+
+    Some optimizers keep what belongs to no parameter beside the parameters' states; its keys stay.
+    """
+    groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
 
 
 def _flat(groups: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import (
@@ -28,10 +28,11 @@ from accelerate.checkpoint.manifest import (
     NAME,
     DamagedCheckpoint,
     Manifest,
+    UnreadableManifest,
     number_of,
     problems,
 )
-from accelerate.runtime.durable import STAGING_PREFIX, durable, exchange, sync_folder, sync_tree
+from accelerate.runtime.durable import STAGING_PREFIX, HashedFile, durable, exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,13 @@ class CheckpointStatus:
     Attributes:
         kind: ``"complete"`` with a manifest and its files; ``"foreign"`` for a folder of another library or of an
             older version, which cannot be verified; ``"incomplete"`` for what must not be loaded; ``"absent"``.
+        unread: it is incomplete here because its manifest cannot be read, though its saving came to its end.
     """
 
     kind: Literal["complete", "foreign", "incomplete", "absent"]
     reason: str = ""
     manifest: Manifest | None = None
+    unread: bool = False
 
     @property
     def loads(self) -> bool:
@@ -92,8 +95,8 @@ class CheckpointStorage(ABC):
         """The last part of the location."""
         return os.path.basename(self.location.rstrip("/"))
 
-    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Give a `durable.DurableFile`, or what is like one, of a staged folder: there in full, or not at all. Any rank."""
+    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
+        """Give a file of a staged folder to write to: there in full when the block ends well, or not at all. Any rank."""
         return durable(os.path.join(folder, name))
 
     def upload(self, staged: str) -> None:
@@ -127,7 +130,7 @@ class CheckpointStorage(ABC):
         except NotADirectoryError:
             return CheckpointStatus("absent", "it is a file")
         except DamagedCheckpoint as error:
-            return CheckpointStatus("incomplete", str(error))
+            return CheckpointStatus("incomplete", str(error), unread=isinstance(error, UnreadableManifest))
         if listing is None:
             return CheckpointStatus("foreign", "it has no manifest: another library or an older version saved it")
         return CheckpointStatus("incomplete" if found else "complete", "; ".join(found), listing)
@@ -153,11 +156,14 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Let what was staged, manifest included, take the location. The process that staged it calls this."""
+        """Let what was staged, manifest included, take the location. The process that staged it calls this, and then `discard`."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """Remove what was staged."""
+    def discard(self) -> None:
+        """Remove what was staged or, once that is published, what it replaced. What goes wrong is a warning.
+
+        It may take long, so it comes when all ranks know what has become of the save. What a killed process leaves, the next save removes.
+        """
 
     @abstractmethod
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
@@ -279,9 +285,9 @@ class LocalStorage(CheckpointStorage):
 
         .saving_0123456789abcdef/
             .accelerate_save   says X; a folder without that file is the user's own
-            X                  being written; worth nothing if its writer is gone. With the file .publishing in the
-                               checkpoint at the location: the former one, which was exchanged with that one
-            .former            the former one, until what is the user's own in it is in the new one
+            X                  being written; worth nothing if its writer is gone
+            .former            the former one, until what is the user's own in it is in the new one; before the two are
+                               exchanged, for a moment, the new one
             .removed           being removed
 
     The file .lock_X is locked while a process saves or removes.
@@ -291,8 +297,8 @@ class LocalStorage(CheckpointStorage):
         # What a link points to is replaced, not the link.
         super().__init__(os.path.realpath(path))
         self._staged = ""
-        self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
-        self._removal = self._save
+        self._aside = ""  # the hidden folder; also when what was staged in it has left it
+        self._lock = contextlib.ExitStack()
 
     def _asides(self) -> list[str]:
         """Return the hidden folders of saves and removals of this checkpoint."""
@@ -358,15 +364,15 @@ class LocalStorage(CheckpointStorage):
                 raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
             self._refuse_what_stays()
         _make_folder(os.path.dirname(self.location))
-        self.abandon()
-        with contextlib.ExitStack() as save:
-            save.enter_context(self.locked())
-            aside = self._make_aside()
-            self._removal = save.enter_context(contextlib.ExitStack())
-            self._removal.callback(_discard, aside, self.name)
-            self._staged = os.path.join(aside, self.name)
+        self.discard()
+        try:
+            self._lock.enter_context(self.locked())
+            self._aside = self._make_aside()
+            self._staged = os.path.join(self._aside, self.name)
             os.mkdir(self._staged)
-            self._save = save.pop_all()
+        except BaseException:
+            self.discard()
+            raise
         return self._staged
 
     def _refuse_what_stays(self) -> None:
@@ -391,55 +397,59 @@ class LocalStorage(CheckpointStorage):
                 Path(path, _PLACE).write_bytes(os.fsencode(self.name))
                 return path
 
-    def abandon(self) -> None:
-        """Remove what was staged."""
-        self._save.close()
-
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
-        aside = os.path.dirname(self._staged)
-        sync_tree(aside)
-        if not os.path.lexists(self.location):
+        sync_tree(self._aside)
+        former = os.path.join(self._aside, _FORMER)
+        if not (replaces := os.path.lexists(self.location)):
             os.rename(self._staged, self.location)
         else:
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
-            Path(self._staged, manifest.PUBLISHING_MARKER).touch()
-            if not exchange(self._staged, self.location):
-                with open(os.path.join(aside, _PLACE), "rb") as file:
+            os.rename(self._staged, former)  # the name of what lies there once the two are exchanged
+            if not exchange(former, self.location):
+                os.rename(former, self._staged)
+                with open(os.path.join(self._aside, _PLACE), "rb") as file:
                     os.fsync(file.fileno())  # between the renames nothing else says where the checkpoint is
-                os.rename(self.location, os.path.join(aside, _FORMER))
+                os.rename(self.location, former)
                 os.rename(self._staged, self.location)
-        self._removal.pop_all()  # what is staged from now on is the former one, with what is the user's own
+        self._staged = ""
         sync_folder(os.path.dirname(self.location))
-        with warned(f"What was at {self.location} before could not be removed from {aside}"):  # the next save does it
-            self._settle(aside)
-        self._save.close()
+        if replaces:
+            self._settle(self._aside)
+
+    def discard(self) -> None:
+        """Remove what was staged or, once that is published, what it replaced; then the lock is free."""
+        if self._staged:
+            with warned(f"{self._staged} could not be removed"):
+                os.rename(self._staged, os.path.join(self._aside, _GONE))
+                self._settle(self._aside)  # the former one may have left its location
+        if self._aside:
+            _remove(self._aside)
+        self._staged = self._aside = ""
+        self._lock.close()
 
     def _complete(self) -> None:
         """Bring publishes to their end from whichever step they have come to, and remove what is worth nothing. Needs the lock."""
         for aside in self._asides():
             self._settle(aside)
+            _remove(aside)
         for entry in _scan(os.path.dirname(self.location)):
             if _HIDDEN.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # not empty
                     os.rmdir(entry.path)
 
     def _settle(self, aside: str) -> None:
-        """Bring the publish of a hidden folder to its end. Needs the lock."""
-        marker = Path(self.location, manifest.PUBLISHING_MARKER)
+        """Complete the publish of a hidden folder: what is left in it then is worth nothing. Needs the lock."""
         new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
-        if os.path.isdir(new) and os.path.lexists(marker):
-            os.rename(new, former)
-        if os.path.isdir(former) and not os.path.lexists(self.location):
-            os.rename(new if os.path.isdir(new) else former, self.location)
-            sync_folder(os.path.dirname(self.location))
-        # It says that what lies aside is the former one, so it must be gone before the next checkpoint is staged.
-        marker.unlink(missing_ok=True)
-        with warned(f"What was at {self.location} before lies in {former}, and could not be removed"):
+        with warned(f"What was at {self.location} before is still in {aside}"):  # the next save goes on with it
+            if os.path.isdir(former) and not os.path.lexists(self.location):
+                os.rename(new if os.path.isdir(new) else former, self.location)
+                sync_folder(os.path.dirname(self.location))
             if os.path.isdir(former):
                 _carry_over(former, self.location, _parts_of(former))
-            _discard(aside, _FORMER if os.path.isdir(former) else self.name)
+            for worthless in filter(os.path.isdir, (former, new)):
+                os.rename(worthless, os.path.join(aside, _GONE))
 
     def remove(self) -> None:
         """Remove the checkpoint; it is out of sight before its first file goes."""
@@ -448,7 +458,7 @@ class LocalStorage(CheckpointStorage):
             try:
                 os.rename(self.location, os.path.join(aside, _GONE))
             finally:
-                _discard(aside, self.name)
+                _remove(aside)
 
     def sweep(self) -> None:
         """Remove what killed runs left among the checkpoints here."""
@@ -517,12 +527,16 @@ def _asides(folder: str) -> list[tuple[str, str]]:
     return found
 
 
-def _discard(aside: str, name: str) -> None:
-    """Remove what is called `name` in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
+def _remove(aside: str) -> None:
+    """Remove what is worth nothing in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
     gone = os.path.join(aside, _GONE)
-    with contextlib.suppress(OSError):
-        os.rename(os.path.join(aside, name), gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    if os.path.isdir(gone):
+        with warned(f"{gone} could not be removed"):
+            try:
+                shutil.rmtree(gone)
+            except OSError:
+                shutil.rmtree(gone, ignore_errors=True)  # the rest of it
+                raise
     with contextlib.suppress(OSError):
         if os.listdir(aside) == [_PLACE]:
             os.unlink(os.path.join(aside, _PLACE))
@@ -558,7 +572,7 @@ def _parts_of(folder: str) -> list[str]:
         listed += Manifest.read(folder).files
     unlisted = {*os.listdir(folder)} - {name.split("/")[0] for name in listed}
     named = [entry for entry in unlisted if manifest.is_checkpoint_file(entry) or manifest.is_shard_file(entry)]
-    return [*listed, *named, manifest.PUBLISHING_MARKER, NAME]
+    return [*listed, *named, NAME]
 
 
 def _carry_over(former: str, folder: str, parts: Collection[str]) -> None:

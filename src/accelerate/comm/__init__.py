@@ -1,6 +1,7 @@
 """How processes exchange tensors and objects: one `Communicator` per way of cooperating."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from accelerate.runtime import storage
 
 _SINGLE = base.Communicator()
 _live: dict[str, base.Communicator] = {}
-_side_groups: weakref.WeakKeyDictionary[base.Communicator, dict[bool, Any]] = weakref.WeakKeyDictionary()
+_side_groups: weakref.WeakKeyDictionary[base.Communicator, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
@@ -47,6 +48,14 @@ def side_group(apart: bool = False) -> Any | None:
     if apart not in made:
         made[apart] = dist.new_group(backend="gloo")
     return made[apart]
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """Return the process group of some ranks, made once: torch finds the addresses of a former one where it makes it again. These ranks alone."""
+    made = _side_groups.setdefault(current(), {})
+    if (key := tuple(ranks)) not in made:
+        made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made[key]
 
 
 def _xla() -> base.Communicator:

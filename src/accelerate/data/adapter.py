@@ -111,9 +111,8 @@ def division(loader: DataLoader) -> tuple[Any, int, int] | None:
             if isinstance(parts, int) and isinstance(index, int) and parts > 1:
                 return part, parts, index
         inner = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
-        others = (
-            one for one in getattr(part, "__dict__", {}).values() if isinstance(one, Sampler) and one is not part
-        )
+        values = getattr(part, "__dict__", {}).values()
+        others = (value for value in values if isinstance(value, Sampler) and value is not part)
         part = next(others, None) if inner is None else inner
     return None
 
@@ -123,9 +122,8 @@ def deals_out(loader: DataLoader, parts: int) -> bool:
     sampler = None if is_stream(loader) else get_sampler(loader)
     if not isinstance(sampler, DistributedSampler):
         return False
-    as_torch = type(sampler).__iter__ is DistributedSampler.__iter__ or type(sampler).__module__.startswith(
-        "torchdata."
-    )
+    kind = type(sampler)
+    as_torch = kind.__iter__ is DistributedSampler.__iter__ or kind.__module__.startswith("torchdata.")
     return as_torch and sampler.num_replicas == parts
 
 

@@ -167,16 +167,11 @@ def can_shard_itself(dataset: Any, num_shards: int) -> bool:
 
 def has_buffer(dataset: Any) -> bool:
     """Whether a stream of the library `datasets` shuffles in a buffer, which its state leaves out: samples would be lost."""
-    return any("BufferShuffled" in type(stage).__name__ for stage in _stages(dataset))
-
-
-def _stages(dataset: Any) -> list[Any]:
-    """The stages that a stream of the library `datasets` goes through."""
-    stages = [getattr(dataset, "_ex_iterable", None)]
+    stages = [getattr(dataset, "_ex_iterable", None)]  # what it goes through; grows while it is walked
     for stage in stages:
         below = (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ()))
         stages += [inner for inner in below if inner]
-    return stages
+    return any("BufferShuffled" in type(stage).__name__ for stage in stages)
 
 
 def restores(loader: DataLoader) -> bool:
@@ -271,9 +266,8 @@ def _stop(communicator: Communicator, loop: int, step: int, status: int, item: A
     """Learn from all ranks why they stop here: raise if one failed or is elsewhere, or tell on the main process what is left over."""
     error = f"{type(item).__name__}: {item}" if status == _FAILED else ""
     ranks: dict[int, list[str]] = {_FAILED: [], _ENDED: [], _READY: []}
-    for rank, (other_loop, other_step, other, text) in enumerate(
-        communicator.gather_object((loop, step, status, error))
-    ):
+    answers = communicator.gather_object((loop, step, status, error))
+    for rank, (other_loop, other_step, other, text) in enumerate(answers):
         if (other_loop, other_step) != (loop, step):
             raise RuntimeError(
                 f"Processes are at different places: rank {communicator.rank} reads batch {step} of its loop number {loop}, rank "

@@ -230,7 +230,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
         """Yield the batches of an epoch, from the position to continue at if there is one."""
-        raise NotImplementedError
+        return self._run(pending, None)
 
     # What is known about it ------------------------------------------------------------------------------------------
 
@@ -283,9 +283,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             state = noted.loader
         else:
             state = super().state_dict() if is_stateful(self.base_dataloader) else {}
-        # What a dataset says of itself stays as it is.
         position = resume.capture(self)
-        own = {name: position.pop(name) for name in ("dataset_state",) if name in position}
+        # What a dataset says of itself stays as it is.
+        own = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
         return {**state, resume.KEY: resume.plain_states(position) | own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -470,6 +470,3 @@ class SkipDataLoader(PreparedLoader):
     """
 
     __module__ = "accelerate.data_loader"
-
-    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        return self._run(pending, None)

@@ -177,6 +177,7 @@ def make(
     """Work out who reads what of a loader that is not sharded yet; `layouts` has the shard of each process."""
     count, own, stream = layouts[0].num_shards, layouts[process_index].shard_index, is_stream(dataloader)
     batching = batching_sampler(dataloader)
+    order = batching.sampler if type(batching) is BatchSampler else batching
     drop_last = bool(dataloader.drop_last or getattr(batching, "drop_last", False))
     total, size = adapter.samples_per_epoch(dataloader), _batch_size(dataloader, batching, reading)
     dealt_out = reading == SPLIT_ALREADY and _is_plain(dataloader, batching) and adapter.deals_out(dataloader, count)
@@ -220,17 +221,15 @@ def make(
         sampler=adapter.sampler_kind(dataloader),
         drop_last=drop_last,
         uneven=count > 1 and (unseen or reading in (BY_PIECES, PER_NODE)),
-        walked=count > 1 and reading == OWN_SHARD and not _has_tensor_order(batching),
+        walked=count > 1 and reading == OWN_SHARD and not has_tensor_order(order),
         readers=tuple(readers) if reading == PER_NODE else (),
     )
 
 
 def _dealt_out(sampler: Any, size: int, shards: int, drop_last: bool) -> tuple[list[Any], int]:
     """What each shard holds of a `DistributedSampler`, whose last shards end with a repeated sample; and all its samples."""
-    [(taken, _, batches)], samples = (
-        shards_of(len(sampler), size, 1, drop_last=drop_last, fill="nothing"),
-        len(sampler.dataset),
-    )
+    [(taken, _, batches)] = shards_of(len(sampler), size, 1, drop_last=drop_last, fill="nothing")
+    samples = len(sampler.dataset)
     repeated = max(0, sampler.total_size - samples) if taken == len(sampler) else 0
     fills = [int(shard >= shards - repeated) for shard in range(shards)]
     return [(taken - fill, fill, batches) for fill in fills], samples
@@ -242,10 +241,6 @@ def _is_plain(dataloader: DataLoader, batching: Any) -> bool:
         return adapter.iterates_plainly(dataloader) and dataloader.num_workers < 2
     unbatched = dataloader.batch_sampler is None and not isinstance(batching, BatchSampler)
     return adapter.iterates_plainly(dataloader) and (unbatched or type(batching) is BatchSampler)
-
-
-def _has_tensor_order(batching: Any) -> bool:
-    return has_tensor_order(batching.sampler if type(batching) is BatchSampler else batching)
 
 
 def _batch_size(dataloader: DataLoader, batching: Any, reading: str) -> int | None:

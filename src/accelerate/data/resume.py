@@ -219,9 +219,10 @@ def kept(loader: PreparedLoader) -> Callable[[], None]:
 
 def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loader") -> None:
     """Refuse, before anything has changed, a position within an epoch of other data (ValueError). Any rank, alone."""
-    saved, own = position.get("data"), loader._data()
+    saved = position.get("data")
     if saved is None or position["batches"] == 0:
         return
+    own = loader._data()
     for part, label in (("length", "a dataset of {} samples"), ("sampler", "the sampler {}")):
         if saved[part] != own[part] and None not in (saved[part], own[part]):
             raise ValueError(

@@ -53,23 +53,29 @@ def counters() -> dict[str, int]:
 def describe(frame: FrameType) -> tuple[str, str]:
     """Return the call site of a stack, and what was called there."""
     below: list[str] = []
-    site, site_file, outermost = "", "", frame
-    for each in _outward(frame):
-        file, outermost, outside = each.f_code.co_filename, each, _is_users(each)
-        if outside and not site:
-            site, site_file = _line(each), file
-        elif not site:
-            below.append(f"{each.f_globals.get('__name__', '?')}.{each.f_code.co_name}")
-        elif outside and any(part in site_file for part in _PACKAGES) and not any(part in file for part in _PACKAGES):
-            site = f"{site}, called from {_line(each)}"
-            break
-    if not site:  # a script of this library's own
-        return _line(outermost), below[0] if below else ""
-    return site, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and not any(part in file for part in _PACKAGES))
+    site: FrameType | None = None
+    caller: FrameType | None = None  # of a site in an installed package: who called that
+    in_package = False
+    each: FrameType | None = frame
+    while each is not None and caller is None:
+        frame, each = each, each.f_back
+        file = frame.f_code.co_filename
+        installed = _PACKAGES[0] in file or _PACKAGES[1] in file
+        standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not installed)
+        outside = not (standard or file.startswith((_OURS, _TORCH)))
+        if site is None:
+            if outside:
+                site, in_package = frame, installed
+                if not installed:
+                    break
+            else:
+                below.append(f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}")
+        elif outside and in_package and not installed:
+            caller = frame
+    if site is None:  # a script of this library's own
+        return _line(frame), below[0] if below else ""
+    line = _line(site) if caller is None else f"{_line(site)}, called from {_line(caller)}"
+    return line, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
 
 
 def _line(frame: FrameType) -> str:
@@ -142,7 +148,9 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_users(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return not (file.startswith((_OURS, _TORCH)) or _is_standard(file))
+    installed = any(part in file for part in _PACKAGES)
+    standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not installed)
+    return not (standard or file.startswith((_OURS, _TORCH)))
 
 
 def stack(frame: FrameType) -> list[str]:

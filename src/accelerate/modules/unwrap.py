@@ -291,7 +291,12 @@ def canonical_name(name: str) -> str:
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
     """
-    return ".".join([part for part in name.split(".") if part not in INNER_ATTRIBUTES])
+    return ".".join([step for step in name.split(".") if step not in INNER_ATTRIBUTES])
+
+
+def canonical_names(names: Iterable[str]) -> list[str]:
+    """Return `canonical_name` of each of some names."""
+    return list(map(canonical_name, names))
 
 
 def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
@@ -302,6 +307,8 @@ def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
     """
     known, found = set(wanted), list(found)
     pairs = {name: name for name in found if name in known}
+    if len(pairs) == len(found):
+        return pairs
     partners = _by_bare_name(known.difference(pairs))
     for bare, names in _by_bare_name(name for name in found if name not in pairs).items():
         if len(names) == len(partners.get(bare, ())) == 1:
@@ -311,8 +318,9 @@ def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[canonical_name(name).removeprefix("module.")].append(name)
+    names = list(names)
+    for name, bare in zip(names, canonical_names(names), strict=True):
+        groups[bare.removeprefix("module.")].append(name)
     return groups
 
 

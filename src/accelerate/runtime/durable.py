@@ -13,12 +13,14 @@ import contextlib
 import ctypes
 import errno
 import functools
+import io
 import mmap
 import os
 import re
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -33,8 +35,8 @@ CHUNK = 16 << 20
 
 # How much is written at a time, before the disk begins with it: so little that it is nearly done when a file of some megabytes is closed.
 _BLOCK = 2 << 20
-# Smaller pieces than this are collected until they are more than a step.
-_SMALL, _STEP = 64 << 10, 1 << 20
+# Smaller pieces are collected until they are so much.
+_STEP = 1 << 20
 
 # Advice: to read and map pages of a file in one go, several times faster than a fault at a time (kernels from 5.14 know it); and
 # to take huge pages, so that new memory is filled twice as fast.
@@ -123,11 +125,11 @@ def combined(pieces: Iterable[bytes]) -> str:
 
 def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> list[bytes]:
     """Return the digests of pieces of a file of `size`, each of which starts at a multiple of ``CHUNK``."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor, name, starts = os.open(path, os.O_RDONLY), os.fspath(path), list(starts)
     try:
-        return each(
-            lambda start: _digest(descriptor, start, min(start + CHUNK, size), os.fspath(path)), starts, threads
-        )
+        if len(starts) == 1:  # most files are one piece
+            return [_digest(descriptor, starts[0], min(starts[0] + CHUNK, size), name)]
+        return each(lambda start: _digest(descriptor, start, min(start + CHUNK, size), name), starts, threads)
     finally:
         os.close(descriptor)
 
@@ -158,120 +160,172 @@ def advise(address: int, length: int, advice: int) -> bool:
     return _call("madvise", "void_p", "size_t", "int")(begin, address + length - begin, advice) == 0
 
 
-def copy_mapped(target: int, source: int, length: int) -> None:
-    """Copy memory, of which `source` may be a mapped file: OSError, where a plain copy ends the process, if a page cannot be read.
+def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
+    """Copy memory, which may be a mapped file's: OSError, where a plain copy ends the process, if a page cannot be read.
 
     Args:
-        target, source: addresses; length: bytes.
+        copies: address to copy to, address to copy from, and bytes, of each piece of memory.
 
     Source: https://man7.org/linux/man-pages/man2/process_vm_readv.2.html
     """
-    read, done = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"), 0
-    while read is not None and done < length:
-        count = min(length - done, 1 << 30)  # what is returned is an int
-        there, here = ((ctypes.c_size_t * 2)(address + done, count) for address in (target, source))
-        copied = read(os.getpid(), there, 1, here, 1, 0)
-        if copied <= 0:
-            if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
-                break
-            raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
-        done += copied
-    ctypes.memmove(target + done, source + done, length - done)
+    read, own, span = (
+        _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"),
+        os.getpid(),
+        ctypes.c_size_t * 2,
+    )
+    for target, source, length in copies:
+        done = 0
+        while read is not None and done < length:
+            count = min(length - done, 1 << 30)  # what is returned is an int
+            copied = read(own, span(target + done, count), 1, span(source + done, count), 1, 0)
+            if copied <= 0:
+                if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
+                    break
+                raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
+            done += copied
+        ctypes.memmove(target + done, source + done, length - done)
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
-class DurableFile:
-    """A file that is written once, from its beginning to its end, hashed, and on the disk when it is closed.
+class Sink(io.RawIOBase, ABC):
+    """Where the bytes of a file go, from its beginning to its end; they are hashed on the way.
 
-    The disk begins with each block while the next one is written, so that it has little left to do at the end.
-    `problem` is why it could not be written.
+    `problem` is why they could not be stored.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = os.fspath(path)
-        self.problem: OSError | None = None
+    def __init__(self) -> None:
         self.checksum = Checksum()
-        self._held = bytearray()  # small pieces, which are written together
-        self._begun = 0  # the disk has begun with so much
-        self._since = time.monotonic()
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self.problem: Exception | None = None
+
+    def writable(self) -> bool:
+        """Say that it may be written to."""
+        return True
+
+    def tell(self) -> int:
+        """Return how many bytes have been stored."""
+        return self.checksum.size
 
     def write(self, data: Any) -> int:
-        """Write all of a contiguous buffer, and return how many bytes that are."""
+        """Store all of a contiguous buffer, and return how many bytes that are."""
         view = memoryview(data).cast("B")
-        self._held += view[:_SMALL] if len(view) <= _SMALL else b""
-        if len(view) > _SMALL or len(self._held) > _STEP:
-            held, self._held = self._held, bytearray()
-            self._put(memoryview(held))
-            self._put(view if len(view) > _SMALL else view[:0])
-        return len(view)
-
-    def _put(self, view: memoryview) -> None:
         for start in range(0, len(view), _BLOCK):
             part = view[start : start + _BLOCK]
             self.checksum.update(part)
-            with self._naming():
-                while len(part):
-                    part = part[os.write(self._descriptor, part) :]
-            if (ready := self.checksum.size - self._begun) >= _BLOCK:
-                _start_writing(self._descriptor, self._begun, ready)
-                self._begun += ready
-                _rest(time.monotonic() - self._since)
-                self._since = time.monotonic()
-
-    def tell(self) -> int:
-        """Return how many bytes have been written."""
-        return self.checksum.size + len(self._held)
-
-    def flush(self) -> None:
-        """Do nothing: only what is closed counts."""
-
-    def close(self) -> None:
-        """Wait until the disk has everything."""
-        held, self._held = self._held, bytearray()  # torch's writer closes what it is given, too
-        self._put(memoryview(held))
-        with self._naming():
-            os.fsync(self._descriptor)
-            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
-                raise OSError(errno.EBUSY, "Another process writes this file at the same time", self.path)
-
-    def release(self) -> None:
-        """Let go of the file, finished or not."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+            with self.naming():
+                self.store(part)
+        return len(view)
 
     @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:  # a descriptor does not know its file's name
-            self.problem = OSError(error.errno or errno.EIO, error.strerror or str(error), self.path)
-            raise self.problem from None
+    @abstractmethod
+    def naming(self) -> Iterator[None]:
+        """Let an error name the file, and be the `problem`."""
+
+    @abstractmethod
+    def store(self, part: memoryview) -> None:
+        """Store a block."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Let the file be there in full."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Give up: nothing is left of the file."""
+
+
+class HashedFile(io.BufferedWriter):
+    """Collects what a `Sink` gets in small pieces. What was written counts once the sink has finished; see `hashed`."""
+
+    @property
+    def checksum(self) -> Checksum:
+        """The checksum of what the sink has."""
+        return self.raw.checksum  # type: ignore[attr-defined]
+
+    def flush(self) -> None:
+        """Do nothing: only what is finished counts."""
+
+    close = flush  # torch's writer closes what it is given
+
+    def finish(self) -> None:
+        """Let the file be there in full."""
+        super().flush()
+        self.raw.finish()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def durable(path: Path) -> Iterator[DurableFile]:
-    """Write a file aside that takes its place, complete and on the disk, when the block ends well, else nothing."""
-    folder, name = os.path.split(os.fspath(path))
-    aside = os.path.join(folder, STAGING_PREFIX + name)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(aside)  # of a process that was killed
-    file = DurableFile(aside)
+def hashed(sink: Sink) -> Iterator[HashedFile]:
+    """Give the file of a sink to write to, which is there in full when the block ends well, else not at all."""
     try:
+        file = HashedFile(sink, _STEP)
         yield file
-        file.close()
-        file.release()
-        os.replace(aside, path)
+        file.finish()
     except BaseException as error:
-        file.release()
-        with contextlib.suppress(OSError):
-            os.unlink(aside)
-        if file.problem is not None and error is not file.problem:
-            raise file.problem from error  # torch's writer, for one, reports something else when its file is full
+        sink.discard()
+        if sink.problem is not None and error is not sink.problem:
+            raise sink.problem from error  # torch's writer, for one, reports something else when its file fails
         raise
+
+
+class _DiskSink(Sink):
+    """A file that is written aside, and takes its place when the disk has it.
+
+    The disk begins with each block while the next one is written, so that it has little left to do at the end.
+    """
+
+    _descriptor = -1
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        folder, name = os.path.split(path)
+        self._path, self._aside = path, os.path.join(folder, STAGING_PREFIX + name)
+        self._begun = 0  # the disk has begun with so much
+        self._since = time.monotonic()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._aside)  # of a process that was killed
+        self._descriptor = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def store(self, part: memoryview) -> None:
+        while len(part):
+            part = part[os.write(self._descriptor, part) :]
+        if (ready := self.checksum.size - self._begun) >= _BLOCK:
+            _start_writing(self._descriptor, self._begun, ready)
+            self._begun += ready
+            _rest(time.monotonic() - self._since)
+            self._since = time.monotonic()
+
+    def finish(self) -> None:
+        with self.naming():
+            os.fsync(self._descriptor)
+            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._aside)):
+                raise OSError(errno.EBUSY, "Another process writes this file at the same time")
+        self.close()
+        os.replace(self._aside, self._path)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        super().close()
+
+    def discard(self) -> None:
+        self.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._aside)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a descriptor does not know its file's name
+            self.problem = OSError(error.errno or errno.EIO, error.strerror or str(error), self._aside)
+            raise self.problem from None
+
+
+def durable(path: Path) -> contextlib.AbstractContextManager[HashedFile]:
+    """Write a file aside that takes its place, complete and on the disk, when the block ends well, else nothing."""
+    return hashed(_DiskSink(os.fspath(path)))
 
 
 @contextlib.contextmanager
@@ -317,7 +371,12 @@ _LEADS_OUT = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|[^/]:)|[\\\0]" + "|:" * (os.
 
 def is_inside(name: Any) -> bool:
     """Say whether a path that a manifest or an index of shards gives stays within its folder, on every system."""
-    return isinstance(name, str) and _LEADS_OUT.search(name) is None
+    return not outside((name,))
+
+
+def outside(names: Iterable[Any]) -> list[Any]:
+    """Return those of some paths that `is_inside` refuses."""
+    return [name for name in names if not isinstance(name, str) or _LEADS_OUT.search(name) is not None]
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
-from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common, tensor_device
+from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
+from accelerate.training import readers
 from accelerate.training.prepared import Facade
+from accelerate.training.readers import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ def load_state(
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     storage = _storage(accelerator, input_dir)
-    search = _Search(accelerator, storage, latest or input_dir is None)
+    search = _Search(accelerator, storage, latest or input_dir is None, readers.wished())
+    deciding = {**model_options, "strict": not model_options.get("strict", True), "load_kwargs": load_kwargs}
     group, replaced = Group.of(accelerator, storage), 0
     while True:
         barrier = SaveBarrier("load_state", storage.location, group, default_store())
@@ -68,9 +70,10 @@ def load_state(
             raise refusal
         chosen = _Chosen.of(search, barrier, group, answer)
         try:
+            chosen.readers = Readers.chosen(accelerator, answer["readers"], chosen.listing, deciding)
             contents = _read_together(accelerator, barrier, chosen, options, model_options)
             if contents is not None:
-                _complete(accelerator, barrier, contents, model_options)
+                _complete(accelerator, barrier, contents, chosen.readers, model_options)
                 break
         except _Damaged as error:
             if not search.latest:
@@ -113,6 +116,7 @@ class _Search:
     """Finds the checkpoint to load: the leader alone, but for `pass_over`.
 
     Attributes:
+        readers: who reads models and optimizers, None for what is usual.
         passed: why checkpoints were passed over, by location.
         damaged: those of them that some rank found damaged, with the names of their saves.
     """
@@ -120,6 +124,7 @@ class _Search:
     accelerator: Facade
     storage: CheckpointStorage
     latest: bool
+    readers: str | None = None
     passed: dict[str, str] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
 
@@ -142,8 +147,14 @@ class _Search:
         if state.manifest is None:
             logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
         folder = storage.fetch() if storage.shared else ""
-        following = self.following_number(storage)
-        return {"location": storage.location, "save": _name_of(state), "folder": folder, "following": following}
+        machines = self.accelerator.num_processes // _place(self.accelerator)[1]
+        return {
+            "location": storage.location,
+            "save": _name_of(state),
+            "folder": folder,
+            "following": self.following_number(storage),
+            "readers": self.readers or readers.usual(storage.location, state.manifest, machines),
+        }
 
     def _newest(self) -> tuple[CheckpointStorage, CheckpointStatus] | None:
         """Return the newest checkpoint that may be loaded; what lies before it is not looked at."""
@@ -196,8 +207,8 @@ def _no(kind: type[Exception], text: str, nothing: bool = False) -> dict[str, An
 
 
 def _refusal(answer: dict[str, Any]) -> Exception | None:
-    kinds = ValueError, FileNotFoundError, OSError, DamagedCheckpoint
-    return next((kind(answer["text"]) for kind in kinds if kind.__name__ == answer.get("error")), None)
+    kinds = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError, DamagedCheckpoint)}
+    return kinds[answer["error"]](answer["text"]) if "error" in answer else None
 
 
 def _name_of(state: CheckpointStatus) -> str:
@@ -218,6 +229,8 @@ class _Chosen:
         save: the name of the save, None where it could not be read.
         problems: what is wrong with this machine's copy, found by its leader.
         following: the next automatic number.
+        listing: the manifest, None without one.
+        readers: who reads models and optimizers, None if every rank does.
     """
 
     storage: CheckpointStorage
@@ -225,6 +238,8 @@ class _Chosen:
     save: str | None
     problems: list[str]
     following: int | None
+    listing: Manifest | None = None
+    readers: Readers | None = None
 
     @classmethod
     def of(cls, search: _Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
@@ -241,14 +256,11 @@ class _Chosen:
         if group.each_node and following is not None:  # a machine may have one more
             leads = group.rank == barrier.leader()
             following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
+        listing = None
         with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
-            folder = CheckpointFolder(folder, Manifest.read(folder), _place(search.accelerator), storage.bring)
-        return cls(storage, folder, save, problems, following)
-
-    @property
-    def listing(self) -> Manifest | None:
-        """The manifest, None without one."""
-        return self.folder.listing if isinstance(self.folder, CheckpointFolder) else None
+            listing = Manifest.read(folder)
+            folder = CheckpointFolder(folder, listing, _place(search.accelerator), storage.bring)
+        return cls(storage, folder, save, problems, following, listing)
 
     @property
     def wrong(self) -> list[str]:
@@ -274,6 +286,10 @@ class _Chosen:
         if self.listing is None or self.problems or self.replaced():
             return
         shared, own = _read_by(self.listing, rank, by_parts)
+        if self.readers is not None:
+            weights = [name for name in shared if _WEIGHTS.fullmatch(name)]
+            shared = [name for name in shared if name not in weights]
+            own += weights if self.readers.reads else []
         self.folder.differences(dict.fromkeys(shared), shared=True)
         self.folder.differences(dict.fromkeys(own))
 
@@ -307,22 +323,19 @@ _OF_RANK = re.compile(
     r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin"
 )
 _PARTS = re.compile(r"[^/]+/(?:__\d+_\d+\.distcp|[^/]*_states\.pt)")
+# Whole models and optimizers.
+_WEIGHTS = re.compile(r"(?:model|pytorch_model|optimizer)(?:[_-].*)?\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
 def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], list[str]]:
     """Return the files that every rank reads, and those that this one reads alone."""
-    owners = {
-        name: next(int(n) for n in found.groups() if n)
-        for name in listing.files
-        if (found := _OF_RANK.fullmatch(name))
-    }
+    owners = {name: int(found[found.lastindex]) for name in listing.files if (found := _OF_RANK.fullmatch(name))}
     # A rank that was not there when the checkpoint was saved begins with the random states of the first one.
     mine = rank if manifest.random_states_file(rank) in listing.files else 0
     own = [name for name, owner in owners.items() if owner in (rank, mine)]
     others = {*owners, *(filter(_PARTS.fullmatch, listing.files) if by_parts else ())}
-    return [
-        name for name in listing.files if name not in others and not name.startswith(f"{manifest.PARTS_FOLDER}/")
-    ], own
+    parts = f"{manifest.PARTS_FOLDER}/"
+    return [name for name in listing.files if name not in others and not name.startswith(parts)], own
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -339,11 +352,14 @@ def _read_together(
     _, problem = _attempted(lambda: chosen.verify(accelerator.process_index, accelerator._backend.saves_shards))
     if not _may_go_on(barrier, chosen, problem):
         return None
-    contents, problem = _attempted(lambda: _read(accelerator, chosen.folder, options, model_options))
+    reads = chosen.readers is None or chosen.readers.reads
+    contents, problem = _attempted(lambda: _read(accelerator, chosen.folder, options, model_options, reads))
     may_go_on = False
     try:
         # Before any rank gives its objects anything: they may have collectives of their own.
         may_go_on = _may_go_on(barrier, chosen, problem)
+        if may_go_on and chosen.readers is not None:
+            chosen.readers.outline(contents)
         return contents if may_go_on else None
     finally:
         if contents is not None and not may_go_on:
@@ -376,9 +392,17 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
     return False
 
 
-def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, model_options: dict[str, Any]) -> None:
+def _complete(
+    accelerator: Facade,
+    barrier: SaveBarrier,
+    contents: Contents,
+    others: Readers | None,
+    model_options: dict[str, Any],
+) -> None:
     """Give the objects their states if none refuses its own on any rank, else give back what they had."""
-    _, problem = _attempted(lambda: contents.begin(**model_options))
+    _, problem = _attempted(lambda: others and others.fit(accelerator, contents))
+    if problem is None:
+        _, problem = _attempted(lambda: contents.begin(**model_options))
     try:
         barrier.share(problem=problem)
     except BaseException:
@@ -386,13 +410,21 @@ def _complete(accelerator: Facade, barrier: SaveBarrier, contents: Contents, mod
         raise
     attributes, problem = _attempted(contents.complete)
     barrier.share(problem=problem)  # no rank may go on while another has other states
+    if others is not None:
+        _, problem = _attempted(lambda: others.broadcast(accelerator))
+        barrier.share(problem=problem)
     barrier.leave()
     for name, value in attributes.items():
         setattr(accelerator, name, value)
 
 
-def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
-    """Read all states. A rank that fails goes on, because the others wait for it where they read together, and raises at the end."""
+def _read(
+    accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any], reads: bool
+) -> Contents:
+    """Read all states, but for models and optimizers where another rank `reads` them for this one.
+
+    A rank that fails goes on, because the others wait for it where they read together, and raises at the end.
+    """
     backend, problems = accelerator._backend, []
     common = Common.of(accelerator, backend.checkpointed_schedulers(accelerator))
     contents = Contents(folder, common)
@@ -410,7 +442,7 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
         with noted():
             _check_custom(folder, common.custom)
             contents = read_common(common, folder, options["load_kwargs"])
-        for index, optimizer in enumerate(accelerator.prepared.optimizers):
+        for index, optimizer in enumerate(accelerator.prepared.optimizers if reads else ()):
             with noted():
                 state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
                 if isinstance(state, Deferred):
@@ -418,8 +450,9 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
                     state = state.state
                 if state is not None:
                     contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
-        with noted():
-            _read_models(accelerator, contents, folder, options, model_options)
+        if reads:
+            with noted():
+                _read_models(accelerator, contents, folder, options, model_options)
         if problems:
             raise problems[0]
     except BaseException:
@@ -430,9 +463,9 @@ def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_optio
 
 
 def _check_custom(folder: str, custom: Sequence[Any]) -> None:
-    pattern = re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl"
     files = folder.listing.files if isinstance(folder, CheckpointFolder) else os.listdir(folder)
-    if (saved := sum(re.fullmatch(pattern, file) is not None for file in files)) != len(custom):
+    saved = len(re.findall(rf"^{manifest.CUSTOM_NAME}_\d+\.pkl$", "\n".join(files), re.MULTILINE))
+    if saved != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."

@@ -9,7 +9,7 @@ import platform
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, BinaryIO
 
@@ -54,7 +54,7 @@ class _DtypeRecord:
     def __setstate__(self, state: Any) -> None:
         _, order, *more = state
         # Only a text's length stands in its name and, once more, among the sizes.
-        if order not in ("<", ">", "=", "|") or any(one is not None for one in more[:3]):
+        if order not in ("<", ">", "=", "|") or not {type(None)}.issuperset(map(type, more[:3])):
             raise pickle.UnpicklingError(
                 "it has values of numpy with fields or shapes of their own; numbers and texts are read"
             )
@@ -88,6 +88,7 @@ def _scalar(record: Any, data: bytes) -> Any:
 _RECORDS = {"numpy.dtype": _DtypeRecord, "numpy.ndarray": _ArrayRecord, "_codecs.encode": codecs.encode}
 for _name in ("numpy.core.multiarray", "numpy._core.multiarray"):
     _RECORDS |= {f"{_name}._reconstruct": _ArrayRecord, f"{_name}.scalar": _scalar}
+_SAFE = [(record, path) for path, record in _RECORDS.items()]
 _loading = threading.Lock()  # what torch allows is the same for all threads
 _built: list[_ArrayRecord] = []  # by the load that holds the lock
 
@@ -102,7 +103,7 @@ def _numpy_as_records() -> Iterator[None]:
         others = [one for one, path in zip(former, paths, strict=True) if path not in _RECORDS]
         try:
             serialization.clear_safe_globals()
-            serialization.add_safe_globals([*others, *((record, path) for path, record in _RECORDS.items())])
+            serialization.add_safe_globals([*others, *_SAFE])
             yield
         finally:
             _built.clear()
@@ -118,15 +119,21 @@ def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
     if type(value) is tuple:
-        if _PLAIN.issuperset(map(type, value)):  # the state of a generator is hundreds of numbers
-            return value
-        made = tuple([_with_arrays(one, known) for one in value])
-        return made if list(map(id, made)) != list(map(id, value)) else value
-    if isinstance(value, (dict, list)):
-        known[id(value)] = value
-        for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if (made := _with_arrays(one, known)) is not one:
-                value[key] = made
+        made = [one if type(one) in _PLAIN else _with_arrays(one, known) for one in value]
+        return tuple(made) if list(map(id, made)) != list(map(id, value)) else value
+    left = [value] if isinstance(value, (dict, list)) else []
+    known[id(value)] = value
+    while left:
+        held = left.pop()
+        for key, one in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            if id(one) in known:
+                held[key] = known[id(one)]
+            elif isinstance(one, (dict, list)):
+                known[id(one)] = one
+                left.append(one)
+            # The state of a generator is hundreds of numbers.
+            elif type(one) is tuple and not _PLAIN.issuperset(map(type, one)):
+                held[key] = _with_arrays(one, known)
     return value
 
 
@@ -171,12 +178,21 @@ def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     Source:
         https://docs.pytorch.org/docs/stable/generated/torch.load.html
     """
-    options = {"weights_only": True, **kwargs}
-    if not options["weights_only"]:
-        return torch.load(f, map_location=map_location, **options)
-    with _numpy_as_records():
-        found = torch.load(f, map_location=map_location, **options)
-        return _with_arrays(found, {id(one): np.array(one) for one in _built}) if _built else found
+    return load_each([f], map_location, **kwargs)[0]
+
+
+def load_each(files: Sequence[Path | BinaryIO], map_location: Any = None, **kwargs: Any) -> list[Any]:
+    """Load several objects as `load` does. What torch may build is the same for all threads, so it is set once for all files."""
+    options = {"weights_only": True, "map_location": map_location, **kwargs}
+    found = []
+    with _numpy_as_records() if options["weights_only"] else contextlib.nullcontext():
+        for file in files:
+            value = torch.load(file, **options)
+            if _built:
+                value = _with_arrays(value, {id(one): np.array(one) for one in _built})
+                _built.clear()
+            found.append(value)
+    return found
 
 
 def wait_for_everyone() -> None:

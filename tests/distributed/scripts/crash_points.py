@@ -104,6 +104,7 @@ class Points:
             (save.Save, "begin", "save"),
             (save.Save, "finish", "save"),
             (save.Save, "_publish", "publish"),
+            (storage.LocalStorage, "discard", "publish"),  # removes what the publish has replaced
             (saving, "prune", "prune"),
         ):
             setattr(owner, name, self._phased(getattr(owner, name), phase))

@@ -415,3 +415,34 @@ def test_ranks_of_a_machine_share_what_all_of_them_read(tmp_path):
     assert sorted(map(len, found)) == [2, 3]
     assert sorted(line.split()[0] for lines in found for line in lines) == names
     assert ranks[0].differences(dict.fromkeys(names)) == []
+
+
+def test_tensors_of_any_layout_are_copied_over_others():
+    grid = torch.arange(24.0).view(1, 2, 3, 4)
+    turned = grid.to(memory_format=torch.channels_last)
+    numbers = torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))
+    values = [
+        grid,
+        turned,
+        grid[..., ::2],
+        grid.expand(2, 2, 3, 4),
+        numbers.conj(),
+        numbers.conj().imag,
+        grid[0, 0, 0, 0],
+        grid[:0],
+    ]
+    pairs = [(torch.zeros(value.shape, dtype=value.dtype), value) for value in values]
+    pairs += [
+        (torch.zeros_like(turned), turned),
+        (torch.zeros_like(turned), grid),
+        (torch.zeros(4).double(), grid[0, 0, 0]),
+    ]
+    pairs += [
+        (torch.zeros_like(numbers).conj(), numbers),
+        (torch.zeros(8)[::2], grid[0, 0, 0]),
+        (nn.Parameter(torch.zeros(4)).data, grid[0, 0, 1]),
+    ]
+    load.copy_over(pairs)
+    for target, value in pairs:
+        assert torch.equal(target, value.to(target.dtype))
+        assert torch.equal(load.own_copy(value), value)

@@ -77,8 +77,8 @@ DAMAGE = [
     (["files", "m", "digests"], 3, "m: digests cannot be 3"),
     (["files", "m", "digests"], "0" * 31, "m: digests cannot be '000"),
     (["files", "m", "tensors"], [], "m: tensors cannot be []"),
-    (["files", "m", "tensors", "a.b", "shape"], [-1], "m: shape cannot be [-1]"),
-    (["files", "m", "tensors", "a.b", "dtype"], 1, "m: dtype cannot be 1"),
+    (["files", "m", "tensors", "a.b", "shape"], [-1], "m: a.b: shape cannot be [-1]"),
+    (["files", "m", "tensors", "a.b", "dtype"], 1, "m: a.b: dtype cannot be 1"),
     (["files", "m", "aliases"], {"a": 1}, "m: aliases cannot be {'a': 1}"),
     *((["files", name], {"size": 1, "checksum": "0" * 32}, "leads out of the folder") for name in LEADING_OUT),
     *(

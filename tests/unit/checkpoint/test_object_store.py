@@ -56,6 +56,7 @@ def save(url, content=CONTENT, **facts):
     storage = storage_of(url)
     write(storage.stage(), content, **facts)
     storage.publish()
+    storage.discard()
     return storage
 
 
@@ -193,7 +194,7 @@ def test_a_store_that_refuses(memory, monkeypatch, method, on, error, message):
     with failing(monkeypatch, memory, method, error, on), pytest.raises(OSError, match=message):
         storage.fetch() if method == "cat_file" else storage.publish()
     for _ in range(2):
-        storage.abandon()
+        storage.discard()
     assert not os.path.exists(staged)
     assert (storage.state().manifest.step, objects(storage)) == (1, sorted([NAME, *CONTENT]))
     assert read(storage.fetch()) == CONTENT
@@ -400,7 +401,8 @@ def test_ranks_create_their_files_in_the_store(base):
     storage = storage_of(nodes[0].location)
     assert (storage.state().kind, storage.state().manifest.step) == ("complete", 1)
     assert read(storage.fetch()).keys() == {*CONTENT, "hook.json", part_file(1)}
-    nodes[1].abandon()
+    for node in nodes:
+        node.discard()
     assert storage.state().kind == "complete" and not any(map(os.path.exists, folders))
 
 
@@ -425,7 +427,7 @@ def test_a_file_that_cannot_be_created(memory, monkeypatch, error):
     ):
         file.write(b"half")
         fail()
-    storage.abandon()
+    storage.discard()
     assert (storage.state().manifest.step, objects(storage)) == (1, sorted([NAME, *CONTENT]))
 
 
@@ -495,5 +497,5 @@ def test_a_file_in_parts(s3):
         file.write(data)
         raise Broken
     assert s3.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
-    storage.abandon()
+    storage.discard()
     assert objects(storage) == [NAME, "model.safetensors"]

@@ -1,18 +1,23 @@
 """What a rank collects is written as it was, also when the run has gone on meanwhile; and ranks that meet without a store."""
 
 import os
+import shutil
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.object_store import _Objects
 from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, copied, snapshot
 from accelerate.checkpoint.storage import storage_of
+from sharded_samples import fake_group
 
 
 def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
@@ -29,6 +34,32 @@ def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
         buffers.release()
         buffers.release()  # twice does nothing
     assert len(set(addresses)) == 1
+
+
+def test_shards_are_copied_into_the_memory_that_is_pinned_for_a_gpu(tmp_path):
+    copies = []
+
+    class Recorded(HostBuffers):
+        def copy(self, storage):
+            copies.append(super().copy(storage))
+            return copies[-1]
+
+    buffers = Recorded()
+    with fake_group(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        for number in range(2):
+            rows = torch.arange(12.0).view(4, 3)[1:3] + number
+            shard = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+            plan = SavePlan(str(tmp_path))
+            plan.add_object("f", {"rows": shard})
+            snapshot(plan, buffers)
+            rows += 1
+            found = plan._jobs["f"][1]["rows"]
+            assert found.placements == shard.placements and found.size() == shard.size()
+            assert found.to_local().tolist() == (rows - 1).tolist()
+            assert found.to_local().untyped_storage().data_ptr() == copies[-1].data_ptr()
+            buffers.release()
+    assert len({copy.data_ptr() for copy in copies}) == 1, "memory is used again"
 
 
 def test_every_kind_is_copied_as_it_is():
@@ -68,9 +99,9 @@ def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
         plan.write()
 
 
-@pytest.mark.parametrize("differ", [False, True])
-def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ):
-    meeting, said, local, ended = threading.Barrier(2), {}, threading.local(), {}
+def on_two_ranks(monkeypatch, play):
+    """Call a function with each of two ranks, in threads of which `gather_object` joins what they say."""
+    meeting, said, local = threading.Barrier(2), {}, threading.local()
 
     def gather_object(obj):
         said[local.rank] = obj
@@ -79,25 +110,39 @@ def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ
         meeting.wait()
         return found
 
+    def run(rank):
+        local.rank = rank
+        play(rank)
+
     communicator = SimpleNamespace(gather_object=gather_object)
     monkeypatch.setattr("accelerate.checkpoint.barrier.comm.current", lambda: communicator)
     monkeypatch.setattr(barrier, "default_store", lambda: None)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads]
+    return threads
+
+
+def save_to(location, rank, content=b"x" * 1000):
+    storage = storage_of(location)
+    save = Save(storage, Group(rank, 2, rank, False, storage.shared), {"world_size": 2})
+    assert not save.barrier.in_background
+    save.begin()
+    save.plan.add_bytes(f"custom_checkpoint_{rank}.pkl", content)
+    save.finish()
+    return save.barrier.name
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ):
+    ended = {}
 
     def play(rank):
-        local.rank = rank
-        place = storage_of(tmp_path / (f"c{rank}" if differ else "c"))
-        save = Save(place, Group(rank, 2, rank, False, True), {"world_size": 2})
-        assert not save.barrier.in_background
         try:
-            save.begin()
-            save.plan.add_bytes(f"custom_checkpoint_{rank}.pkl", b"x" * 1000)
-            save.finish()
-            ended[rank] = save.barrier.name
+            ended[rank] = save_to(tmp_path / (f"c{rank}" if differ else "c"), rank)
         except CollectiveMisuse as error:
             ended[rank] = str(error)
 
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    [thread.join() for thread in on_two_ranks(monkeypatch, play)]
     if differ:
         assert all("different paths" in text for text in ended.values()) and len(ended) == 2
         return
@@ -106,3 +151,37 @@ def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ
     assert set(manifest.files) == {*parts, "accelerate_manifest_parts/1.json"}
     assert set(manifest.detailed(tmp_path / "c", manifest.files)) == set(manifest.files)
     assert set(ended.values()) == {manifest.save}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_no_rank_waits_for_the_removal_of_the_former_checkpoint(tmp_path, monkeypatch, request, caplog, remote):
+    """It was a part of publishing, so that all ranks waited for one `rmtree`."""
+    if remote:
+        request.getfixturevalue("memory")
+    location = "memory://run/c" if remote else tmp_path / "c"
+    names, may_remove = {0: {}, 1: {}}, threading.Event()
+    [thread.join() for thread in on_two_ranks(monkeypatch, lambda rank: names[rank].update(a=save_to(location, rank)))]
+    if not remote:
+        (tmp_path / "c" / "notes.txt").write_text("mine")
+
+    def removal(*args, **options):
+        may_remove.wait()
+        raise OSError("the disk refuses")
+
+    monkeypatch.setattr(*((_Objects, "remove") if remote else (shutil, "rmtree")), removal)
+    threads = on_two_ranks(monkeypatch, lambda rank: names[rank].update(b=save_to(location, rank, b"y")))
+    threads[1].join(20)
+    try:
+        assert not threads[1].is_alive() and threads[0].is_alive()
+        state = storage_of(location).state()
+        assert (state.kind, state.manifest.save) == ("complete", names[1]["b"])
+        assert remote or (tmp_path / "c" / "notes.txt").read_text() == "mine"
+    finally:
+        may_remove.set()
+        [thread.join() for thread in threads]
+    assert names[0] == names[1], "what cannot be removed is no error"
+    assert "the disk refuses" in caplog.text and ("memory://run/c" if remote else ".saving_") in caplog.text
+    monkeypatch.undo()
+    storage_of(location).parent().sweep()
+    assert remote or os.listdir(tmp_path) == ["c"]
+    assert not storage_of(location).parent().leftovers() and storage_of(location).state().loads

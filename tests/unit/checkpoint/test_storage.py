@@ -39,6 +39,7 @@ def write(folder, text: str, files: tuple[str, ...] = FILES) -> LocalStorage:
 def make(folder, text: str = "old", files: tuple[str, ...] = FILES) -> LocalStorage:
     made = write(folder, text, files)
     made.publish()
+    made.discard()
     return made
 
 
@@ -97,6 +98,8 @@ def test_the_old_one_stays_until_the_new_one_is_there(tmp_path, monkeypatch, abl
     assert content(folder) == "old" and made.location == str(folder) and made.stored().size > 0
     monkeypatch.chdir(folder)  # which folders are used was decided before
     made.publish()
+    assert content(folder) == "new"
+    made.discard()
     assert content(folder) == "new" and os.listdir(tmp_path) == ["c"] and (folder / "logs").is_dir()
     assert os.stat(folder).st_mode & 0o777 == 0o777
     former = "sub/more.bin.former_1"  # of the user's own that has the name of a part
@@ -237,9 +240,9 @@ def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, 
     with pytest.raises(Busy, match=r"c' for 60 s: .*former one still running\? .*save_on_each_node"):
         second.stage()
     assert sum(slept) == pytest.approx(60) and caplog.text.count("waiting for it") == 1
-    monkeypatch.setattr(time, "sleep", lambda seconds: first.abandon())
+    monkeypatch.setattr(time, "sleep", lambda seconds: first.discard())
     assert os.path.isdir(second.stage()) and not os.path.exists(folder)
-    second.abandon()
+    second.discard()
     (tmp_path / f"{manifest.LOCK_PREFIX}checkpoint_7").touch()
     second.parent().sweep()
     assert os.listdir(tmp_path) == [], "a lock that no process holds means nothing"
@@ -402,7 +405,7 @@ def test_a_publish_is_done_when_the_new_one_is_in_its_place(tmp_path, monkeypatc
         patch.setattr(os, fails, guarded)
         made.publish()
     assert content(folder) == "new"
-    made.abandon()
+    made.discard()
     make(folder, "newer")
     assert content(folder) == "newer" and (folder / "notes.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["c"]
@@ -419,3 +422,21 @@ def test_what_cannot_be_removed_is_reported_and_the_rest_goes(tmp_path, monkeypa
     monkeypatch.setattr(os, "rename", rename)
     prune(LocalStorage(tmp_path), 1, keep=[paths[2]])
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "checkpoint_3"] and "not yours" in caplog.text
+
+
+def test_a_publish_that_fails_between_two_renames_puts_the_former_one_back(tmp_path, monkeypatch):
+    folder, real = tmp_path / "c", os.rename
+    make(folder)
+    put(folder, "notes.txt")
+    made = write(folder, "new")
+    monkeypatch.setattr(storage, "exchange", lambda left, right: False)
+
+    def rename(source, target):
+        return refuse() if source.endswith("/c") and target == str(folder) else real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="not supported"):
+        made.publish()
+    assert content(folder) == "new", "a reader takes what is whole, and newest"
+    made.discard()
+    assert content(folder) == "old" and (folder / "notes.txt").exists() and os.listdir(tmp_path) == ["c"]

@@ -323,7 +323,7 @@ def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
 SHORTENED = """
 import os, sys, torch
 from accelerate import Accelerator
-from accelerate.checkpoint import formats
+from accelerate.checkpoint import load
 
 folder, path = sys.argv[1], os.path.join(*sys.argv[1:])
 
@@ -341,7 +341,7 @@ model(torch.ones(1, 1100)).sum().backward()
 optimizer.step()
 accelerator.register_for_checkpointing(Shortens())
 accelerator.save_state(folder)
-assert os.path.getsize(path) > formats.LARGE
+assert os.path.getsize(path) > load.LARGE
 accelerator.load_state(folder)
 """
 

@@ -51,3 +51,20 @@ def test_old_kernels_are_warned_about(monkeypatch, caplog, release, warns):
     monkeypatch.setattr(other.platform, "release", lambda: release)
     other.check_os_kernel()
     assert (release in caplog.text) is warns
+
+
+def test_arrays_are_numpys_own_wherever_they_stand_in_a_file(tmp_path):
+    array = np.arange(3)
+    value = {"deep": [({"a": array},), (1, (array, "x"))], "state": ("MT", array, 624), "plain": (1, 2)}
+    value["itself"] = value
+    ring = []
+    value["ring"] = (ring, array)
+    ring.append({"back": ring, "with": (array, 1)})
+    other.save(value, tmp_path / "f")
+    (found, again) = other.load_each([tmp_path / "f", tmp_path / "f"])
+    deep = found["deep"]
+    arrays = [deep[0][0]["a"], deep[1][1][0], found["state"][1]]
+    assert all(type(one) is np.ndarray and one is arrays[0] and one.tolist() == [0, 1, 2] for one in arrays)
+    assert found["ring"][1] is arrays[0] and found["ring"][0][0]["with"][0] is arrays[0]
+    assert found["itself"] is found and found["plain"] == (1, 2) and deep[1][1][1] == "x"
+    assert again["state"][1] is not arrays[0] and type(again["state"][1]) is np.ndarray

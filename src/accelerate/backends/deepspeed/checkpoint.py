@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint import formats, layouts, manifest, optimizers, zero
-from accelerate.checkpoint.load import CheckpointFolder, refuse_misfit
-from accelerate.checkpoint.optimizers import Deferred
+from accelerate.checkpoint import layouts, manifest, optimizers, zero
+from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import numbered, parameter_names, tied_names
 from accelerate.modules.unwrap import canonical_name
@@ -135,7 +134,7 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
         _check_flat(engine)
         found = layouts.required(folder, "optimizer", optimizer, None)
         states = found.open() if written is None else written.optimizer()
-        goal = optimizers.Target(_groups(engine), {}, {}, tied_names(engine.module))
+        goal = optimizers.Target(_groups(engine), {}, {}, partial(tied_names, engine.module))
         raw, _ = optimizers.matched(goal, states, found)
         raw = _Optimizer(states, raw["state"], raw["param_groups"])
     return partial(_put, engine, model, values, raw, written)
@@ -145,7 +144,7 @@ def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zer
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
     own = _shapes(engine)
     found, missing, others = layouts.matched(
-        own, layouts.model_values(stored), tied_names(engine.module), stored.aliases
+        own, layouts.model_values(stored), partial(tied_names, engine.module), stored.aliases
     )
     # What `exclude_frozen_parameters` left out stays as it is.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
@@ -292,9 +291,9 @@ def _put(
             continue
         if hasattr(parameter, "ds_tensor"):
             start, count, _ = _part(engine, parameter)
-            formats.copied_over(parameter.ds_tensor[:count], model.read_flat(value, start, count))
+            copy_over([(parameter.ds_tensor[:count], model.read_flat(value, start, count))])
         else:
-            formats.copied_over(state[name], model.read(value))
+            copy_over([(state[name], model.read(value))])
     if optimizer and not stage:
         stored = {"state": optimizer.states, "param_groups": optimizer.groups}
         inner.load_state_dict(numbered(optimizer.stored.read(stored)))
@@ -318,7 +317,7 @@ def _put(
 def _fill(flat: _Flat, stored: "CheckpointReader", value: Callable[[str], Any], target: torch.Tensor) -> None:
     """Read this rank's parts of what has the value of each name."""
     for name, offset, start, count in flat.parts:
-        formats.copied_over(target[offset : offset + count], stored.read_flat(value(name), start, count))
+        copy_over([(target[offset : offset + count], stored.read_flat(value(name), start, count))])
 
 
 def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> None:
