@@ -111,9 +111,9 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
             save.barrier.leave()
     except BaseException:
         flight.pushes = []
-        save.storage.abandon()
+        save.storage.discard()
         raise
-    save.storage.abandon()  # nothing is left of what has been published
+    save.storage.discard()  # nothing is left of what has been published
     flight.push()
 
 
