@@ -365,7 +365,14 @@ def main(programs: list[dict]) -> None:
             if not children[-1]:
                 work(program)
                 os._exit(0)
-        codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        ended = {}
+        while len(ended) < len(children):
+            child, status = os.wait()
+            ended[child] = os.waitstatus_to_exitcode(status)
+            if ended[child] > 0:  # the other rank would wait for it
+                for other in set(children) - set(ended):
+                    os.kill(other, signal.SIGKILL)
+        codes += [ended[child] for child in children]
     print(json.dumps(codes))
 
 
