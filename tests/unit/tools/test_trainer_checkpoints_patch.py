@@ -34,7 +34,7 @@ class Trainer:
         if self.best:
             best_checkpoint_dir = os.path.join(self.run_dir, self.best)
             if os.path.exists(best_checkpoint_dir):
-                self.state.best_model_checkpoint = best_checkpoint_dir
+                self.remember(best_checkpoint_dir)
         self.state.save_to_json(os.path.join(output_dir, "trainer_state.json"))
 
         # a remark on the push
@@ -46,19 +46,14 @@ UTILS = '''\
 """Helps."""
 
 import os
-import re
 
 from .utils import logging
 
-_re_checkpoint = re.compile(r"^checkpoint-(\\d+)$")
-
 
 def get_last_checkpoint(folder):
-    content = os.listdir(folder)
-    checkpoints = [name for name in content if _re_checkpoint.search(name)]
-    if len(checkpoints) == 0:
-        return
-    return os.path.join(folder, max(checkpoints))
+    everything = sorted(os.listdir(folder))
+    checkpoints = [name for name in everything if name.startswith("checkpoint-")]
+    return checkpoints and checkpoints[-1]
 '''
 INSERTED = """\
 from .trainer_staging import publish_checkpoint, stage_checkpoint
