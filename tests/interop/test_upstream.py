@@ -22,7 +22,14 @@ SOURCES = Path(os.environ.get("UPSTREAM_SOURCES_DIR", ROOT / ".cache" / "upstrea
 ENVIRONMENTS = {"transformers-4.57.6": ROOT / ".venv-transformers-4.57.6" / "bin" / "python"}
 NEWEST = "accelerate-1.15.0"
 ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
-TESTS = {"accelerate": "tests/test_double_prepare.py", "transformers": "tests/trainer/test_accelerator_state.py"}
+# The second pull request for transformers: a release, and the name that the exporter knows the patch by.
+TRAINERS = [f"{release} trainer-checkpoints" for release in TRANSFORMERS]
+# The file that each patch adds its tests in, and how many there are.
+TESTS = {
+    "accelerate": ("tests/test_double_prepare.py", 20),
+    "transformers": ("tests/trainer/test_accelerator_state.py", 12),
+    "trainer-checkpoints": ("tests/trainer/test_trainer_staging.py", 11),
+}
 IDENTITY = ["-c", "user.name=Applier", "-c", "user.email=applier@example.org", "-c", "commit.gpgsign=false"]
 AUTHOR, DATE = "Ada Lovelace <ada@example.org>", "2026-01-31T12:00:00+00:00"
 LIMIT_S = 400
@@ -120,12 +127,128 @@ if accelerator.is_main_process:
 torch.distributed.destroy_process_group()
 """
 
+# A Trainer that is killed in a save, and started again; docs/upstream/trainer-checkpoints.md says what was seen.
+INTERRUPTED = """\
+import glob, json, os, signal, sys
+import torch, transformers
+from transformers import Trainer, TrainingArguments
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, labels):
+        return {"loss": ((self.weight * x - labels) ** 2).mean()}
+
+class Killed(Trainer):
+    left = None
+
+    def write(self, save, *args):
+        if self.state.global_step == 4 and self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        save(*args)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        self.write(super()._save_optimizer_and_scheduler, output_dir)
+
+    def _save_scaler(self, output_dir):
+        self.write(super()._save_scaler, output_dir)
+
+    def _save_rng_state(self, output_dir):
+        self.write(super()._save_rng_state, output_dir)
+
+    def store_flos(self):
+        # The state is what is written next.
+        super().store_flos()
+        save = self.state.save_to_json
+        self.state.save_to_json = lambda path: (vars(self.state).pop("save_to_json"), self.write(save, path))
+
+folder = sys.argv[1]
+rows = [{"x": torch.tensor([1.0 + i]), "labels": torch.tensor([3.0])} for i in range(12)]
+
+def run(place, kill=None, resume=False):
+    arguments = TrainingArguments(
+        place, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=6, save_steps=2, learning_rate=0.1,
+        per_device_train_batch_size=1, logging_strategy="no",
+    )
+    trainer = Killed(Line(), arguments, train_dataset=rows)
+    trainer.left = kill
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.model.weight.item()
+
+MOMENTS, ended, errors = 4, [], []
+for moment in range(MOMENTS):
+    place = os.path.join(folder, str(moment))
+    if not os.fork():
+        run(place, kill=moment)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
+straight = run(os.path.join(folder, "straight"))
+for moment in range(MOMENTS):
+    place = os.path.join(folder, str(moment))
+    try:
+        ended.append(run(place, resume=True) == straight)
+        assert sorted(os.listdir(place)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"], os.listdir(place)
+    except Exception as error:
+        errors.append(type(error).__name__)
+print(json.dumps({"file": transformers.__file__, "ended as the one that was not killed": ended, "errors": errors}))
+"""
+# An ordinary run of the Trainer on each rank: with the patch it leaves the same files with the same bytes.
+TRAINED = """\
+import hashlib, json, os, sys
+import torch, transformers
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.layers(x), labels)}
+
+os.chdir(sys.argv[1])
+transformers.set_seed(3)
+rows = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(16)]
+options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 8, "save_total_limit": 2}
+options |= {"load_best_model_at_end": True, "use_cpu": True, "report_to": [], "disable_tqdm": True, "ddp_backend": "gloo"}
+figures, rank = [], int(os.environ.get("RANK", 0))
+for folder, more in (("plain", {}), ("weights", {"save_only_model": True}), ("each", {"save_on_each_node": True})):
+    arguments = TrainingArguments(folder, **options, **more)
+    trainer = Trainer(Net(), arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    figures.append([trainer.state.best_model_checkpoint, get_last_checkpoint(folder)])
+    figures.append([value.tolist() for value in trainer.model.state_dict().values()])
+    trainer.accelerator.wait_for_everyone()
+if not rank:
+    for path, _, names in sorted(os.walk(".")):
+        for name in sorted(names):
+            with open(os.path.join(path, name), "rb") as file:
+                data = file.read()
+            if name == "trainer_state.json":
+                state = json.loads(data)
+                for entry in state["log_history"]:
+                    for key in [key for key in entry if "runtime" in key or "second" in key]:
+                        del entry[key]
+                data = json.dumps(state).encode()
+            # The arguments have the time of day in them.
+            figures.append([path, name, name == "training_args.bin" or hashlib.sha256(data).hexdigest()])
+    print(json.dumps({"file": transformers.__file__, "figures": figures}), flush=True)
+trainer.accelerator.wait_for_everyone()
+os._exit(0)
+"""
+
 
 @dataclass(frozen=True)
 class Release:
     """One release: its unpacked source, the same with the patch applied, and the exported folder."""
 
     name: str
+    patch: str
     source: Path
     patched: Path
     exported: Path
@@ -162,7 +285,7 @@ class Release:
 
 
 def printed(done):
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     return {name: value for line in lines for name, value in line.items()}
 
 
@@ -175,13 +298,14 @@ def git(folder, *command):
 @pytest.fixture(scope="module")
 def release(request, tmp_path_factory):
     """Export the pull request for one release, and apply it in a repository of its own with `git am`."""
-    name = request.param
+    name, _, patch_name = request.param.partition(" ")
     for needed in (SOURCES / name, SOURCES / NEWEST, ENVIRONMENTS.get(name, Path(sys.executable))):
         if not needed.exists():
             pytest.skip(f"{needed} is not there; `make test-upstream` makes it")
     folder = tmp_path_factory.mktemp(name)
-    found = Release(name, SOURCES / name, folder / "patched", folder / "out")
+    found = Release(name, patch_name, SOURCES / name, folder / "patched", folder / "out")
     words = ["--package", found.package, "--source", str(found.source), "--out", str(found.exported)]
+    words += ["--patch", patch_name] if patch_name else []
     command = [sys.executable, str(ROOT / "tools/upstream_patches"), *words, "--author", AUTHOR, "--date", DATE]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -192,7 +316,8 @@ def release(request, tmp_path_factory):
     (patch,) = found.exported.glob("0001-*.patch")
     git(found.patched, "apply", "--check", "--whitespace=error", str(patch))
     git(found.patched, "am", "--quiet", str(patch))
-    assert git(found.patched, "diff", "--numstat", "HEAD~1").split()[1::3] == ["0", "0", "0"], "it only adds lines"
+    removed = git(found.patched, "diff", "--numstat", "HEAD~1").split()[1::3]
+    assert removed == ["0"] * (4 if patch_name else 3), "it only adds lines"
     return found
 
 
@@ -209,16 +334,17 @@ def script(tmp_path):
     return write
 
 
-@of(*ACCELERATES, *TRANSFORMERS)
+@of(*ACCELERATES, *TRANSFORMERS, *TRAINERS)
 def test_the_exported_tests_pass_on_the_patched_package_alone(release):
-    words = ["-m", "unittest", "discover", "-p", Path(TESTS[release.package]).name, "-s"]
+    path, count = TESTS[release.patch or release.package]
+    words = ["-m", "unittest", "discover", "-p", Path(path).name, "-s"]
     if release.package == "accelerate":
         words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    target = release.exported / TESTS[release.package]
+    target = release.exported / path
     program = [*words, str(target if release.package == "accelerate" else target.parent)]
     after, before = release.run(release.patched, *program), release.run(release.source, *program)
     assert after.returncode == 0 and "skipped" not in after.stdout + after.stderr, after.stdout[-8000:] + after.stderr
-    assert re.search(r"\b[1-9]\d* passed|Ran 12 tests", after.stdout + after.stderr)
+    assert re.search(rf"\b[1-9]\d* passed|Ran {count} tests", after.stdout + after.stderr)
     assert before.returncode != 0
 
 
@@ -278,3 +404,26 @@ def test_arguments_keep_the_state_once_patched(release, script, tmp_path, proces
     lost = release.run(release.source, *program, processes=processes)
     assert lost.returncode != 0 and "AttributeError" in lost.stderr and "distributed_type" in lost.stderr
     assert printed(lost) == versions
+
+
+@of(*TRAINERS)
+def test_a_trainer_killed_in_a_save_goes_on(release, script, tmp_path):
+    def numbers(tree):
+        folder = tmp_path / tree.name
+        return release.figures(tree, script(INTERRUPTED), str(folder))
+
+    before, after = numbers(release.source), numbers(release.patched)
+    assert before == {"ended as the one that was not killed": [], "errors": ["FileNotFoundError"] * 4}
+    assert after == {"ended as the one that was not killed": [True] * 4, "errors": []}
+
+
+@of(*TRAINERS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ordinary_runs_of_the_trainer_leave_the_same_files(release, script, tmp_path, processes):
+    def numbers(tree):
+        folder = tmp_path / tree.name
+        folder.mkdir()
+        return release.figures(tree, script(TRAINED), str(folder), processes=processes)
+
+    before, after = numbers(release.source), numbers(release.patched)
+    assert before == after and len(before["figures"]) > 20

@@ -16,10 +16,12 @@ from pathlib import Path
 from types import ModuleType
 
 import for_accelerate
+import for_the_trainer
 import for_transformers
 from source_file import UnknownSource
 
-RECIPES = {"accelerate": for_accelerate, "transformers": for_transformers}
+# The first of a package is written where none is named.
+RECIPES = {recipe.NAME: recipe for recipe in (for_accelerate, for_transformers, for_the_trainer)}
 PAYLOAD = Path(__file__).parent / "payload"
 # The notice that the licence asks files to carry. It names no holder: every contributor keeps what is theirs.
 LICENCE_NOTICE = """\
@@ -59,15 +61,14 @@ def spaced(text: str) -> str:
     return "".join([*lines[: head[-1].end_lineno], "\n", *lines[head[-1].end_lineno :]])
 
 
-def edited(root: Path, package: str) -> dict[str, str]:
+def edited(root: Path, recipe: ModuleType) -> dict[str, str]:
     """Return the complete new text of every changed and every new file, by its path from the root."""
-    recipe = RECIPES[package]
     changed = recipe.edit(root)
-    changed |= {path: (PAYLOAD / package / name).read_text("utf-8") for path, name in recipe.NEW.items()}
-    new = {path: text for path, text in changed.items() if not (root / path).exists()}
-    if len(new) != len(changed) - 1:
-        raise UnknownSource(f"the change is already in {root}: one of {', '.join(recipe.NEW)} is there.")
-    style = spaced if package == "transformers" else str
+    changed |= {path: (PAYLOAD / recipe.NAME / name).read_text("utf-8") for path, name in recipe.NEW.items()}
+    new = {path: text for path, text in changed.items() if path not in recipe.CHANGES}
+    if any((root / path).exists() for path in new):
+        raise UnknownSource(f"the change is already in {root}: one of {', '.join(new)} is there.")
+    style = spaced if recipe.PACKAGE == "transformers" else str
     return changed | {path: LICENCE_NOTICE + style(text) for path, text in new.items()}
 
 
@@ -132,7 +133,9 @@ def main() -> int:
         0, or 2 with the reason on stderr and nothing written.
     """
     parser = argparse.ArgumentParser(prog="python tools/upstream_patches", description=__doc__.partition("\n")[0])
-    parser.add_argument("--package", required=True, choices=sorted(RECIPES), help="the package that is changed")
+    packages = sorted({recipe.PACKAGE for recipe in RECIPES.values()})
+    parser.add_argument("--package", required=True, choices=packages, help="the package that is changed")
+    parser.add_argument("--patch", choices=list(RECIPES), help="which of its repairs; without it, the first one")
     parser.add_argument(
         "--source", required=True, type=Path, help="its source tree: an unpacked distribution or a git checkout"
     )
@@ -140,10 +143,15 @@ def main() -> int:
     parser.add_argument("--author", help='"NAME <ADDRESS>" of the commit; without it, the user that git knows')
     parser.add_argument("--date", default="", help="the date of the commit, such as ISO 8601; without it, now")
     options = parser.parse_args()
-    recipe, payload = RECIPES[options.package], PAYLOAD / options.package
+    package = options.package
+    known = [name for name, recipe in RECIPES.items() if package == recipe.PACKAGE]
+    chosen = options.patch or known[0]
+    if chosen not in known:
+        parser.error(f"--patch {chosen} is not for {package}; for it there is {', '.join(known)}")
+    recipe, payload = RECIPES[chosen], PAYLOAD / chosen
     try:
-        version = version_of(options.source, options.package)
-        files = edited(options.source, options.package)
+        version = version_of(options.source, package)
+        files = edited(options.source, recipe)
         message = (payload / "message.txt").read_text("utf-8")
         mail = patch(options.source, files, recipe, message, options.author or me(), options.date)
     except ValueError as refusal:
@@ -155,8 +163,8 @@ def main() -> int:
     for name, text in texts.items():
         (options.out / name).parent.mkdir(parents=True, exist_ok=True)
         (options.out / name).write_text(text, "utf-8")
-    print(f"{options.package} {version}: {recipe.SUBJECT}", *(options.out / name for name in texts), sep="\n  ")
-    print(f"Apply it in a checkout of {options.package} with: git am {options.out / recipe.PATCH}")
+    print(f"{package} {version}: {recipe.SUBJECT}", *(options.out / name for name in texts), sep="\n  ")
+    print(f"Apply it in a checkout of {package} with: git am {options.out / recipe.PATCH}")
     return 0
 
 

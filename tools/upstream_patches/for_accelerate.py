@@ -9,9 +9,12 @@ from pathlib import Path
 
 from source_file import SourceFile, UnknownSource
 
+NAME = "double-prepare"
+PACKAGE = "accelerate"
 SUBJECT = "Detect objects that are prepared twice in Accelerator._prepare_one"
 PATCH = "0001-double-prepare.patch"
 ACCELERATOR = "src/accelerate/accelerator.py"
+CHANGES = (ACCELERATOR,)
 NEW = {"src/accelerate/utils/prepared.py": "prepared.py", "tests/test_double_prepare.py": "test_double_prepare.py"}
 LISTS = ["self._optimizers", "self._models", "self._schedulers", "self._dataloaders"]
 METHODS = ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader")

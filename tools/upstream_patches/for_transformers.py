@@ -1,4 +1,4 @@
-"""The pull request for transformers: training arguments keep an accelerator state that exists, unless a flag says not to.
+"""The pull request for transformers' arguments: training arguments keep an accelerator state that exists, unless a flag says not to.
 
 transformers has a path for a state that was configured before, taken when `accelerator_config` says `use_configured_state`.
 The change takes that path on the user's behalf. So it consists of a field, a few lines in front of the existing test, and
@@ -11,9 +11,12 @@ from pathlib import Path
 
 from source_file import SourceFile, UnknownSource
 
+NAME = "state-reset"
+PACKAGE = "transformers"
 SUBJECT = "Keep an existing accelerator state in TrainingArguments"
 PATCH = "0001-preserve-accelerator-state.patch"
 ARGUMENTS = "src/transformers/training_args.py"
+CHANGES = (ARGUMENTS,)
 AGREEMENT = "src/transformers/utils/accelerator_state.py"
 NEW = {"tests/trainer/test_accelerator_state.py": "test_accelerator_state.py"}
 SHIM = Path(__file__).resolve().parents[2] / "src/transformers_patch"
