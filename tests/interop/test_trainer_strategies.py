@@ -20,7 +20,7 @@ ADAPTERS = {
     "fsdp1+lora+sharded": SHARDS, "fsdp2+lora+full": FULL - {"model.safetensors"} | {"adapter_model.safetensors"},
 }  # fmt: skip
 PLAIN = {"optimizer.pt", "model.safetensors"}
-STREAMS = ["stream", "shuffled+apply"]
+STREAMS = ["stream", "stream+short", "shuffled+apply"]
 
 
 def first(cases, count):

@@ -97,18 +97,6 @@ PATCHES = {
         reads=("_get_output_dir", "save_model", "_push_from_checkpoint", "save_to_json"),
         replacement=_saving,
     ),
-    "train": Patch(
-        owner="Trainer",
-        name="train",
-        parameters=("self", "resume_from_checkpoint"),
-        reads=("get_last_checkpoint",),
-        replacement=_training,
-    ),
-    "last_checkpoint": Patch(
-        owner="",
-        name="get_last_checkpoint",
-        parameters=("folder",),
-        reads=("listdir",),
-        replacement=_choosing,
-    ),
+    "train": Patch("Trainer", "train", ("self", "resume_from_checkpoint"), ("get_last_checkpoint",), _training),
+    "last_checkpoint": Patch("", "get_last_checkpoint", ("folder",), ("listdir",), _choosing),
 }

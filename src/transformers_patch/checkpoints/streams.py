@@ -1,0 +1,63 @@
+"""A run over a stream goes on in the pass that it was in.
+
+The Trainer knows no length of a stream, counts the whole run as one epoch, and leaves out as many batches as it took steps: after the
+first pass there are not so many. Here passes are counted, and what is left out belongs to the last one. It is read again, so that the
+order goes on as it would have, a shuffle buffer included.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accelerate.data import adapter
+from accelerate.data.build import skip_first_batches
+
+logger = logging.getLogger(__name__)
+
+STREAM = "_stream_of_checkpoints"
+
+
+class Passes:
+    """The loader of a stream, which counts passes and batches. It begins with pass `number`, after `batches`."""
+
+    def __init__(self, loader: Any, number: int | None, batches: int) -> None:
+        self._loader, self._known = loader, number is not None
+        self._first = self.number = number or 0
+        self.batches, self._skip = batches, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.number = self._first + epoch
+
+    def _skipping_parts(self, number: int) -> "Passes":  # by which `skip_first_batches` asks
+        self._skip = self.batches if self._known else number
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, self.batches, self._skip = skip_first_batches(self._loader, self._skip), self._skip, 0
+        loader.set_epoch(self.number)
+        for batch in loader:
+            self.batches += 1
+            yield batch
+
+
+def loader_of(trainer: Any, begun: list[int] | None, together: int) -> Callable[[], Any]:
+    """Return what makes the Trainer's loader, so that a stream goes on after a pass and samples of it. All ranks."""
+    make, (number, samples) = trainer.get_train_dataloader, begun or (None, 0)
+    if samples and trainer.args.ignore_data_skip and trainer.args.process_index == 0:
+        logger.warning("ignore_data_skip: %d samples of the stream's pass %d come again.", samples, number)
+
+    def get_train_dataloader() -> Any:
+        loader = make()
+        # One with a length has epochs, as every other loader.
+        plain = not (isinstance(loader, DataLoader) and hasattr(loader, "set_epoch") and adapter.is_stream(loader))
+        if plain or adapter.known_length(len, loader) is not None:
+            return loader
+        vars(trainer)[STREAM] = passes = Passes(loader, number, samples // together)
+        return passes
+
+    return get_train_dataloader
