@@ -19,6 +19,7 @@ ADAPTERS = {
     "ddp+lora": {"adapter_model.safetensors", "optimizer.pt"}, "fsdp2+lora+sharded": SHARDS,
     "fsdp1+lora+sharded": SHARDS, "fsdp2+lora+full": FULL - {"model.safetensors"} | {"adapter_model.safetensors"},
 }  # fmt: skip
+STREAM = {"stream+short": {"optimizer.pt", "model.safetensors"}}
 PLAIN = {"optimizer.pt", "model.safetensors"}
 STREAMS = ["stream", "stream+short", "shuffled+apply"]
 
@@ -35,10 +36,17 @@ def check(found, cases):
         assert wanted <= set(one["files"]) and not one["unlisted"] and not one["rotten"], (case, one)
 
 
-@pytest.mark.parametrize("cases", first({**FSDP, **ADAPTERS}, 2))
+@pytest.mark.parametrize("cases", first({**STREAM, **FSDP, **ADAPTERS}, 3))
 def test_sharded_runs_and_adapters_resume_with_equal_losses(cases, tmp_path):
     need("transformers", "peft")
     check(figures(SCRIPT, tmp_path, 2, True, *cases), cases)
+
+
+@pytest.mark.slow
+def test_weights_of_tensor_parallel_models_are_saved_whole(tmp_path):
+    need("transformers")
+    found = figures(SCRIPT, tmp_path, 2, True, "tp")["tp"]
+    assert {"model.safetensors", "trainer_state.json"} <= set(found["files"]) and not found["unlisted"], found
 
 
 @pytest.mark.parametrize(

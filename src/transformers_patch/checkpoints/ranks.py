@@ -43,6 +43,8 @@ def keep(trainer: Any, folder: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         former: dict[str, Any] = json.load(file)
     _fit(trainer, folder, former["world_size"], former["global_batch"])
+    # What `auto_find_batch_size` had found is taken over by the Trainer.
+    former |= {"global_batch": None} if trainer.args.auto_find_batch_size else {}
     found = [(name, former.get(name), value) for name, value in _data(trainer).items()]
     told = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found if old not in (None, new))
     if told and trainer.args.process_index == 0:

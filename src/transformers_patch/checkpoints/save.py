@@ -46,7 +46,7 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
     ):
         folder = choose.resolved(trainer, asked)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
-        loader = streams.loader_of(trainer, begun, ranks.together(trainer))
+        loader = streams.loader_of(trainer, begun, ranks.together)
         with preempt.watching(trainer), _shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}):
             result = run(folder)
         wait(trainer)

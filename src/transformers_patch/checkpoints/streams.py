@@ -28,9 +28,12 @@ class Passes:
         self.batches, self._skip = batches, 0
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copies ask, before there is a loader
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be the one of this number after the first of this run."""
         self.number = self._first + epoch
 
     def _skipping_parts(self, number: int) -> "Passes":  # by which `skip_first_batches` asks
@@ -45,11 +48,16 @@ class Passes:
             yield batch
 
 
-def loader_of(trainer: Any, begun: list[int] | None, together: int) -> Callable[[], Any]:
-    """Return what makes the Trainer's loader, so that a stream goes on after a pass and samples of it. All ranks."""
+def loader_of(trainer: Any, begun: list[int] | None, together: Callable[[Any], int]) -> Callable[[], Any]:
+    """Return what makes the Trainer's loader, so that a stream goes on after a pass and samples of it. All ranks.
+
+    `together` tells how many samples the ranks have at a time, once the Trainer has chosen its batch size.
+    """
     make, (number, samples) = trainer.get_train_dataloader, begun or (None, 0)
     if samples and trainer.args.ignore_data_skip and trainer.args.process_index == 0:
-        logger.warning("ignore_data_skip: %d samples of the stream's pass %d come again.", samples, number)
+        logger.warning(
+            "ignore_data_skip: %d samples of the stream's pass %d, counted from 0, come again.", samples, number
+        )
 
     def get_train_dataloader() -> Any:
         loader = make()
@@ -57,7 +65,7 @@ def loader_of(trainer: Any, begun: list[int] | None, together: int) -> Callable[
         plain = not (isinstance(loader, DataLoader) and hasattr(loader, "set_epoch") and adapter.is_stream(loader))
         if plain or adapter.known_length(len, loader) is not None:
             return loader
-        vars(trainer)[STREAM] = passes = Passes(loader, number, samples // together)
+        vars(trainer)[STREAM] = passes = Passes(loader, number, samples // together(trainer))
         return passes
 
     return get_train_dataloader

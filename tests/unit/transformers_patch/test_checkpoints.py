@@ -1,5 +1,6 @@
 """The Trainer's checkpoints: whole or not there, chosen, rotated; on one process."""
 
+import copy
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
 from transformers_patch import UnsupportedVersion, registry
-from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint, ranks
+from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint, ranks, streams
 
 STOCK = {
     "model.safetensors",
@@ -556,7 +557,13 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_before_the_training(t
 
 def test_the_numbers_of_ranks_that_divide_are_listed(tmp_path):
     arguments = {"world_size": 2, "train_batch_size": 4, "per_device_train_batch_size": 4}
-    arguments |= {"gradient_accumulation_steps": 1, "seed": 3, "data_seed": None, "process_index": 0}
+    arguments |= {
+        "gradient_accumulation_steps": 1,
+        "seed": 3,
+        "data_seed": None,
+        "process_index": 0,
+        "auto_find_batch_size": False,
+    }
     trainer = types.SimpleNamespace(args=types.SimpleNamespace(**arguments))
     (tmp_path / RUN).write_text('{"world_size": 3, "global_batch": 24}')
     ranks.keep(trainer, str(tmp_path))
@@ -578,6 +585,13 @@ def test_a_resume_on_other_data_names_the_values(tmp_path, kind, warned):
     other.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
     told = "global_batch was 4, and is 2; seed was 3, and is 5; dataset_length was 32, and is 10."
     assert len(warned()) == 1 and told in warned()[0] and "checkpoint-2" in warned()[0], warned()
+
+
+def test_a_batch_size_that_the_trainer_takes_over_is_not_named(tmp_path, kind, warned):
+    build(tmp_path, kind, max_steps=2).train()
+    saved_on(tmp_path / "checkpoint-2", 1, 2)
+    build(tmp_path, kind, auto_find_batch_size=True, max_steps=4).train(resume_from_checkpoint=True)
+    assert not warned()
 
 
 class Passing(torch.utils.data.IterableDataset):
@@ -613,10 +627,19 @@ def test_a_stream_goes_on_in_the_pass_that_it_was_in(tmp_path, kind, step):
         assert again.losses == whole.losses[8:]
 
 
+def test_a_stream_goes_on_with_accumulation(tmp_path, kind):
+    whole = streaming(tmp_path, kind, gradient_accumulation_steps=2)
+    whole.train()
+    resumed = streaming(tmp_path, kind, gradient_accumulation_steps=2)
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+    assert resumed.losses == whole.losses[-len(resumed.losses) :] and len(resumed.losses) > 10
+    assert copy.copy(streams.Passes([1], None, 0))._loader == [1]
+
+
 def test_a_stream_that_begins_anew_says_how_many_samples_come_again(tmp_path, kind, warned):
     streaming(tmp_path, kind).train()
     streaming(tmp_path, kind, ignore_data_skip=True).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-5")
-    assert warned() == ["ignore_data_skip: 8 samples of the stream's pass 1 come again."]
+    assert warned() == ["ignore_data_skip: 8 samples of the stream's pass 1, counted from 0, come again."]
 
 
 # -- preemption --------------------------------------------------------------------------------------------------------
