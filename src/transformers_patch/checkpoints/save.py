@@ -46,7 +46,7 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
     ):
         folder = choose.resolved(trainer, asked)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
-        loader = streams.loader_of(trainer, begun, ranks.together)
+        loader = streams.loader_of(trainer, folder, begun, ranks.together)
         with preempt.watching(trainer), _shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}):
             result = run(folder)
         wait(trainer)
@@ -151,9 +151,7 @@ def _goes_on(trainer: Any, save: Save) -> bool:
     """Say whether the training goes on while a checkpoint is hashed and published: not after its last step."""
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
     if asked and not save.barrier.in_background:
-        warnings.warn(
-            "checkpoints='async' saves at once here: these ranks have no key-value store to meet in.", stacklevel=2
-        )
+        warnings.warn("checkpoints='async' saves at once here: these ranks have no store to meet in.", stacklevel=2)
     return bool(asked and save.barrier.in_background)
 
 

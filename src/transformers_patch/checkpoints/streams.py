@@ -20,10 +20,13 @@ STREAM = "_stream_of_checkpoints"
 
 
 class Passes:
-    """The loader of a stream, which counts passes and batches. It begins with pass `number`, after `batches`."""
+    """The loader of a stream, which counts passes and batches. It begins with pass `number`, after `batches`.
 
-    def __init__(self, loader: Any, number: int | None, batches: int) -> None:
-        self._loader, self._known = loader, number is not None
+    `restore` gives the generators back, where nothing of that pass is left: releases before 5 do so with its first batch.
+    """
+
+    def __init__(self, loader: Any, number: int | None, batches: int, restore: Callable[[], Any]) -> None:
+        self._loader, self._known, self._restore = loader, number is not None, restore
         self._first = self.number = number or 0
         self.batches, self._skip = batches, 0
 
@@ -41,17 +44,20 @@ class Passes:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        loader, self.batches, self._skip = skip_first_batches(self._loader, self._skip), self._skip, 0
+        left_out, self._skip = self._skip, 0
+        loader, self.batches = skip_first_batches(self._loader, left_out), left_out
         loader.set_epoch(self.number)
         for batch in loader:
             self.batches += 1
             yield batch
+        if left_out and self.batches == left_out:
+            self._restore()
 
 
-def loader_of(trainer: Any, begun: list[int] | None, together: Callable[[Any], int]) -> Callable[[], Any]:
-    """Return what makes the Trainer's loader, so that a stream goes on after a pass and samples of it. All ranks.
+def loader_of(trainer: Any, folder: Any, begun: Any, together: Callable[[Any], int]) -> Callable[[], Any]:
+    """Return what makes the Trainer's loader, so that a stream goes on where the checkpoint in `folder` was. All ranks.
 
-    `together` tells how many samples the ranks have at a time, once the Trainer has chosen its batch size.
+    `begun` is a pass and the samples of it, if they are known. `together` tells how many samples the ranks have at a time, once the Trainer has chosen its batch size.
     """
     make, (number, samples) = trainer.get_train_dataloader, begun or (None, 0)
     if samples and trainer.args.ignore_data_skip and trainer.args.process_index == 0:
@@ -65,7 +71,9 @@ def loader_of(trainer: Any, begun: list[int] | None, together: Callable[[Any], i
         plain = not (isinstance(loader, DataLoader) and hasattr(loader, "set_epoch") and adapter.is_stream(loader))
         if plain or adapter.known_length(len, loader) is not None:
             return loader
-        vars(trainer)[STREAM] = passes = Passes(loader, number, samples // together(trainer))
+        batches = samples // together(trainer)
+        passes = Passes(loader, number, batches, lambda: trainer._load_rng_state(folder))
+        vars(trainer)[STREAM] = passes
         return passes
 
     return get_train_dataloader

@@ -634,12 +634,14 @@ def test_a_stream_goes_on_with_accumulation(tmp_path, kind):
     resumed = streaming(tmp_path, kind, gradient_accumulation_steps=2)
     resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
     assert resumed.losses == whole.losses[-len(resumed.losses) :] and len(resumed.losses) > 10
-    assert copy.copy(streams.Passes([1], None, 0))._loader == [1]
+    assert copy.copy(streams.Passes([1], None, 0, print))._loader == [1]
 
 
 def test_a_stream_goes_on_at_its_sample_on_another_number_of_ranks(tmp_path):
     trainer = streaming(tmp_path, Own)
-    loader = streams.loader_of(trainer, [1, 8], ranks.together)()  # as two ranks have left it, after a batch of each
+    loader = streams.loader_of(
+        trainer, None, [1, 8], ranks.together
+    )()  # as two ranks have left it, after a batch of each
     (batch,) = skip_first_batches(loader, 5)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     assert batch["x"].tolist() == [rows(12)[number]["x"].tolist() for number in order[8:]]
