@@ -73,7 +73,7 @@ def killed(folder, count, *cases):
     found = last_figures(
         finished([sys.executable, str(SCRIPTS / SCRIPT), "--kill", "5", str(count), str(folder), *cases])
     )
-    assert all(found[case]["killed"] == count and found[case]["in_saves"] for case in cases), found
+    assert all(found[case]["killed"] >= count and found[case]["in_saves"] for case in cases), found
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def kills(folder, case, draw, count):
     killed = in_saves = 0
     runs = [run]
     for number in range(1, 4 * count):
-        if killed == count:
+        if killed >= count and in_saves:  # one of them in a save, however the machine is loaded
             break
         pair = Pair(runs[-1], words)
         inside = wait_and_kill(runs[-1], draw, lambda pair=pair: pair.kill(draw.choice([[0], [1], [0, 1]])), pair.runs)
