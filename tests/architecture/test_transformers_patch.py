@@ -24,8 +24,14 @@ def imported(path):
 
 
 # The only files that need this fork's accelerate: nothing imports them before `checkpoints.available` has said that it is there.
-STAGES = ("checkpoints/choose.py", "checkpoints/save.py", "checkpoints/preempt.py")
-OURS = ("accelerate.checkpoint", "accelerate.runtime", "accelerate.diagnostics", "accelerate.training.preemption")
+STAGES = ("checkpoints/choose.py", "checkpoints/save.py", "checkpoints/preempt.py", "checkpoints/streams.py")
+OURS = (
+    "accelerate.checkpoint",
+    "accelerate.data",
+    "accelerate.runtime",
+    "accelerate.diagnostics",
+    "accelerate.training.preemption",
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())

@@ -24,6 +24,7 @@ STATE = "trainer_state.json"
 # Lies in a folder that transformers' own preemption callback is writing to.
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_SHARDS = re.compile(r"(optimizer|pytorch_model_fsdp)_\d+")
 _NO_NUMBER = sys.maxsize
 
 
@@ -74,6 +75,10 @@ def _stock_flaws(folder: str) -> list[str]:
         found.append(
             f"{(optimizer or generators)[0]} is there, and {'rng_state' if optimizer else 'optimizer'} is not"
         )
+    # Of a sharded set this comes last.
+    last = {name: os.path.join(name, ".metadata") for name in names if _SHARDS.fullmatch(name)}
+    last |= {name: "latest" for name in names if name.startswith("global_step")}
+    found += [f"{end} is missing" for end in last.values() if not os.path.isfile(os.path.join(folder, end))]
     others = re.compile(r"(training_args|optimizer.*|scheduler)\.bin")
     weights = [name for name in names if name.endswith((".safetensors", ".bin")) and not others.fullmatch(name)]
     if not weights and not any(os.path.isdir(os.path.join(folder, name)) for name in names):

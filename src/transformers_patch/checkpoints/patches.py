@@ -88,27 +88,10 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_last_checkpoint
 
 
+_WRITES = ("_get_output_dir", "save_model", "_push_from_checkpoint", "save_to_json")
 # By the names of their entries in the registry.
 PATCHES = {
-    "save_checkpoint": Patch(
-        owner="Trainer",
-        name="_save_checkpoint",
-        parameters=("self", "model", "trial"),
-        reads=("_get_output_dir", "save_model", "_push_from_checkpoint", "save_to_json"),
-        replacement=_saving,
-    ),
-    "train": Patch(
-        owner="Trainer",
-        name="train",
-        parameters=("self", "resume_from_checkpoint"),
-        reads=("get_last_checkpoint",),
-        replacement=_training,
-    ),
-    "last_checkpoint": Patch(
-        owner="",
-        name="get_last_checkpoint",
-        parameters=("folder",),
-        reads=("listdir",),
-        replacement=_choosing,
-    ),
+    "save_checkpoint": Patch("Trainer", "_save_checkpoint", ("self", "model", "trial"), _WRITES, _saving),
+    "train": Patch("Trainer", "train", ("self", "resume_from_checkpoint"), ("get_last_checkpoint",), _training),
+    "last_checkpoint": Patch("", "get_last_checkpoint", ("folder",), ("listdir",), _choosing),
 }

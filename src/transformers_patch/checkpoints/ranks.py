@@ -9,43 +9,73 @@ import logging
 import os
 from typing import Any
 
+from transformers_patch.checkpoints import streams
+
 logger = logging.getLogger(__name__)
 
 RUN = "accelerate_run.json"
 
 
 def record(trainer: Any, folder: str) -> None:
-    """Write what `keep` reads into a staged folder. One process per folder."""
-    values = {"world_size": trainer.args.world_size, "global_batch": _global_batch(trainer)}
+    """Write what `keep` and `streams` read into a staged folder. One process per folder."""
+    values = {"world_size": trainer.args.world_size, **_data(trainer)}
+    if (passes := vars(trainer).get(streams.STREAM)) is not None:
+        values["stream"] = [passes.number, passes.batches * together(trainer)]
     with open(os.path.join(folder, RUN), "w", encoding="utf-8") as file:
         json.dump(values, file)
 
 
-def keep(trainer: Any, folder: str) -> None:
+def keep(trainer: Any, folder: str) -> dict[str, Any]:
     """Let the Trainer accumulate so that the global batch is that of the checkpoint, if that was saved on another number of ranks.
 
-    All ranks, before the training.
+    All ranks, before the training. Rank 0 warns of what else decides which samples come next, and differs.
+
+    Returns:
+        What `record` wrote; empty for a folder of the stock Trainer.
 
     Raises:
         ValueError: The ranks do not divide the global batch; it lists the numbers of ranks that do. Or DeepSpeed's engine, whose
             configuration is fixed by then, has another accumulation.
     """
-    path, args = os.path.join(folder, RUN), trainer.args
-    if not os.path.isfile(path):  # of the stock Trainer
-        return
+    path = os.path.join(folder, RUN)
+    if not os.path.isfile(path):
+        return {}
     with open(path, encoding="utf-8") as file:
-        former = json.load(file)
-    world, batch = former["world_size"], former["global_batch"]
-    together = _global_batch(trainer) // args.gradient_accumulation_steps
-    if world == args.world_size or batch == together * args.gradient_accumulation_steps:
+        former: dict[str, Any] = json.load(file)
+    _fit(trainer, folder, former["world_size"], former["global_batch"])
+    # What `auto_find_batch_size` had found is taken over by the Trainer.
+    former |= {"global_batch": None} if trainer.args.auto_find_batch_size else {}
+    found = [(name, former.get(name), value) for name, value in _data(trainer).items()]
+    told = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found if old not in (None, new))
+    if told and trainer.args.process_index == 0:
+        logger.warning("%r goes on with other samples than the run that saved it: %s.", folder, told)
+    return former
+
+
+def _data(trainer: Any) -> dict[str, Any]:
+    """Return what decides which samples a step sees."""
+    args, data = trainer.args, getattr(trainer, "train_dataset", None)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    samples = len(data) if hasattr(data, "__len__") else None
+    return {"global_batch": _global_batch(trainer), "seed": seed, "dataset_length": samples}
+
+
+def together(trainer: Any) -> int:
+    """Return how many samples the ranks have at a time."""
+    return _global_batch(trainer) // int(trainer.args.gradient_accumulation_steps)
+
+
+def _fit(trainer: Any, folder: str, world: int, batch: int) -> None:
+    args, at_once = trainer.args, together(trainer)
+    if world == args.world_size or batch == at_once * args.gradient_accumulation_steps:
         return
     what = f"{folder!r} was saved on {world} rank(s) with a global batch of {batch}"
-    here = f"here {args.world_size} rank(s) have {together} samples at a time (per_device_train_batch_size={args.per_device_train_batch_size})"
-    if batch % together:
-        each = max(1, together // args.world_size)
+    here = f"here {args.world_size} rank(s) have {at_once} samples at a time (per_device_train_batch_size={args.per_device_train_batch_size})"
+    if batch % at_once:
+        each = max(1, at_once // args.world_size)
         fit = ", ".join(str(ranks) for ranks in range(1, batch // each + 1) if batch % (each * ranks) == 0)
         raise ValueError(f"{what}; {here}, which does not divide it. Numbers of ranks that do: {fit or 'none'}.")
-    steps = batch // together
+    steps = batch // at_once
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ValueError(
             f"{what}; {here}. Pass gradient_accumulation_steps={steps}, so that DeepSpeed's engine keeps it."

@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Background, Save, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
-from transformers_patch.checkpoints import choose, preempt, ranks
+from transformers_patch.checkpoints import choose, preempt, ranks, streams
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
         trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **{_IN_BACKGROUND: in_background}
     ):
         folder = choose.resolved(trainer, asked)
-        if folder:
-            ranks.keep(trainer, folder)
-        with preempt.watching(trainer):
+        begun = ranks.keep(trainer, folder).get("stream") if folder else None
+        loader = streams.loader_of(trainer, folder, begun, ranks.together)
+        with preempt.watching(trainer), _shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}):
             result = run(folder)
         wait(trainer)
     return result
@@ -151,9 +151,7 @@ def _goes_on(trainer: Any, save: Save) -> bool:
     """Say whether the training goes on while a checkpoint is hashed and published: not after its last step."""
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
     if asked and not save.barrier.in_background:
-        warnings.warn(
-            "checkpoints='async' saves at once here: these ranks have no key-value store to meet in.", stacklevel=2
-        )
+        warnings.warn("checkpoints='async' saves at once here: these ranks have no store to meet in.", stacklevel=2)
     return bool(asked and save.barrier.in_background)
 
 
@@ -162,14 +160,8 @@ def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
     storage = LocalStorage(path)
     if choose.is_staged_link(path):
         storage.location = path  # the link is replaced; of a user's own link what it leads to
-    number = trainer.state.global_step
-    facts = {
-        "world_size": trainer.args.world_size,
-        "strategy": "trainer",
-        "mesh": None,
-        "step": 0,
-        "iteration": number,
-    }
+    shape = {"world_size": trainer.args.world_size, "strategy": "trainer", "mesh": None}
+    facts = {**shape, "step": 0, "iteration": trainer.state.global_step}
     save = Save(storage, choose.group_of(trainer.args), facts, _make_way, lambda new: _rotate(trainer, run_dir, new))
     save.barrier.kind = "save_checkpoint"
     return save
@@ -316,10 +308,8 @@ def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage) -> None:
         folder.sweep()
         if not limit or limit < 0:
             return
-        found = [
-            LocalStorage(choose.place_of(folder.location, number))
-            for number in reversed(choose.numbers(folder.location))
-        ]
+        places = [choose.place_of(folder.location, number) for number in choose.numbers(folder.location)]
+        found = [LocalStorage(place) for place in reversed(places)]
         whole = [one for one in found if not choose.flaw(one.location)]
         keep = {new.location, os.path.realpath(best) if best else None} & {one.location for one in whole}
         whole = _by_age(whole)

@@ -1,5 +1,6 @@
 """The Trainer's checkpoints: whole or not there, chosen, rotated; on one process."""
 
+import copy
 import json
 import os
 import pathlib
@@ -19,11 +20,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint as stock_last
 
 import transformers_patch
+from accelerate import skip_first_batches
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
 from transformers_patch import UnsupportedVersion, registry
-from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint, ranks
+from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint, ranks, streams
 
 STOCK = {
     "model.safetensors",
@@ -533,7 +535,8 @@ def saved_on(folder, ranks, batch):
 
 def test_fewer_ranks_accumulate(tmp_path, kind, warned):
     build(tmp_path, kind, max_steps=2).train()
-    assert json.loads((tmp_path / "checkpoint-2" / RUN).read_text()) == {"world_size": 1, "global_batch": 4}
+    known = {"world_size": 1, "global_batch": 4, "seed": 3, "dataset_length": len(rows())}
+    assert json.loads((tmp_path / "checkpoint-2" / RUN).read_text()) == known
     saved_on(tmp_path / "checkpoint-2", 2, 8)
     resumed = build(tmp_path, kind, max_steps=4)
     resumed.train(resume_from_checkpoint=True)
@@ -555,13 +558,99 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_before_the_training(t
 
 def test_the_numbers_of_ranks_that_divide_are_listed(tmp_path):
     arguments = {"world_size": 2, "train_batch_size": 4, "per_device_train_batch_size": 4}
-    trainer = types.SimpleNamespace(args=types.SimpleNamespace(gradient_accumulation_steps=1, **arguments))
+    arguments |= {
+        "gradient_accumulation_steps": 1,
+        "seed": 3,
+        "data_seed": None,
+        "process_index": 0,
+        "auto_find_batch_size": False,
+    }
+    trainer = types.SimpleNamespace(args=types.SimpleNamespace(**arguments))
     (tmp_path / RUN).write_text('{"world_size": 3, "global_batch": 24}')
     ranks.keep(trainer, str(tmp_path))
     assert trainer.args.gradient_accumulation_steps == 3
     (tmp_path / RUN).write_text('{"world_size": 3, "global_batch": 12}')
     with pytest.raises(ValueError, match=r"Numbers of ranks that do: 1, 3\."):
         ranks.keep(trainer, str(tmp_path))
+
+
+# -- other samples -----------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_on_other_data_names_the_values(tmp_path, kind, warned):
+    build(tmp_path, kind, max_steps=2).train()
+    build(tmp_path, kind, max_steps=4).train(resume_from_checkpoint=True)
+    assert not warned()
+    other = build(tmp_path, kind, per_device_train_batch_size=2, data_seed=5, max_steps=6, report_to=[])
+    other.train_dataset = rows(10)
+    other.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    told = "global_batch was 4, and is 2; seed was 3, and is 5; dataset_length was 32, and is 10."
+    assert len(warned()) == 1 and told in warned()[0] and "checkpoint-2" in warned()[0], warned()
+
+
+def test_a_batch_size_that_the_trainer_takes_over_is_not_named(tmp_path, kind, warned):
+    build(tmp_path, kind, max_steps=2).train()
+    saved_on(tmp_path / "checkpoint-2", 1, 2)
+    build(tmp_path, kind, auto_find_batch_size=True, max_steps=4).train(resume_from_checkpoint=True)
+    assert not warned()
+
+
+class Passing(torch.utils.data.IterableDataset):
+    """Three batches in each pass, in an order of its own."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))
+        return (rows(12)[number] for number in order)
+
+
+def streaming(folder, kind, **options):
+    trainer = build(folder, kind, max_steps=10, save_steps=1, **options)
+    trainer.train_dataset = Passing()
+    return trainer
+
+
+@pytest.mark.parametrize("step", [2, 3, 7, 9])
+def test_a_stream_goes_on_in_the_pass_that_it_was_in(tmp_path, kind, step):
+    whole = streaming(tmp_path, kind)
+    whole.train()
+    resumed = streaming(tmp_path, kind)
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{step}")
+    assert resumed.losses == whole.losses[step:]
+    if step == 7:  # and once more, from what the resumed run has saved
+        again = streaming(tmp_path, kind)
+        again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-8")
+        assert again.losses == whole.losses[8:]
+
+
+def test_a_stream_goes_on_with_accumulation(tmp_path, kind):
+    whole = streaming(tmp_path, kind, gradient_accumulation_steps=2)
+    whole.train()
+    resumed = streaming(tmp_path, kind, gradient_accumulation_steps=2)
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+    assert resumed.losses == whole.losses[-len(resumed.losses) :] and len(resumed.losses) > 10
+    assert copy.copy(streams.Passes([1], None, 0, print))._loader == [1]
+
+
+def test_a_stream_goes_on_at_its_sample_on_another_number_of_ranks(tmp_path):
+    trainer = streaming(tmp_path, Own)
+    loader = streams.loader_of(
+        trainer, None, [1, 8], ranks.together
+    )()  # as two ranks have left it, after a batch of each
+    (batch,) = skip_first_batches(loader, 5)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    assert batch["x"].tolist() == [rows(12)[number]["x"].tolist() for number in order[8:]]
+
+
+def test_a_stream_that_begins_anew_says_how_many_samples_come_again(tmp_path, kind, warned):
+    streaming(tmp_path, kind).train()
+    streaming(tmp_path, kind, ignore_data_skip=True).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-5")
+    assert warned() == ["ignore_data_skip: 8 samples of the stream's pass 1, counted from 0, come again."]
 
 
 # -- preemption --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""A run over a stream goes on in the pass that it was in.
+
+The Trainer knows no length of a stream, counts the whole run as one epoch, and leaves out as many batches as it took steps: after the
+first pass there are not so many. Here passes are counted, and what is left out belongs to the last one. It is read again, so that the
+order goes on as it would have, a shuffle buffer included.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accelerate.data import adapter
+from accelerate.data.build import skip_first_batches
+
+logger = logging.getLogger(__name__)
+
+STREAM = "_stream_of_checkpoints"
+
+
+class Passes:
+    """The loader of a stream, which counts passes and batches. It begins with pass `number`, after `batches`.
+
+    `restore` gives the generators back, where nothing of that pass is left: releases before 5 do so with its first batch.
+    """
+
+    def __init__(self, loader: Any, number: int | None, batches: int, restore: Callable[[], Any]) -> None:
+        self._loader, self._known, self._restore = loader, number is not None, restore
+        self._first = self.number = number or 0
+        self.batches, self._skip = batches, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copies ask, before there is a loader
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be the one of this number after the first of this run."""
+        self.number = self._first + epoch
+
+    def _skipping_parts(self, number: int) -> "Passes":  # by which `skip_first_batches` asks
+        self._skip = self.batches if self._known else number
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        left_out, self._skip = self._skip, 0
+        loader, self.batches = skip_first_batches(self._loader, left_out), left_out
+        loader.set_epoch(self.number)
+        for batch in loader:
+            self.batches += 1
+            yield batch
+        if left_out and self.batches == left_out:
+            self._restore()
+
+
+def loader_of(trainer: Any, folder: Any, begun: Any, together: Callable[[Any], int]) -> Callable[[], Any]:
+    """Return what makes the Trainer's loader, so that a stream goes on where the checkpoint in `folder` was. All ranks.
+
+    `begun` is a pass and the samples of it, if they are known. `together` tells how many samples the ranks have at a time, once the Trainer has chosen its batch size.
+    """
+    make, (number, samples) = trainer.get_train_dataloader, begun or (None, 0)
+    if samples and trainer.args.ignore_data_skip and trainer.args.process_index == 0:
+        logger.warning(
+            "ignore_data_skip: %d samples of the stream's pass %d, counted from 0, come again.", samples, number
+        )
+
+    def get_train_dataloader() -> Any:
+        loader = make()
+        # One with a length has epochs, as every other loader.
+        plain = not (isinstance(loader, DataLoader) and hasattr(loader, "set_epoch") and adapter.is_stream(loader))
+        if plain or adapter.known_length(len, loader) is not None:
+            return loader
+        batches = samples // together(trainer)
+        passes = Passes(loader, number, batches, lambda: trainer._load_rng_state(folder))
+        vars(trainer)[STREAM] = passes
+        return passes
+
+    return get_train_dataloader

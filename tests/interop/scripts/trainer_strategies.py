@@ -1,0 +1,416 @@
+"""Checkpoints of transformers' Trainer when the model is sharded, has adapters, or belongs to another library's Trainer.
+
+`trainer_strategies.py FOLDER CASE ...` trains each case whole and in two parts. `--kill SEED COUNT FOLDER CASE ...` imports the libraries once,
+and starts and kills runs of two ranks, as forks. A case is a strategy with words: `fsdp2+sharded+async`.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from killing import wait_and_kill
+from tiny import TokenRows, bert_config, causal_model, report, sentences, tokenizer
+from transformers import Trainer, TrainingArguments, set_seed
+
+import transformers_patch
+from accelerate import ParallelismConfig
+from accelerate.checkpoint.manifest import NAME, Manifest
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers_patch.checkpoints import CheckpointMixin, get_last_checkpoint
+
+STEPS = 6
+COMMON = {
+    "per_device_train_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+    "use_cpu": True, "disable_tqdm": True, "seed": 3,
+}  # fmt: skip
+BLOCKS = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+
+
+class Exact:
+    """Keeps each loss as it is, and writes it down; the Trainer's log rounds it."""
+
+    def training_step(self, *args, **options):
+        loss = super().training_step(*args, **options)
+        self.losses = [*getattr(self, "losses", []), loss.item().hex()]
+        with open(pathlib.Path(self.args.output_dir, f"losses_{rank()}.txt"), "a", encoding="utf-8") as file:
+            file.write(f"{self.state.global_step} {loss.item().hex()}\n")
+        return loss
+
+
+def rank():
+    return int(os.environ.get("RANK", "0"))
+
+
+def strategy(words):
+    """Return the arguments of a strategy."""
+    if words[0].startswith("fsdp"):
+        kind = "SHARDED_STATE_DICT" if "sharded" in words else "FULL_STATE_DICT"
+        config = {"fsdp_version": int(words[0][-1]), "state_dict_type": kind, "use_orig_params": True, **BLOCKS}
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    if words[0].startswith("zero"):
+        auto = (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        )
+        zero = {"stage": int(words[0][-1]), "stage3_gather_16bit_weights_on_model_save": "gather" in words}
+        if words[0] == "zero3":
+            zero["stage3_param_persistence_threshold"] = 0
+        return {
+            "deepspeed": {
+                **dict.fromkeys(auto, "auto"),
+                "zero_optimization": zero,
+                "zero_allow_untested_optimizer": True,
+            }
+        }
+    return {}
+
+
+def build(folder, words, **more):
+    """Return the Trainer of a case, patched or with the mixin."""
+    os.makedirs(folder, exist_ok=True)
+    ours = () if "apply" in words else (CheckpointMixin,)
+
+    def kind_of(base):
+        return type("Own", (*ours, Exact, base), {"checkpoints": "async"} if "async" in words else {})
+
+    make = LIBRARIES.get(words[0], plain)
+    return make(kind_of, folder, words, {**COMMON, "save_steps": 2, **strategy(words), **more})
+
+
+def plain(kind_of, folder, words, options):
+    model, rows = causal_model(), TokenRows(32)
+    if "lora" in words:
+        model = adapted(model)
+    if words[0] == "stream":
+        # The short one is in its second pass at step 4, and then has two batches of each rank left.
+        rows = Stream(TokenRows(6 * int(os.environ.get("WORLD_SIZE", "1"))) if "short" in words else rows)
+    return kind_of(Trainer)(
+        model, TrainingArguments(folder, **options), train_dataset=rows, processing_class=tokenizer()
+    )
+
+
+def adapted(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(**{**LORA, **options}))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows in an order that each pass draws anew, as `set_epoch` tells."""
+
+    def __init__(self, rows):
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = list(range(len(self.rows)))
+        random.Random(self.epoch).shuffle(order)
+        return (self.rows[number] for number in order)
+
+
+def shuffled(kind_of, folder, words, options):
+    """A stream of `datasets`, by a buffer."""
+    from datasets import Dataset
+
+    data = Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in TokenRows(32)])
+    rows = data.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=7)
+    return kind_of(Trainer)(
+        causal_model(), TrainingArguments(folder, **options), train_dataset=rows, processing_class=tokenizer()
+    )
+
+
+def of_trl(kind_of, folder, words, options):
+    """SFT, preferences and rewards. What it trains on are sentences."""
+    import trl
+    from datasets import Dataset
+
+    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[words[0]]
+    config = getattr(trl, f"{name}Config")(folder, **options, bf16=False, gradient_checkpointing=False, max_length=24)
+    columns = {"sft": ["text"], "dpo": ["prompt", "chosen", "rejected"], "reward": ["chosen", "rejected"]}[words[0]]
+    data = Dataset.from_dict({column: sentences(32, seed) for seed, column in enumerate(columns)})
+    model = causal_model()
+    if words[0] == "reward":
+        from transformers import GPT2ForSequenceClassification
+
+        model.config.num_labels = 1
+        model = GPT2ForSequenceClassification(model.config)
+    rest = {"ref_model": causal_model(1)} if words[0] == "dpo" else {}
+    if "lora" in words:
+        from peft import LoraConfig
+
+        rest = {"peft_config": LoraConfig(**LORA)}
+    return kind_of(getattr(trl, f"{name}Trainer"))(
+        model=model, args=config, train_dataset=data, processing_class=tokenizer(), **rest
+    )
+
+
+def of_sentences(kind_of, folder, words, options):
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+    from sentence_transformers.losses import CoSENTLoss
+    from transformers import BertModel
+
+    set_seed(0)
+    BertModel(bert_config()).save_pretrained(f"{folder}/bert")
+    tokenizer().save_pretrained(f"{folder}/bert")
+    model = SentenceTransformer(f"{folder}/bert", device="cpu")
+    scores = {"score": [(number % 5) / 4 for number in range(32)]}
+    data = Dataset.from_dict({"sentence1": sentences(32, 1), "sentence2": sentences(32, 2), **scores})
+    return kind_of(SentenceTransformerTrainer)(
+        model, Arguments(folder, **options), train_dataset=data, loss=CoSENTLoss(model)
+    )
+
+
+def llama(folder, **options):
+    """A model that is loaded from a folder, which rank 0 writes."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if rank() == 0 and not os.path.isdir(f"{folder}/base"):
+        set_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(vocab_size=23, **sizes, pad_token_id=0)).save_pretrained(f"{folder}/base")
+    PartialState(cpu=True).wait_for_everyone()
+    set_seed(0)
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/base", **options)
+
+
+def quantized(kind_of, folder, words, options):
+    """Adapters on a model of 4 bits."""
+    from transformers import BitsAndBytesConfig
+
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = llama(folder, quantization_config=four, dtype=torch.float32)
+    model = adapted(model, target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
+    arguments = TrainingArguments(folder, **options)
+    return kind_of(Trainer)(model, arguments, train_dataset=TokenRows(32), processing_class=tokenizer())
+
+
+def tensors(kind_of, folder, words, options):
+    """A model that transformers splits by its own plan. The Trainer saves its weights alone."""
+    layout = ParallelismConfig(tp_size=2)
+    arguments = TrainingArguments(folder, **options, parallelism_config=layout, save_only_model=True)
+    model = llama(folder, tp_plan="auto").train()
+    return kind_of(Trainer)(model, arguments, train_dataset=TokenRows(32), processing_class=tokenizer())
+
+
+LIBRARIES = {
+    "sft": of_trl, "dpo": of_trl, "reward": of_trl, "sentence": of_sentences, "qlora": quantized, "tp": tensors,
+    "shuffled": shuffled,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def apart(words):
+    """Forget states, and the variables that TrainingArguments writes, afterwards."""
+    before = dict(os.environ)
+    way = "async" if "async" in words else True
+    try:
+        with transformers_patch.applied(checkpoints=way) if "apply" in words else contextlib.nullcontext():
+            yield
+    finally:
+        GradientState._reset_state()
+        AcceleratorState._reset_state(True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def everywhere(value):
+    """Return the values of all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def files(folder):
+    found = {path.relative_to(folder).as_posix() for path in pathlib.Path(folder).rglob("*") if path.is_file()}
+    return found - {NAME}
+
+
+def damage(folder, words):
+    """Cut off the largest file of the newest checkpoint, as a broken disk would, and add a newer one that is written half."""
+    largest = max((pathlib.Path(folder, name) for name in files(folder)), key=lambda path: path.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.truncate(largest.stat().st_size // 2)
+    half = pathlib.Path(folder).with_name(f"checkpoint-{STEPS + 2}")
+    shutil.copytree(pathlib.Path(folder).with_name("checkpoint-2"), half)
+    (half / NAME).unlink()
+    # What is written last of a sharded set, or else the generators.
+    for last in [*half.rglob(".metadata"), *half.glob("latest")] or half.glob("rng_state*"):
+        last.unlink()
+
+
+def halves(folder, case):
+    """Train whole, and once more from the middle; say whether the losses are the same, and what the checkpoint has."""
+    words = case.split("+")
+    folder = f"{folder}/{case}"
+    with apart(words):
+        whole = build(folder, words)
+        whole.train()
+        losses = everywhere(whole.losses)
+        last = f"{folder}/checkpoint-{STEPS}"
+        listed = set(Manifest.read(last).files)
+        found = {"files": sorted(listed), "unlisted": sorted(files(last) ^ listed)}
+        if words[0] == "tp":  # transformers saves its weights alone, and does not load them into a model that is split
+            return found
+        everywhere(None)
+        if rank() == 0:
+            damage(last, words)
+        everywhere(None)
+    with apart(words):
+        resumed = build(folder, words)
+        resumed.train(resume_from_checkpoint=True)
+        found["whole"] = losses
+        found["rest"] = everywhere(getattr(resumed, "losses", []))
+        found["equal"] = found["rest"] == [one[4:] for one in losses]
+        found["rotten"] = [name for name in os.listdir(folder) if name.startswith(".saving")]
+    return found
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def train(folder, words):
+    """Train, from the newest checkpoint, if there is one; with a save after every step, or none at all."""
+    reference = "reference" in words
+    more = {"save_strategy": "no"} if reference else {"save_steps": 1, "save_total_limit": 1}
+    last = None if reference else os.path.isdir(folder) and get_last_checkpoint(folder)
+    with apart(words):
+        trainer = build(folder, words, **more)
+        if not (last and last.endswith(f"checkpoint-{STEPS}")):
+            trainer.train(resume_from_checkpoint=bool(last))
+
+
+def port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Pair:
+    """Two ranks, as forks of this process."""
+
+    def __init__(self, folder, words):
+        self.folder, place = pathlib.Path(folder), port()
+        self.codes, self.pids = {}, [self._fork(number, place, words) for number in range(2)]
+
+    def _fork(self, number, place, words):
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            log = os.open(f"{self.folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1), os.dup2(log, 2)
+            world = {
+                "RANK": number,
+                "LOCAL_RANK": number,
+                "WORLD_SIZE": 2,
+                "LOCAL_WORLD_SIZE": 2,
+                "MASTER_PORT": place,
+            }
+            os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            torch.set_num_threads(1)
+            train(str(self.folder), words)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+
+    def runs(self):
+        for pid in self.pids:
+            if pid not in self.codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return len(self.codes) < 2 and not any(self.codes.values())
+
+    def kill(self, ranks):
+        """Kill some ranks, and then those that are left, as a launcher does."""
+        for pid in [*(self.pids[number] for number in ranks), *self.pids]:
+            if self.runs() or pid not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        while len(self.codes) < 2:
+            self.runs()
+
+    def ended(self):
+        while self.runs():
+            time.sleep(0.01)
+        good = not any(self.codes.values())
+        if not good:
+            self.kill([])
+            raise SystemExit(pathlib.Path(f"{self.folder}.log").read_text()[-6000:])
+
+
+def written(folder, number):
+    """Return the losses of each step that a rank wrote; a line that was being written when it was killed does not count."""
+    found = {}
+    for line in pathlib.Path(folder, f"losses_{number}.txt").read_text().splitlines(keepends=True):
+        step, _, loss = line.partition(" ")
+        if loss.endswith("\n"):
+            found.setdefault(step, set()).add(loss)
+    return found
+
+
+def kills(folder, case, draw, count):
+    """Kill a run of two ranks so often, and let it come to its end: every step of every start has the loss of a run never stopped."""
+    words, reference, run = case.split("+"), f"{folder}/{case}-reference", f"{folder}/{case}-0"
+    Pair(reference, [*words, "reference"]).ended()
+    killed = in_saves = 0
+    runs = [run]
+    for number in range(1, 4 * count):
+        if killed >= count and in_saves:  # one of them in a save, however the machine is loaded
+            break
+        pair = Pair(runs[-1], words)
+        inside = wait_and_kill(runs[-1], draw, lambda pair=pair: pair.kill(draw.choice([[0], [1], [0, 1]])), pair.runs)
+        if -signal.SIGKILL in pair.codes.values():
+            killed += 1
+            in_saves += inside
+            bad = [code for code in pair.codes.values() if code > 0]
+        else:  # it came to its end: begin anew, so that there is something to kill
+            bad = [code for code in pair.codes.values() if code]
+            runs.append(f"{folder}/{case}-{number}")
+        if bad and -signal.SIGKILL not in pair.codes.values():
+            raise SystemExit(pathlib.Path(f"{pair.folder}.log").read_text()[-6000:])
+    for run in runs:
+        Pair(run, words).ended()
+        for number in range(2):
+            whole, found = written(reference, number), written(run, number)
+            assert found == whole and len(found) == STEPS, (run, found, whole)
+        assert [name for name in sorted(os.listdir(run)) if "checkpoint" in name or "saving" in name] == [
+            f"checkpoint-{STEPS}"
+        ], os.listdir(run)
+    return {"killed": killed, "in_saves": in_saves, "runs": len(runs)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--kill":
+        _, _, seed, count, folder, *cases = sys.argv
+        draw = random.Random(int(seed))
+        print(json.dumps({case: kills(folder, case, draw, int(count)) for case in cases}))
+    else:
+        folder, *cases = sys.argv[1:]
+        set_seed(0)
+        report(**{case: halves(folder, case) for case in cases})

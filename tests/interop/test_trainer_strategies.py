@@ -1,0 +1,108 @@
+"""Checkpoints of the Trainer with sharded models, adapters, streams and the Trainers of other libraries: whole, resumed with equal losses, killed."""
+
+import sys
+
+import pytest
+
+from interop.programs import SCRIPTS, figures, finished, last_figures, need
+
+pytestmark = pytest.mark.interop
+SCRIPT = "trainer_strategies.py"
+# The names of files that must be in the manifest.
+SHARDS = {"pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/.metadata"}
+FULL = {"pytorch_model_fsdp.bin", "optimizer.bin", "model.safetensors"}
+ENGINE = {"latest", "global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt"}
+FSDP = {
+    "fsdp2+sharded": SHARDS, "fsdp1+full+apply+async": FULL, "fsdp2+full+apply": FULL, "fsdp1+sharded+async": SHARDS,
+}  # fmt: skip
+ADAPTERS = {
+    "ddp+lora": {"adapter_model.safetensors", "optimizer.pt"}, "fsdp2+lora+sharded": SHARDS,
+    "fsdp1+lora+sharded": SHARDS, "fsdp2+lora+full": FULL - {"model.safetensors"} | {"adapter_model.safetensors"},
+}  # fmt: skip
+STREAM = {"stream+short": {"optimizer.pt", "model.safetensors"}}
+PLAIN = {"optimizer.pt", "model.safetensors"}
+STREAMS = ["stream", "stream+short", "shuffled+apply"]
+
+
+def first(cases, count):
+    """Return the first cases for the quick run, and all of them, marked slow."""
+    return [dict(list(cases.items())[:count]), pytest.param(cases, marks=pytest.mark.slow)]
+
+
+def check(found, cases):
+    for case, wanted in cases.items():
+        one = found[case]
+        assert one["equal"], (case, one["whole"], one["rest"])
+        assert wanted <= set(one["files"]) and not one["unlisted"] and not one["rotten"], (case, one)
+
+
+@pytest.mark.parametrize("cases", first({**STREAM, **FSDP, **ADAPTERS}, 3))
+def test_sharded_runs_and_adapters_resume_with_equal_losses(cases, tmp_path):
+    need("transformers", "peft")
+    check(figures(SCRIPT, tmp_path, 2, True, *cases), cases)
+
+
+@pytest.mark.slow
+def test_weights_of_tensor_parallel_models_are_saved_whole(tmp_path):
+    need("transformers")
+    found = figures(SCRIPT, tmp_path, 2, True, "tp")["tp"]
+    assert {"model.safetensors", "trainer_state.json"} <= set(found["files"]) and not found["unlisted"], found
+
+
+@pytest.mark.parametrize(
+    "libraries, cases",
+    [
+        (["datasets"], [*STREAMS]),
+        pytest.param(["trl", "peft", "datasets"], ["sft", "sft+apply", "dpo", "dpo+apply"], marks=pytest.mark.slow),
+        pytest.param(["trl", "datasets"], ["reward", "reward+apply", "sft+lora+async"], marks=pytest.mark.slow),
+        pytest.param(["sentence_transformers", "datasets"], ["sentence", "sentence+apply"], marks=pytest.mark.slow),
+        pytest.param(["bitsandbytes", "peft"], ["qlora"], marks=pytest.mark.slow),
+    ],
+    ids=["streams", "sft-dpo", "reward", "sentence", "qlora"],
+)
+def test_other_trainers_and_streams_resume_with_equal_losses(libraries, cases, tmp_path):
+    need("transformers", *libraries)
+    adapter = {"adapter_model.safetensors", "optimizer.pt"}
+    wanted = {case: adapter if "lora" in case else PLAIN for case in cases}
+    check(figures(SCRIPT, tmp_path, 1, True, *cases), wanted)
+
+
+def killed(folder, count, *cases):
+    """Kill runs of two ranks in and around their saves; each goes on, and has the losses of one that was never stopped."""
+    pytest.importorskip("fcntl", reason="runs are killed as on Linux")
+    found = last_figures(
+        finished([sys.executable, str(SCRIPTS / SCRIPT), "--kill", "5", str(count), str(folder), *cases])
+    )
+    assert all(found[case]["killed"] >= count and found[case]["in_saves"] for case in cases), found
+
+
+@pytest.mark.parametrize(
+    "count, cases",
+    [
+        (1, ["fsdp2+sharded"]),
+        pytest.param(3, ["fsdp2+sharded", "fsdp2+sharded+async"], marks=pytest.mark.slow),
+        pytest.param(3, ["fsdp2+full+apply", "fsdp2+full+async"], marks=pytest.mark.slow),
+        pytest.param(3, ["fsdp1+sharded", "fsdp1+sharded+async"], marks=pytest.mark.slow),
+        pytest.param(3, ["fsdp1+full", "fsdp1+full+apply+async"], marks=pytest.mark.slow),
+    ],
+)
+def test_every_killed_sharded_run_goes_on_with_the_same_losses(count, cases, tmp_path):
+    need("transformers")
+    killed(tmp_path, count, *cases)
+
+
+@pytest.mark.slow
+def test_deepspeed_runs_resume_with_equal_losses(tmp_path):
+    need("transformers", "deepspeed")
+    cases = {
+        "zero2": ENGINE | PLAIN - {"optimizer.pt"}, "zero3+apply": ENGINE, "zero3+gather+async": ENGINE,
+        "zero2+lora": ENGINE,
+    }  # fmt: skip
+    check(figures(SCRIPT, tmp_path, 2, True, *cases), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [["zero2", "zero2+async"], ["zero3+gather", "zero3+async"]])
+def test_every_killed_deepspeed_run_goes_on_with_the_same_losses(cases, tmp_path):
+    need("transformers", "deepspeed")
+    killed(tmp_path, 2, *cases)
