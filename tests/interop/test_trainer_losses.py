@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from interop.programs import figures, need
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.slow]
 FOUR = ["fsdp-tp", "fsdp-cp", "fsdp-sp", "ddp-sp", "arrived-fsdp-tp"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from interop.programs import SCRIPTS, figures, finished, last_figures, need
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.slow]
 SCRIPT = "trainer_strategies.py"
 # The names of files that must be in the manifest.
 SHARDS = {"pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/.metadata"}

@@ -18,7 +18,7 @@ def libraries():
     need("transformers")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_throughput_is_in_the_logs_of_a_trainer(processes, run_ours):
     found = run_ours("trainer_throughput.py", processes)
     assert len(found["entries"]) == 4 and len(found["seen"]) == 8  # of the first training, and of both
@@ -43,7 +43,7 @@ def test_throughput_is_in_the_logs_of_a_trainer(processes, run_ours):
     assert ("throughput/mfu" in found["again"]) == (processes == 1) and len(found["told"]) == processes - 1
 
 
-@pytest.mark.parametrize("who", ["collator", "callback"])
+@pytest.mark.parametrize("who", ["collator", pytest.param("callback", marks=pytest.mark.slow)])
 def test_a_hang_report_names_the_users_code(who, tmp_path):
     script = SCRIPTS / "trainer_hangs.py"
     ended = finished([*starter(2, ours=True), str(script), str(tmp_path), who], HUNG, **WAITS)
