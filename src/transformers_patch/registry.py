@@ -108,100 +108,71 @@ class Entry:
         return finding
 
 
+_RELEASES = {
+    "state": (">=4.46,<6", ("4.46.3", "4.57.6", "5.0.0", "5.23.0"), "transformers_patch.training_args"),
+    "checkpoints": (">=4.46,<6", ("4.46.3", "4.57.6", "5.0.0", "5.23.0"), "transformers_patch.checkpoints.patches"),
+    "losses": (">=5.23,<6", ("5.23.0",), "transformers_patch.losses"),
+}
+
+
+def _entry(part: Any, name: str, target: str, reason: str) -> Entry:
+    versions, tested, module = _RELEASES[part]
+    return Entry(name, f"transformers.{target}", "transformers", versions, tested, reason, module, part)
+
+
 ENTRIES = (
-    Entry(
-        name="training_args",
-        target="transformers.training_args:TrainingArguments._setup_devices",
-        package="transformers",
-        versions=">=4.46,<6",
-        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
-        reason="every TrainingArguments resets the accelerator state that all Accelerators share (transformers#40376)",
-        module="transformers_patch.training_args",
+    _entry(
+        "state",
+        "training_args",
+        "training_args:TrainingArguments._setup_devices",
+        "every TrainingArguments resets the accelerator state that all Accelerators share (transformers#40376)",
     ),
-    Entry(
-        name="save_checkpoint",
-        target="transformers.trainer:Trainer._save_checkpoint",
-        package="transformers",
-        versions=">=4.46,<6",
-        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
-        reason="the Trainer writes into the final folder, so that a run killed meanwhile leaves a part of a checkpoint",
-        module="transformers_patch.checkpoints.patches",
-        part="checkpoints",
+    _entry(
+        "checkpoints",
+        "save_checkpoint",
+        "trainer:Trainer._save_checkpoint",
+        "the Trainer writes into the final folder, so that a run killed meanwhile leaves a part of a checkpoint",
     ),
-    Entry(
-        name="train",
-        target="transformers.trainer:Trainer.train",
-        package="transformers",
-        versions=">=4.46,<6",
-        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
-        reason="resume_from_checkpoint=True takes the highest number, whole or not, on each rank by itself",
-        module="transformers_patch.checkpoints.patches",
-        part="checkpoints",
+    _entry(
+        "checkpoints",
+        "train",
+        "trainer:Trainer.train",
+        "resume_from_checkpoint=True takes the highest number, whole or not, on each rank by itself",
     ),
-    Entry(
-        name="last_checkpoint",
-        target="transformers.trainer_utils:get_last_checkpoint",
-        package="transformers",
-        versions=">=4.46,<6",
-        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
-        reason="it returns the highest number, whole or not",
-        module="transformers_patch.checkpoints.patches",
-        part="checkpoints",
+    _entry(
+        "checkpoints",
+        "last_checkpoint",
+        "trainer_utils:get_last_checkpoint",
+        "it returns the highest number, whole or not",
     ),
-    Entry(
-        name="loss",
-        target="transformers.trainer:Trainer.compute_loss",
-        package="transformers",
-        versions=">=5.23,<6",
-        tested=("5.23.0",),
-        reason=(
-            "the auxiliary loss of experts is added once for each replica and micro-batch; smoothed "
-            "labels are not shifted under FSDP2"
-        ),
-        module="transformers_patch.losses",
-        part="losses",
+    _entry(
+        "losses",
+        "loss",
+        "trainer:Trainer.compute_loss",
+        "the auxiliary loss of experts is added once for each replica and micro-batch; smoothed labels are not shifted under FSDP2",
     ),
-    Entry(
-        name="loss_items",
-        target="transformers.trainer:Trainer._get_num_items_in_batch",
-        package="transformers",
-        versions=">=5.23,<6",
-        tested=("5.23.0",),
-        reason="tokens of one rank are divided by tp_size with average_tokens_across_devices=False",
-        module="transformers_patch.losses",
-        part="losses",
+    _entry(
+        "losses",
+        "loss_items",
+        "trainer:Trainer._get_num_items_in_batch",
+        "tokens of one rank are divided by tp_size with average_tokens_across_devices=False",
     ),
-    Entry(
-        name="loss_context",
-        target="transformers.trainer:Trainer._prepare_context_parallel_inputs",
-        package="transformers",
-        versions=">=5.23,<6",
-        tested=("5.23.0",),
-        reason=(
-            "sequences are not shared with sp_size and this fork's backend, and the loss counts each "
-            "of them sp_size times"
-        ),
-        module="transformers_patch.losses",
-        part="losses",
+    _entry(
+        "losses",
+        "loss_context",
+        "trainer:Trainer._prepare_context_parallel_inputs",
+        "sequences are not shared with sp_size and this fork's backend, and the loss counts each of them sp_size times",
     ),
-    Entry(
-        name="loss_length",
-        target="transformers.trainer:Trainer.set_initial_training_values",
-        package="transformers",
-        versions=">=5.23,<6",
-        tested=("5.23.0",),
-        reason="an epoch is taken for sp_size times as long as it is with this fork's backend",
-        module="transformers_patch.losses",
-        part="losses",
+    _entry(
+        "losses",
+        "loss_length",
+        "trainer:Trainer.set_initial_training_values",
+        "an epoch is taken for sp_size times as long as it is with this fork's backend",
     ),
-    Entry(
-        name="loss_replicas",
-        target="transformers.distributed.tensor_parallel:ReplicatedWithGradAllReduce.install_forward",
-        package="transformers",
-        versions=">=5.23,<6",
-        tested=("5.23.0",),
-        reason="gradients of norms of heads are added up over tp_size ranks again in each further micro-batch",
-        module="transformers_patch.losses",
-        part="losses",
+    _entry(
+        "losses",
+        "loss_replicas",
+        "distributed.tensor_parallel:ReplicatedWithGradAllReduce.install_forward",
+        "gradients of norms of heads are added up over tp_size ranks again in each further micro-batch",
     ),
 )

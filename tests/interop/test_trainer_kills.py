@@ -83,7 +83,7 @@ def test_every_killed_run_goes_on_with_the_same_losses(processes, way, limit, ki
         assert losses(folder, processes) == whole
         assert all(len(values) == 1 for values in whole.values()) and len(whole) == processes * STEPS
         assert len(list(folder.glob("checkpoint-*"))) == limit and not list(folder.glob(".saving_*"))
-    assert in_saves or kills == 1  # a single one may come a moment after the rename
+    assert in_saves
 
 
 @pytest.mark.slow

@@ -151,9 +151,8 @@ def tied_names(model: nn.Module) -> list[list[str]]:
         groups.setdefault(id(parameter), []).append(name)
     tied = [canonical_names(names) for names in groups.values() if len(names) > 1]
     for prefix, module in inner.named_modules() if is_fsdp1(model) else ():
-        for info in torch_private.shared_members(
-            module
-        ):  # name, module's name and module; then the same of the parameter it shares
+        # Name, module's name and module; then the same of the parameter it shares.
+        for info in torch_private.shared_members(module):
             inside = [(info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)]
             tied.append(canonical_names(".".join(part for part in (prefix, *pair) if part) for pair in inside))
     return tied
