@@ -17,7 +17,7 @@ LOADS = ("load_state, new run (s)", "load_state, over a state (s)")
 def run(interpreters, rounds, sizes, measure, ours):
     """Return medians by what was done, figure and package."""
     results = {}
-    with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent, suffix=".tmp") as scratch:
         for megabytes in sizes:
             for processes in (1, 2) if megabytes <= MOST_FOR_TWO_MB else (1,):
                 key = f"{megabytes} MB, {processes} process{'es' * (processes > 1)}"

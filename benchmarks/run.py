@@ -118,7 +118,7 @@ def table(figures, packages):
 def double_prepare(interpreters, rounds, sizes):
     """Measure checkpoints of a model prepared once and three times over, for each size."""
     results = {}
-    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:
+    with tempfile.TemporaryDirectory(dir=ROOT, suffix=".tmp") as scratch:
         for megabytes in sizes:
             for label, extra in (("once", ()), ("twice", ("--twice",))):
                 repeats = rounds if megabytes <= 500 else 1

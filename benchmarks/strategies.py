@@ -42,7 +42,7 @@ NOTE = (
 def run(python, rounds, measure):
     """Return medians by strategy and ranks, figure and who."""
     results = {}
-    with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent, suffix=".tmp") as scratch:
         folder = Path(scratch, "state")
         for ranks, strategies in RANKS.items():
             for strategy in strategies:

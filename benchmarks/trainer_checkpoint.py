@@ -33,7 +33,7 @@ def busy(load):
 def run(rounds, measure, python, large=False):
     """Return medians by state, figure and way."""
     results = {}
-    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:
+    with tempfile.TemporaryDirectory(dir=ROOT, suffix=".tmp") as scratch:
         for megabytes in (MEGABYTES, LARGE_MB) if large else (MEGABYTES,):
             for processes in (1, 2):
                 for prepared in ("once", "twice"):
