@@ -72,6 +72,10 @@ class SavePlan(os.PathLike[str]):
         self.writes_shared = writes_shared
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
         self._shards: dict[str, dict[str, Any]] = {}
+        self._written: dict[str, FileEntry] = {}
+
+    def __str__(self) -> str:  # as programs put folders into texts
+        return self.folder
 
     def __fspath__(self) -> str:
         return self.folder
@@ -88,6 +92,11 @@ class SavePlan(os.PathLike[str]):
         """Add a file that is its bytes."""
         self._jobs[file] = (formats.write_bytes, data, {})
 
+    def add_written(self, file: str) -> None:
+        """Add a file that lies in the folder by then, so that this rank hashes it."""
+        path = os.path.join(self.folder, *file.split("/"))
+        self._jobs[file] = (lambda file, path, rank, create: formats.describe(path, rank)), path, {}
+
     def add_shards(self, name: str, state: dict[str, Any]) -> None:
         """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks."""
         self._shards[name] = state
@@ -100,21 +109,27 @@ class SavePlan(os.PathLike[str]):
     def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
         """Write the files durably, `writers` at a time; return the entries. All ranks of `group` if any has shards.
 
-        An interpreter that is about to exit starts no more threads, so what may run then takes one writer.
+        A second call writes what was added since, and returns all entries. An interpreter that is about to exit starts no more threads, so what may run then takes one writer.
         """
-        entries: dict[str, FileEntry] = {}
-        for name, state in self._shards.items():
+        (jobs, self._jobs), (states, self._shards) = (self._jobs, {}), (self._shards, {})
+        for name, state in states.items():
             from accelerate.checkpoint import shards  # here: with torch's planner
 
             written = shards.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
-            entries |= {f"{name}/{file}": entry for file, entry in written.items()}
+            self._written |= {f"{name}/{file}": entry for file, entry in written.items()}
 
         def one(file: str) -> FileEntry:
-            write, obj, options = self._jobs[file]
+            write, obj, options = jobs[file]
             return write(file, obj, rank=self.rank, create=self.create, **options)
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
-        return {**entries, **dict(zip(self._jobs, durable.each(one, self._jobs, writers), strict=True))}
+        self._written |= zip(jobs, durable.each(one, jobs, writers), strict=True)
+        return self._written
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether there are shards to be written."""
+        return bool(self._shards)
 
     def _create_in(self, folder: str) -> formats.Create:
         return lambda path: self.create(f"{folder}/{os.path.basename(path)}")

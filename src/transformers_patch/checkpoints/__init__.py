@@ -5,10 +5,12 @@ Three ways in: `transformers_patch.apply(checkpoints=True)`, `python -m transfor
 they warn, and change nothing.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +38,24 @@ def usable(depth: int = 3) -> bool:
         stacklevel=depth,
     )
     return False
+
+
+@contextlib.contextmanager
+def resumable(given: Sequence[Any]) -> Iterator[None]:
+    """Let a Trainer be built with a model that arrives sharded: it refuses to save the optimizer, which is done here. Any rank, alone.
+
+    `given` are the values that it is built with.
+    """
+    args = next((value for value in given if hasattr(value, "save_only_model")), None)
+    arrives = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in given)
+    if args is None or not arrives or not available():
+        yield
+        return
+    former, args.save_only_model = args.save_only_model, True
+    try:
+        yield
+    finally:
+        args.save_only_model = former
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:

@@ -29,6 +29,10 @@ class CheckpointMixin:
 
     checkpoints: bool | Literal["async"] = True
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with checkpoints.resumable([*args, *options.values()]):
+            super().__init__(*args, **options)
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train, as the Trainer does; all ranks call it.
 

@@ -81,6 +81,14 @@ def _training(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
+def _building(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        with checkpoints.resumable([*args, *options.values()]):
+            original(self, *args, **options)
+
+    return __init__
+
+
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_last_checkpoint(folder: Any) -> str | None:
         return checkpoints.get_last_checkpoint(folder)
@@ -92,6 +100,7 @@ _WRITES = ("_get_output_dir", "save_model", "_push_from_checkpoint", "save_to_js
 # By the names of their entries in the registry.
 PATCHES = {
     "save_checkpoint": Patch("Trainer", "_save_checkpoint", ("self", "model", "trial"), _WRITES, _saving),
+    "build": Patch("Trainer", "__init__", ("self", "model", "args"), (), _building),
     "train": Patch("Trainer", "train", ("self", "resume_from_checkpoint"), ("get_last_checkpoint",), _training),
     "last_checkpoint": Patch("", "get_last_checkpoint", ("folder",), ("listdir",), _choosing),
 }

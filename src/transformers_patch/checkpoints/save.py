@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from accelerate import comm
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.save import Background, Save, unlisted
+from accelerate.checkpoint.save import Background, Save, snapshot, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
-from transformers_patch.checkpoints import choose, preempt, ranks, streams
+from transformers_patch.checkpoints import choose, preempt, ranks, sharded, streams
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,15 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
         What `run` returns.
     """
     wait(trainer)
-    load_best = trainer._load_best_model
     in_background = in_background or vars(trainer).get(_IN_BACKGROUND, False)
+    readers = sharded.readers(trainer)
+    load_best = readers.pop("_load_best_model")
     with _shadowed(
-        trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **{_IN_BACKGROUND: in_background}
+        trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **readers, **{_IN_BACKGROUND: in_background}
     ):
         folder = choose.resolved(trainer, asked)
+        if folder:
+            sharded.refuse(trainer, folder)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
         loader = streams.loader_of(trainer, folder, begun, ranks.together)
         with preempt.watching(trainer), _shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}):
@@ -69,8 +73,8 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     """Save a Trainer's checkpoint as `write` writes it, whole or not at all. All ranks.
 
     While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
-    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background the files
-    are hashed, brought to the disk and published by a thread, once the Trainer has written them.
+    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background a thread writes
+    the shards, which were copied, hashes what the Trainer has written, brings all to the disk and publishes.
 
     Args:
         trainer: The Trainer.
@@ -93,20 +97,25 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     save = _save_of(trainer, run_dir, place)
     save.begin(former)
     flight.push()
-    staged = save.plan.folder
+    staged, goes_on = save.plan.folder, _goes_on(trainer, save)
+    methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": flight.pushes.append}
     try:
-        with _shadowed(
-            trainer, _get_output_dir=lambda trial: os.path.dirname(staged), _push_from_checkpoint=flight.pushes.append
-        ):
+        with _shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
             _attempt(save, lambda: _written(write, staged))
         flight.pushes = [place] * len(flight.pushes)
         _attempt(save, lambda: _settle_state(trainer, run_dir, place, staged))
+        if goes_on:
+            _attempt(save, lambda: snapshot(save.plan, flight.background.buffers))
         save.settle()
+        if not goes_on:  # callbacks find all files
+            _attempt(save, save.plan.write)
+        elif save.plan.has_shards and save.group.world_size > 1:
+            save.shards = comm.side_group(apart=True)
         if trainer.control.should_save:
             _call_back(trainer, save, place)
         # A subclass may save elsewhere, or nothing.
-        exists = save.barrier.any_of(_leads(save) and bool(os.listdir(staged)))
-        if exists and _goes_on(trainer, save):
+        exists = save.barrier.any_of(_leads(save) and bool(os.listdir(staged)), save.problem)
+        if exists and goes_on:
             flight.background.start(lambda: save.finish(writers=1), what=place)
             return
         if exists:
@@ -115,6 +124,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
             save.barrier.leave()
     except BaseException:
         flight.pushes = []
+        flight.background.buffers.release()
         save.storage.discard()
         raise
     save.storage.discard()  # nothing is left of what has been published
