@@ -24,13 +24,15 @@ def imported(path):
 
 
 # The only files that need this fork's accelerate: nothing imports them before `checkpoints.available` has said that it is there.
-STAGES = ("checkpoints/choose.py", "checkpoints/save.py", "checkpoints/preempt.py", "checkpoints/streams.py")
+STAGES = ("preempt.py", *(f"checkpoints/{name}.py" for name in ("choose", "save", "sharded", "streams")))
 OURS = (
     "accelerate.checkpoint",
     "accelerate.data",
     "accelerate.runtime",
     "accelerate.diagnostics",
     "accelerate.training.preemption",
+    "accelerate.comm",
+    "accelerate.utils",
 )
 
 

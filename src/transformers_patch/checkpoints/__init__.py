@@ -86,8 +86,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         return stock(folder)
     from transformers_patch.checkpoints import choose
 
-    number, passed = choose.newest(folder)
-    choose.report(passed)
+    number, _ = choose.newest(folder)
     return None if number is None else choose.place_of(folder, number)
 
 

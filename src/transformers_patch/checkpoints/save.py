@@ -11,15 +11,15 @@ import logging
 import os
 import shutil
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accelerate import comm
+import accelerate.comm
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Background, Save, snapshot, unlisted
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
-from transformers_patch.checkpoints import choose, preempt, ranks, sharded, streams
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
+from transformers_patch import preempt
+from transformers_patch.checkpoints import choose, ranks, sharded, streams
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,10 @@ def wait(trainer: Any) -> None:
     Raises:
         RuntimeError: It could not be saved.
     """
-    if (flight := _flights.get(trainer)) is not None:
+    if (flight := vars(trainer).get(_FLIGHT)) is not None:
         if (problem := flight.settle()) is not None:
             raise problem
-        flight.push()
+        flight.push(trainer)
 
 
 def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
@@ -92,11 +92,11 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     vars(trainer.callback_handler).pop("on_save", None)
     run_dir = trainer._get_output_dir(trial=trial)
     place = choose.place_of(run_dir, trainer.state.global_step)
-    flight = _flights.setdefault(trainer, _Flight(trainer))
+    flight = vars(trainer).setdefault(_FLIGHT, _Flight())
     former = flight.settle("save_checkpoint")
     save = _save_of(trainer, run_dir, place)
     save.begin(former)
-    flight.push()
+    flight.push(trainer)
     staged, goes_on = save.plan.folder, _goes_on(trainer, save)
     methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": flight.pushes.append}
     try:
@@ -110,7 +110,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         if not goes_on:  # callbacks find all files
             _attempt(save, save.plan.write)
         elif save.plan.has_shards and save.group.world_size > 1:
-            save.shards = comm.side_group(apart=True)
+            save.shards = accelerate.comm.side_group(apart=True)
         if trainer.control.should_save:
             _call_back(trainer, save, place)
         # A subclass may save elsewhere, or nothing.
@@ -128,17 +128,16 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         save.storage.discard()
         raise
     save.storage.discard()  # nothing is left of what has been published
-    flight.push()
+    flight.push(trainer)
     preempt.leave_if_due(trainer, place)
 
 
 class _Flight:
     """The save of a Trainer that may be under way, and what is pushed when it has its place."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self) -> None:
         self.background = Background()
         self.pushes: list[str] = []
-        self._trainer = weakref.ref(trainer)
 
     def settle(self, reason: str | None = None) -> RuntimeError | None:
         """Wait until the save under way has ended, and return why it failed, once. Any rank, alone."""
@@ -146,15 +145,15 @@ class _Flight:
         self.pushes = self.pushes if problem is None else []
         return problem
 
-    def push(self) -> None:
+    def push(self, trainer: Any) -> None:
         """Push what has been published."""
         pushes, self.pushes = self.pushes, []
         for place in pushes:
-            self._trainer()._push_from_checkpoint(place)
+            trainer._push_from_checkpoint(place)
 
 
-_flights: "weakref.WeakKeyDictionary[Any, _Flight]" = weakref.WeakKeyDictionary()
-_IN_BACKGROUND = "_saves_in_background"
+# Attributes of a Trainer.
+_FLIGHT, _IN_BACKGROUND = "_flight_of_checkpoints", "_saves_in_background"
 
 
 def _goes_on(trainer: Any, save: Save) -> bool:
@@ -314,22 +313,12 @@ def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage) -> None:
     The new one is in its place by then, so what goes wrong is a warning. One that is not whole stays, to be looked at.
     """
     folder, limit, best = LocalStorage(run_dir), trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-    with warned(f"Older checkpoints in {run_dir} could not be removed"):
-        folder.sweep()
-        if not limit or limit < 0:
-            return
-        places = [choose.place_of(folder.location, number) for number in choose.numbers(folder.location)]
-        found = [LocalStorage(place) for place in reversed(places)]
-        whole = [one for one in found if not choose.flaw(one.location)]
-        keep = {new.location, os.path.realpath(best) if best else None} & {one.location for one in whole}
-        whole = _by_age(whole)
-        for one in [one for one in whole if one.location not in keep][: max(0, len(whole) - max(limit, len(keep)))]:
-            one.remove()
 
+    def by_age() -> list[CheckpointStorage]:
+        """Return whole ones by when they were made, if the file system tells: a run may begin anew below the numbers of others."""
+        places = [choose.place_of(folder.location, number) for number in reversed(choose.numbers(folder.location))]
+        times = {place: os.stat(place).st_mtime for place in places if not choose.flaw(place)}
+        tells = max(times.values(), default=0) - min(times.values(), default=0) >= 1.0
+        return [LocalStorage(place) for place in (sorted(times, key=times.__getitem__) if tells else times)]
 
-def _by_age(found: list[LocalStorage]) -> list[LocalStorage]:
-    """Sort checkpoints of ascending numbers by when they were made, if the file system tells: a run may begin anew below others."""
-    times = {one.location: os.stat(one.location).st_mtime for one in found}
-    if not times or max(times.values()) - min(times.values()) < 1.0:
-        return found
-    return sorted(found, key=lambda one: times[one.location])
+    prune(folder, limit if limit and limit > 0 else None, [new.location, os.path.realpath(best or "")], by_age)

@@ -60,11 +60,8 @@ def _add_own(trainer: Any, plan: SavePlan) -> None:
 
 def readers(trainer: Any) -> dict[str, Callable[..., Any]]:
     """Return the Trainer's methods, by name, that read what it does not read by itself. All ranks call them."""
-    load_model, load_rest, load_best = (
-        trainer._load_from_checkpoint,
-        trainer._load_optimizer_and_scheduler,
-        trainer._load_best_model,
-    )
+    load_model, load_rest = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
+    load_best = trainer._load_best_model
 
     def model(folder: str, *given: Any) -> None:
         if _is_stocks(trainer, folder, "model"):

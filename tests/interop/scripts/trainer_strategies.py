@@ -34,7 +34,7 @@ COMMON = {
 }  # fmt: skip
 BLOCKS = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
 # Models that transformers splits while it loads them.
-ARRIVING = {"tp": {"tp_size": 2}, "ep": {"fsdp_size": 2, "ep_size": 2}, "fsdptp": {"fsdp_size": 2, "tp_size": 2}}
+ARRIVING = {"tp": {"tp_size": 2}, "ep": {"fsdp_size": 2, "ep_size": 2}, "tpfsdp": {"fsdp_size": 2, "tp_size": 2}}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
 
 

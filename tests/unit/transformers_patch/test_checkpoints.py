@@ -695,6 +695,7 @@ def test_a_signal_that_somebody_handles_stays_his(tmp_path, kind):
 # -- the registry ------------------------------------------------------------------------------------------------------
 
 SYMBOLS = {
+    "build": ("transformers.trainer", "Trainer.__init__"),
     "save_checkpoint": ("transformers.trainer", "Trainer._save_checkpoint"),
     "train": ("transformers.trainer", "Trainer.train"),
     "last_checkpoint": ("transformers.trainer_utils", "get_last_checkpoint"),
