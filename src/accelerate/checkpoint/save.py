@@ -235,6 +235,7 @@ class Save:
         shards: The process group of the ranks that write shards together; None for the default one.
         plan: What takes the files of this rank; from `begin` on.
         problem: Why this rank cannot go on; the next step of all ranks reports it.
+        leads: This rank stages; from `begin` on.
     """
 
     storage: CheckpointStorage
@@ -245,7 +246,7 @@ class Save:
     shards: Any = None
     plan: SavePlan | None = field(default=None, init=False)
     problem: BaseException | None = field(default=None, init=False)
-    _leads: bool = field(default=False, init=False)
+    leads: bool = field(default=False, init=False)
     _publishes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -258,10 +259,10 @@ class Save:
         """
         self.barrier.begin()
         leader = self.barrier.leader()
-        self._leads = self.group.rank == leader
+        self.leads = self.group.rank == leader
         self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
-        folder = self._meet(self.barrier.share, self._attempt(self._stage) if self._leads else None, leader)
+        folder = self._meet(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
         if not self.group.shared and not self.group.each_node:  # machines stage apart what one of them publishes
             self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
@@ -276,16 +277,16 @@ class Save:
 
         The error of this rank is raised as it is, that of another one as a RuntimeError.
         """
-        leads, publishes = self._leads, self._publishes
-        own = self._attempt(lambda: self.plan.write(writers, self.shards)) or {}
+        leads, publishes = self.leads, self._publishes
+        own = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
         if own and not leads:
-            self._attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
+            self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
         written = self._meet(self.barrier.count_of, bool(own) and not leads)
-        listed = self._attempt(lambda: self._complete(own, writers)) if leads else None
+        listed = self.attempt(lambda: self._complete(own, writers)) if leads else None
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
             written += self._meet(self.barrier.count_of, bool(own) and leads and not publishes)
         if publishes:
-            self._attempt(lambda: self._publish(own, listed, written))
+            self.attempt(lambda: self._publish(own, listed, written))
         self._meet(self.barrier.share)
         self.barrier.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
@@ -294,7 +295,7 @@ class Save:
         if publishes:
             self.rotating(self.storage)
 
-    def _attempt(self, step: Callable[[], Any]) -> Any:
+    def attempt(self, step: Callable[[], Any]) -> Any:
         """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
         try:
             return step() if self.problem is None else None
@@ -306,7 +307,7 @@ class Save:
         try:
             return step(*arguments, problem=self.problem)
         except BaseException:
-            if self._leads:
+            if self.leads:
                 self.storage.discard()
             raise
 

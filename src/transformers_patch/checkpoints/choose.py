@@ -26,7 +26,6 @@ STATE = "trainer_state.json"
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SHARDS = re.compile(r"(optimizer|pytorch_model_fsdp)_\d+")
-_NO_NUMBER = sys.maxsize
 
 
 def place_of(folder: str, number: int) -> str:
@@ -59,8 +58,9 @@ def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
         if not os.path.isfile(os.path.join(folder, STATE)):
             return f"it has no {STATE}"
         if status.manifest is None:
-            return "; ".join(manifest.first_of(_stock_flaws(folder)))
-        found = manifest.problems(folder, status.manifest, deep=True) if deep else []
+            found = _stock_flaws(folder)
+        else:
+            found = manifest.problems(folder, status.manifest, deep=True) if deep else []
         return "; ".join(manifest.first_of(found))
     except OSError as error:
         return str(error)
@@ -143,7 +143,7 @@ def resolved(trainer: Any, asked: Any) -> Any:
     folder = os.fspath(trainer.args.output_dir if asked is True else asked)
     barrier = SaveBarrier("train", os.path.realpath(folder), group, default_store())
     barrier.begin()
-    problem, number = None, _NO_NUMBER
+    problem, number = None, sys.maxsize
     leads = barrier.leader() == group.rank
     try:
         if asked is True and leads:

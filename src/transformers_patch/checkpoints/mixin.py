@@ -53,14 +53,13 @@ class CheckpointMixin:
             return run(resume_from_checkpoint, *args, **options)
         from transformers_patch.checkpoints import save
 
-        in_background = self.checkpoints == "async"
-        return save.train(self, resume_from_checkpoint, lambda folder: run(folder, *args, **options), in_background)
+        beside = self.checkpoints == "async"
+        return save.train(self, resume_from_checkpoint, lambda folder: run(folder, *args, **options), beside)
 
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **options: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **options: Any) -> Any:
         write = super()._save_checkpoint  # type: ignore[misc]
         if not checkpoints.available():  # `train` has said so
-            write(model, trial, *args, **options)
-            return
+            return write(model, trial, *args, **options)
         from transformers_patch.checkpoints import save
 
-        save.save_checkpoint(self, trial, lambda: write(model, trial, *args, **options))
+        return save.save_checkpoint(self, trial, lambda: write(model, trial, *args, **options))

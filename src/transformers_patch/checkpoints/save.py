@@ -40,12 +40,8 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
         What `run` returns.
     """
     wait(trainer)
-    in_background = in_background or vars(trainer).get(_IN_BACKGROUND, False)
-    readers = sharded.readers(trainer)
-    load_best = readers.pop("_load_best_model")
-    with _shadowed(
-        trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **readers, **{_IN_BACKGROUND: in_background}
-    ):
+    beside = {_IN_BACKGROUND: in_background or vars(trainer).get(_IN_BACKGROUND, False)}
+    with _shadowed(trainer, **sharded.readers(trainer, wait), **beside):
         folder = choose.resolved(trainer, asked)
         if folder:
             sharded.refuse(trainer, folder)
@@ -101,20 +97,20 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": flight.pushes.append}
     try:
         with _shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
-            _attempt(save, lambda: _written(write, staged))
+            save.attempt(lambda: _written(write, staged))
         flight.pushes = [place] * len(flight.pushes)
-        _attempt(save, lambda: _settle_state(trainer, run_dir, place, staged))
+        save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))
         if goes_on:
-            _attempt(save, lambda: snapshot(save.plan, flight.background.buffers))
+            save.attempt(lambda: snapshot(save.plan, flight.background.buffers))
         save.settle()
         if not goes_on:  # callbacks find all files
-            _attempt(save, save.plan.write)
+            save.attempt(save.plan.write)
         elif save.plan.has_shards and save.group.world_size > 1:
             save.shards = accelerate.comm.side_group(apart=True)
         if trainer.control.should_save:
             _call_back(trainer, save, place)
         # A subclass may save elsewhere, or nothing.
-        exists = save.barrier.any_of(_leads(save) and bool(os.listdir(staged)), save.problem)
+        exists = save.barrier.any_of(save.leads and bool(os.listdir(staged)), save.problem)
         if exists and goes_on:
             flight.background.start(lambda: save.finish(writers=1), what=place)
             return
@@ -169,24 +165,10 @@ def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
     storage = LocalStorage(path)
     if choose.is_staged_link(path):
         storage.location = path  # the link is replaced; of a user's own link what it leads to
-    shape = {"world_size": trainer.args.world_size, "strategy": "trainer", "mesh": None}
-    facts = {**shape, "step": 0, "iteration": trainer.state.global_step}
+    facts = {"world_size": trainer.args.world_size, "strategy": "trainer", "iteration": trainer.state.global_step}
     save = Save(storage, choose.group_of(trainer.args), facts, _make_way, lambda new: _rotate(trainer, run_dir, new))
     save.barrier.kind = "save_checkpoint"
     return save
-
-
-def _leads(save: Save) -> bool:
-    return save.barrier.leader() == save.group.rank
-
-
-def _attempt(save: Save, step: Callable[[], Any]) -> None:
-    """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
-    try:
-        if save.problem is None:
-            step()
-    except BaseException as error:  # a rank that leaves without a word is waited for
-        save.problem = error
 
 
 def _written(write: Callable[[], Any], staged: str) -> None:
@@ -251,34 +233,31 @@ def _call_back(trainer: Any, save: Save, place: str) -> None:
     arguments name the folder around the hidden one instead.
     """
     handler, staged = trainer.callback_handler, save.plan.folder
-    if _leads(save):
-        _attempt(save, lambda: _sweep_links(os.path.dirname(save.storage.location)))
-    links = _leads(save) and _link(staged, place)
-
-    def call() -> None:
-        trainer.control = handler.on_save(args, trainer.state, trainer.control)
+    if save.leads:
+        save.attempt(lambda: _sweep_links(os.path.dirname(save.storage.location)))
+    links = save.leads and _link(staged, place)
 
     try:
         linked, args = save.barrier.share(links, save.barrier.leader(), save.problem), trainer.args
         if not linked:
             args = copy.copy(args)
             args.output_dir = os.path.dirname(staged)
-        _attempt(save, call)
+        save.attempt(lambda: setattr(trainer, "control", handler.on_save(args, trainer.state, trainer.control)))
         save.settle()
     finally:
         if links:
             os.unlink(place)
-    if not linked and _leads(save):
-        _attempt(save, lambda: _bring_back(os.path.dirname(staged), trainer.args.output_dir, os.path.basename(place)))
+    if not linked and save.leads:
+        save.attempt(lambda: _bring_back(os.path.dirname(staged), trainer.args.output_dir, os.path.basename(place)))
     # The Trainer calls it once more, when the checkpoint is in its place.
     vars(handler)["on_save"] = lambda args, state, control: (vars(handler).pop("on_save"), control)[1]
 
 
 def _link(staged: str, place: str) -> bool:
     """Let a free place lead to what is staged; say whether it does."""
-    if os.path.lexists(place):
-        return False
-    with contextlib.suppress(OSError, NotImplementedError):  # a system, or file system, without links
+    with contextlib.suppress(
+        OSError, NotImplementedError
+    ):  # it is not free; or a system, or file system, without links
         os.symlink(staged, place)
         return True
     return False

@@ -4,6 +4,7 @@ They are written into the plan of the save, so each rank writes and hashes its o
 `accelerate.checkpoint.layouts` knows, into any other. What DeepSpeed's engines write and read stays theirs.
 """
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,6 @@ from accelerate.utils import fsdp_utils
 from accelerate.utils.constants import FSDP_MODEL_NAME
 
 _SCHEDULER = "scheduler.pt"
-# Lies in the folder of DeepSpeed's engines.
-_ENGINES = "latest"
 
 
 def is_split(trainer: Any) -> bool:
@@ -51,15 +50,14 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
 def _add_own(trainer: Any, plan: SavePlan) -> None:
     """Let each rank hash what its engine wrote."""
     folder, rank = f"global_step{trainer.model_wrapped.global_steps}", trainer.args.process_index
-    for begin in ("", "bf16_"):
-        for what in ("model", "optim"):
-            name = f"{folder}/{begin}zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt"
-            if os.path.isfile(os.path.join(plan, name)):
-                plan.add_written(name)
+    for begin, what in itertools.product(("", "bf16_"), ("model", "optim")):
+        name = f"{folder}/{begin}zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt"
+        if os.path.isfile(os.path.join(plan, name)):
+            plan.add_written(name)
 
 
-def readers(trainer: Any) -> dict[str, Callable[..., Any]]:
-    """Return the Trainer's methods, by name, that read what it does not read by itself. All ranks call them."""
+def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:
+    """Return the Trainer's methods, by name, that read what it does not read by itself; the best model after a `wait`. All ranks call them."""
     load_model, load_rest = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
     load_best = trainer._load_best_model
 
@@ -69,14 +67,14 @@ def readers(trainer: Any) -> dict[str, Callable[..., Any]]:
         else:
             fsdp_utils.load_fsdp_model(None, trainer.accelerator, trainer.model, folder, adapter_only=True)
 
-    def rest(folder: str | None) -> None:
+    def rest(folder: str | None) -> Any:
         if folder is None or _is_stocks(trainer, folder, "optimizer"):
-            load_rest(folder)
-            return
+            return load_rest(folder)
         fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
-        trainer.lr_scheduler.load_state_dict(load.read_file(folder, _SCHEDULER, "the scheduler"))
+        return trainer.lr_scheduler.load_state_dict(load.read_file(folder, _SCHEDULER, "the scheduler"))
 
     def best() -> None:
+        wait(trainer)
         folder = trainer.state.best_model_checkpoint
         if folder is not None and not _is_stocks(trainer, folder, "model"):
             model(folder)
@@ -98,7 +96,7 @@ def _is_stocks(trainer: Any, folder: str, kind: layouts.Kind) -> bool:
 
 def refuse(trainer: Any, folder: str) -> None:
     """Raise ValueError, on all ranks, for a checkpoint with DeepSpeed's files that is resumed without it, or the other way."""
-    has_engines = os.path.isfile(os.path.join(folder, _ENGINES))
+    has_engines = os.path.isfile(os.path.join(folder, "latest"))
     if has_engines != bool(trainer.is_deepspeed_enabled):
         saved, here = ("by", "without") if has_engines else ("without", "with")
         raise ValueError(

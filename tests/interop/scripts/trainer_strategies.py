@@ -97,7 +97,9 @@ def build(folder, words, **more):
 
 
 def plain(kind_of, folder, words, options):
-    model, rows = llama(folder) if "llama" in words else causal_model(), TokenRows(32)
+    model, rows = causal_model(), TokenRows(32)
+    if "llama" in words or "experts" in words:
+        model = llama(folder, 4 if "experts" in words else 0).train()
     if "lora" in words:
         model = adapted(model)
     if words[0] == "stream":
@@ -281,8 +283,8 @@ def halves(folder, case):
         whole.train()
         losses = everywhere(whole.losses)
         last = f"{folder}/checkpoint-{STEPS}"
-        listed = set(Manifest.read(last).files)
-        found = {"files": sorted(listed), "unlisted": sorted(files(last) ^ listed)}
+        listed = {name: entry.rank for name, entry in Manifest.read(last).files.items()}
+        found = {"files": listed, "unlisted": sorted(files(last) ^ listed.keys())}
         if "weights" in words:
             return found
         everywhere(None)
