@@ -49,7 +49,7 @@ def test_what_needs_this_forks_accelerate_is_imported_late():
     code = """
 import sys
 sys.modules["accelerate.checkpoint"] = None  # as if it were not there
-import transformers_patch.checkpoints.mixin, transformers_patch.checkpoints.patches, transformers_patch.engine
+import transformers_patch.checkpoints.patches, transformers_patch.engine
 print(transformers_patch.checkpoints.available())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

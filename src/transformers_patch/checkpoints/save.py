@@ -265,10 +265,8 @@ def _link(staged: str, place: str) -> bool:
 
 def _bring_back(aside: str, output_dir: str, name: str) -> None:
     """Move what callbacks wrote beside the checkpoint to where it belongs."""
-    for entry in os.listdir(aside):
+    for entry in [entry for entry in os.listdir(aside) if entry != name and not entry.startswith(".accelerate")]:
         source, target = os.path.join(aside, entry), os.path.join(output_dir, entry)
-        if entry == name or entry.startswith(".accelerate"):
-            continue
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
             shutil.rmtree(source)

@@ -7,12 +7,12 @@ They are written into the plan of the save, so each rank writes and hashes its o
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from accelerate.checkpoint import layouts, load, manifest, state
 from accelerate.checkpoint.save import SavePlan
 from accelerate.utils import fsdp_utils
-from accelerate.utils.constants import FSDP_MODEL_NAME
 
 _SCHEDULER = "scheduler.pt"
 
@@ -39,12 +39,12 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
         if trainer.args.should_save:
             plan.add_object(_SCHEDULER, trainer.lr_scheduler.state_dict())
 
-    def save_model(folder: str, _internal_call: bool = False) -> None:
-        trainer._save(folder, state_dict=trainer.accelerator.get_state_dict(trainer.model))
-
     # Of a model that arrives split the Trainer gathers the weights; of any other, rank 0 would write its own part.
-    arrives = getattr(trainer, "is_distributed_loading_by_transformers", False)
-    return {"_save_optimizer_and_scheduler": save_rest} | ({} if arrives else {"save_model": save_model})
+    methods: dict[str, Callable[..., None]] = {"_save_optimizer_and_scheduler": save_rest}
+    if not getattr(trainer, "is_distributed_loading_by_transformers", False):
+        whole = trainer.accelerator.get_state_dict
+        methods["save_model"] = lambda folder, **rest: trainer._save(folder, state_dict=whole(trainer.model))
+    return methods
 
 
 def _add_own(trainer: Any, plan: SavePlan) -> None:
@@ -61,37 +61,53 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
     load_model, load_rest = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
     load_best = trainer._load_best_model
 
-    def model(folder: str, *given: Any) -> None:
-        if _is_stocks(trainer, folder, "model"):
-            load_model(folder, *given)
-        else:
-            fsdp_utils.load_fsdp_model(None, trainer.accelerator, trainer.model, folder, adapter_only=True)
+    def model(folder: str, *given: Any) -> Any:
+        reader = _reader_of(trainer, folder, "model")
+        if reader == "accelerate":
+            return fsdp_utils.load_fsdp_model(None, trainer.accelerator, trainer.model, folder, adapter_only=True)
+        return _convert(trainer.model, folder) if reader == "transformers" else load_model(folder, *given)
 
     def rest(folder: str | None) -> Any:
-        if folder is None or _is_stocks(trainer, folder, "optimizer"):
+        if folder is None or _reader_of(trainer, folder, "optimizer") == "trainer":
             return load_rest(folder)
         fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
         return trainer.lr_scheduler.load_state_dict(load.read_file(folder, _SCHEDULER, "the scheduler"))
 
-    def best() -> None:
+    def best() -> Any:
         wait(trainer)
         folder = trainer.state.best_model_checkpoint
-        if folder is not None and not _is_stocks(trainer, folder, "model"):
-            model(folder)
-        else:
-            load_best()
+        return load_best() if folder is None or _reader_of(trainer, folder, "model") == "trainer" else model(folder)
 
     return {"_load_from_checkpoint": model, "_load_optimizer_and_scheduler": rest, "_load_best_model": best}
 
 
-def _is_stocks(trainer: Any, folder: str, kind: layouts.Kind) -> bool:
-    """Say whether the Trainer reads a model or an optimizer by itself; under FSDP it calls accelerate's functions."""
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or not os.path.isdir(folder):
-        return True
-    found = layouts.find(load.with_manifest(folder), kind)
-    if found is None or is_split(trainer):
-        return found is None
-    return not found.name.startswith(FSDP_MODEL_NAME) if kind == "model" else found.name == manifest.TRAINERS_OPTIMIZER
+def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
+    """Return which library reads a model or an optimizer: the "trainer" by itself, "accelerate" by names, or "transformers".
+
+    Of some models, as those with experts, files have other names than the model: transformers converts them, but not in its Trainer.
+    """
+    model, knows = trainer.model, trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # by accelerate's functions
+    found = None if knows or not os.path.isdir(folder) else layouts.find(load.with_manifest(folder), kind)
+    if found is None:
+        return "trainer"
+    is_shards = found.name.startswith(layouts.FSDP_MODEL_NAME)
+    if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
+        _, values, aliases = found.read()
+        _, missing, strange = layouts.matched(model.state_dict(), values, partial(state.tied_names, model), aliases)
+        if missing and strange:
+            return "transformers"
+    stocks = not is_shards if kind == "model" else found.name == manifest.TRAINERS_OPTIMIZER
+    return "trainer" if stocks and not is_split(trainer) else "accelerate"
+
+
+def _convert(model: Any, folder: str) -> None:
+    """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would leave them out."""
+    kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    split = getattr(model.config, "distributed_config", None)
+    options = {} if split is None else {"distributed_config": split}
+    read, about = kind.from_pretrained(folder, output_loading_info=True, **options)
+    values = read.state_dict()
+    model.load_state_dict({name: values[name] for name in values if name not in about["missing_keys"]}, strict=False)
 
 
 def refuse(trainer: Any, folder: str) -> None:

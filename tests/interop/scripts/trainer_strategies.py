@@ -309,13 +309,14 @@ def across(folder, pair):
     """Train whole, and on from the middle by another strategy; return the losses of both, as they are logged for all ranks."""
     first, then = (words.split("+") for words in pair.split(":"))
     folder = f"{folder}/{pair.replace(':', '-')}"
-    alone = {"split", "tp"}  # whose ranks see the same batch
+    shared = {"split": 2, "tp": 2, "tpfsdp": 2}  # so many ranks see the same batch
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     with apart(first):
-        whole = build(folder, first, per_device_train_batch_size=4 if first[0] in alone else 2)
+        whole = build(folder, first, per_device_train_batch_size=4 * shared.get(first[0], 1) // world)
         whole.train()
         expected = logged(whole)
     with apart(then):
-        resumed = build(folder, then, per_device_train_batch_size=4 if then[0] in alone else 2)
+        resumed = build(folder, then, per_device_train_batch_size=4 * shared.get(then[0], 1) // world)
         try:
             resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
         except (ValueError, RuntimeError) as error:
