@@ -66,8 +66,14 @@ def test_weights_alone_of_a_model_that_is_split(tmp_path):
     assert not {name for name in found["files"] if "optimizer" in name}
 
 
+def test_experts_whose_files_have_other_names_resume_with_equal_losses(tmp_path):
+    need("transformers")
+    check(figures(SCRIPT, tmp_path, 2, True, "ddp+experts"), {"ddp+experts": PLAIN})
+
+
 LLAMA = "fsdp2+llama+sharded"
 ACROSS = [f"{LLAMA}:ddp+llama", f"ddp+llama:{LLAMA}", "tp:ddp+llama", "ddp+llama:tp", f"split+llama:{LLAMA}"]
+ACROSS += ["ep:ddp+experts", "fsdp2+lora+sharded:ddp+lora"]
 
 
 @pytest.mark.parametrize("processes, cases", [(2, ACROSS), (4, [f"tpfsdp:{LLAMA}"])])
@@ -75,6 +81,14 @@ def test_a_run_goes_on_by_another_strategy(processes, cases, tmp_path):
     need("transformers")
     found = figures(SCRIPT, tmp_path, processes, True, *cases)
     assert all(found[case]["worst"] < 1e-5 for case in cases), found
+
+
+def test_an_optimizer_that_cannot_be_converted_is_refused_on_all_ranks(tmp_path):
+    need("transformers")
+    told = figures(SCRIPT, tmp_path, 2, True, "ddp+experts:ep")["ddp+experts:ep"]["refused"]
+    assert len(told) == 2 and all(
+        "has groups of [16, 5] parameters, and this optimizer of [12, 4, 5]" in text for text in told
+    )
 
 
 @pytest.mark.parametrize(

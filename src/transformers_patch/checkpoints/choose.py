@@ -171,7 +171,6 @@ def _newest_number(folder: str) -> int:
         LocalStorage(folder).sweep()  # which also completes what was killed while it was published
     number, passed = newest(folder, deep=True) if os.path.isdir(folder) else (None, [])
     if number is None:
-        listed = "".join(f"\n  {line}" for line in manifest.first_of(passed))
-        what = f" These are not whole:{listed}" if passed else ""
+        what = "\n  ".join([" These are not whole:", *manifest.first_of(passed)] if passed else [])
         raise ValueError(f"No valid checkpoint found in output directory ({folder}).{what}")
     return number

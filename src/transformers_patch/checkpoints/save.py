@@ -211,8 +211,7 @@ def _make_way(storage: CheckpointStorage) -> None:
 
 def _settle_state(trainer: Any, run_dir: str, place: str, staged: str) -> None:
     """Let the best checkpoint be where it will be, in the Trainer's state and in the file of it; and add what `ranks` reads."""
-    state = trainer.state
-    best = getattr(state, "best_global_step", None)
+    state, best = trainer.state, getattr(trainer.state, "best_global_step", None)
     if state.best_model_checkpoint == staged:
         state.best_model_checkpoint = place
     elif best and os.path.isdir(choose.place_of(run_dir, best)):

@@ -14,8 +14,6 @@ from accelerate.checkpoint import layouts, load, manifest, state
 from accelerate.checkpoint.save import SavePlan
 from accelerate.utils import fsdp_utils
 
-_SCHEDULER = "scheduler.pt"
-
 
 def is_split(trainer: Any) -> bool:
     """Say whether ranks have parts of the model in a way that the Trainer does not know: by tensors, experts, or by FSDP2 before it came."""
@@ -37,7 +35,7 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
         fsdp_utils.save_fsdp_model(None, trainer.accelerator, trainer.model, plan, adapter_only=True)
         fsdp_utils.save_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, plan)
         if trainer.args.should_save:
-            plan.add_object(_SCHEDULER, trainer.lr_scheduler.state_dict())
+            plan.add_object("scheduler.pt", trainer.lr_scheduler.state_dict())
 
     # Of a model that arrives split the Trainer gathers the weights; of any other, rank 0 would write its own part.
     methods: dict[str, Callable[..., None]] = {"_save_optimizer_and_scheduler": save_rest}
@@ -71,7 +69,12 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
         if folder is None or _reader_of(trainer, folder, "optimizer") == "trainer":
             return load_rest(folder)
         fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
-        return trainer.lr_scheduler.load_state_dict(load.read_file(folder, _SCHEDULER, "the scheduler"))
+        schedule, groups = load.read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
+        # Experts that are spread have groups of their own, with the rates of the others.
+        for name, values in schedule.items():
+            if isinstance(values, list) and all(value == values[0] for value in values):
+                schedule[name] = values[:1] * groups
+        return trainer.lr_scheduler.load_state_dict(schedule)
 
     def best() -> Any:
         wait(trainer)
@@ -104,10 +107,11 @@ def _convert(model: Any, folder: str) -> None:
     """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would leave them out."""
     kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
     split = getattr(model.config, "distributed_config", None)
-    options = {} if split is None else {"distributed_config": split}
-    read, about = kind.from_pretrained(folder, output_loading_info=True, **options)
-    values = read.state_dict()
-    model.load_state_dict({name: values[name] for name in values if name not in about["missing_keys"]}, strict=False)
+    read, about = kind.from_pretrained(
+        folder, output_loading_info=True, **({"distributed_config": split} if split else {})
+    )
+    values = {name: value for name, value in read.state_dict().items() if name not in about["missing_keys"]}
+    model.load_state_dict(values, strict=False)
 
 
 def refuse(trainer: Any, folder: str) -> None:
