@@ -106,10 +106,8 @@ def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
 def _convert(model: Any, folder: str) -> None:
     """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would leave them out."""
     kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
-    split = getattr(model.config, "distributed_config", None)
-    read, about = kind.from_pretrained(
-        folder, output_loading_info=True, **({"distributed_config": split} if split else {})
-    )
+    split = {name: value for name in ("distributed_config",) if (value := getattr(model.config, name, None))}
+    read, about = kind.from_pretrained(folder, output_loading_info=True, **split)
     values = {name: value for name, value in read.state_dict().items() if name not in about["missing_keys"]}
     model.load_state_dict(values, strict=False)
 
