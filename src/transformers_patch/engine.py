@@ -211,7 +211,7 @@ def status() -> list[Status]:
     Example:
         >>> import transformers_patch
         >>> [patch.name for patch in transformers_patch.status()][:4]
-        ['training_args', 'save_checkpoint', 'train', 'last_checkpoint']
+        ['training_args', 'save_checkpoint', 'build', 'train', 'last_checkpoint']
     """
     with _engine.lock:
         return [_status(entry) for entry in ENTRIES]

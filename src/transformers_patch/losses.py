@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from transformers_patch.checkpoints.patches import Patch
+from transformers_patch.symbols import Patch
 
 # What models call the weight of the loss that spreads tokens over experts.
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")

@@ -135,6 +135,12 @@ ENTRIES = (
     ),
     _entry(
         "checkpoints",
+        "build",
+        "trainer:Trainer.__init__",
+        "it refuses to save the optimizer of a model that arrives sharded",
+    ),
+    _entry(
+        "checkpoints",
         "train",
         "trainer:Trainer.train",
         "resume_from_checkpoint=True takes the highest number, whole or not, on each rank by itself",

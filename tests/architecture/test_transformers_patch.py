@@ -24,13 +24,15 @@ def imported(path):
 
 
 # The only files that need this fork's accelerate: nothing imports them before `checkpoints.available` has said that it is there.
-STAGES = ("checkpoints/choose.py", "checkpoints/save.py", "checkpoints/preempt.py", "checkpoints/streams.py")
+STAGES = ("preempt.py", *(f"checkpoints/{name}.py" for name in ("choose", "save", "sharded", "streams")))
 OURS = (
     "accelerate.checkpoint",
     "accelerate.data",
     "accelerate.runtime",
     "accelerate.diagnostics",
     "accelerate.training.preemption",
+    "accelerate.comm",
+    "accelerate.utils",
 )
 
 
@@ -47,7 +49,7 @@ def test_what_needs_this_forks_accelerate_is_imported_late():
     code = """
 import sys
 sys.modules["accelerate.checkpoint"] = None  # as if it were not there
-import transformers_patch.checkpoints.mixin, transformers_patch.checkpoints.patches, transformers_patch.engine
+import transformers_patch.checkpoints.patches, transformers_patch.engine
 print(transformers_patch.checkpoints.available())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -24,6 +24,10 @@ PLAIN = {"optimizer.pt", "model.safetensors"}
 STREAMS = ["stream", "stream+short", "shuffled+apply"]
 
 
+# Beside what ranks have parts of, the weights are gathered.
+SPLIT = {*SHARDS, "optimizer_0/__1_0.distcp", "model.safetensors"}
+
+
 def first(cases, count):
     """Return the first cases for the quick run, and all of them, marked slow."""
     return [dict(list(cases.items())[:count]), pytest.param(cases, marks=pytest.mark.slow)]
@@ -34,6 +38,9 @@ def check(found, cases):
         one = found[case]
         assert one["equal"], (case, one["whole"], one["rest"])
         assert wanted <= set(one["files"]) and not one["unlisted"] and not one["rotten"], (case, one)
+        # Each rank has hashed its own shards.
+        ranks = {name: rank for name, rank in one["files"].items() if name.endswith(".distcp")}
+        assert all(name.endswith(f"__{rank}_0.distcp") for name, rank in ranks.items()), ranks
 
 
 @pytest.mark.parametrize("cases", first({**STREAM, **FSDP, **ADAPTERS}, 3))
@@ -42,11 +49,46 @@ def test_sharded_runs_and_adapters_resume_with_equal_losses(cases, tmp_path):
     check(figures(SCRIPT, tmp_path, 2, True, *cases), cases)
 
 
-@pytest.mark.slow
-def test_weights_of_tensor_parallel_models_are_saved_whole(tmp_path):
+@pytest.mark.parametrize(
+    "processes, cases",
+    [(2, ["tp", "tp+async+apply", "ep", "split+llama"]), (2, ["tp+lora"]), (4, ["tpfsdp", "fsdp2+llama+sharded+tp"])],
+)
+def test_models_that_are_split_resume_with_equal_losses(processes, cases, tmp_path):
+    need("transformers", "peft")
+    wanted = {case: SPLIT - {"model.safetensors"} if "fsdp2" in case or "lora" in case else SPLIT for case in cases}
+    check(figures(SCRIPT, tmp_path, processes, True, *cases), wanted)
+
+
+def test_weights_alone_of_a_model_that_is_split(tmp_path):
     need("transformers")
-    found = figures(SCRIPT, tmp_path, 2, True, "tp")["tp"]
+    found = figures(SCRIPT, tmp_path, 2, True, "tp+weights")["tp+weights"]
     assert {"model.safetensors", "trainer_state.json"} <= set(found["files"]) and not found["unlisted"], found
+    assert not {name for name in found["files"] if "optimizer" in name}
+
+
+def test_experts_whose_files_have_other_names_resume_with_equal_losses(tmp_path):
+    need("transformers")
+    check(figures(SCRIPT, tmp_path, 2, True, "ddp+experts"), {"ddp+experts": PLAIN})
+
+
+LLAMA = "fsdp2+llama+sharded"
+ACROSS = [f"{LLAMA}:ddp+llama", f"ddp+llama:{LLAMA}", "tp:ddp+llama", "ddp+llama:tp", f"split+llama:{LLAMA}"]
+ACROSS += ["ep:ddp+experts", "fsdp2+lora+sharded:ddp+lora"]
+
+
+@pytest.mark.parametrize("processes, cases", [(2, ACROSS), (4, [f"tpfsdp:{LLAMA}"])])
+def test_a_run_goes_on_by_another_strategy(processes, cases, tmp_path):
+    need("transformers")
+    found = figures(SCRIPT, tmp_path, processes, True, *cases)
+    assert all(found[case]["worst"] < 1e-5 for case in cases), found
+
+
+def test_an_optimizer_that_cannot_be_converted_is_refused_on_all_ranks(tmp_path):
+    need("transformers")
+    told = figures(SCRIPT, tmp_path, 2, True, "ddp+experts:ep")["ddp+experts:ep"]["refused"]
+    assert len(told) == 2 and all(
+        "has groups of [16, 5] parameters, and this optimizer of [12, 4, 5]" in text for text in told
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,6 +123,7 @@ def killed(folder, count, *cases):
     [
         (1, ["fsdp2+sharded"]),
         pytest.param(3, ["fsdp2+sharded", "fsdp2+sharded+async"], marks=pytest.mark.slow),
+        pytest.param(2, ["tp", "tp+async"], marks=pytest.mark.slow),
         pytest.param(3, ["fsdp2+full+apply", "fsdp2+full+async"], marks=pytest.mark.slow),
         pytest.param(3, ["fsdp1+sharded", "fsdp1+sharded+async"], marks=pytest.mark.slow),
         pytest.param(3, ["fsdp1+full", "fsdp1+full+apply+async"], marks=pytest.mark.slow),

@@ -28,7 +28,7 @@ TRAINERS = [f"{release} trainer-checkpoints" for release in TRANSFORMERS]
 TESTS = {
     "accelerate": ("tests/test_double_prepare.py", 20),
     "transformers": ("tests/trainer/test_accelerator_state.py", 12),
-    "trainer-checkpoints": ("tests/trainer/test_trainer_staging.py", 11),
+    "trainer-checkpoints": ("tests/trainer/test_trainer_staging.py", 12),
 }
 IDENTITY = ["-c", "user.name=Applier", "-c", "user.email=applier@example.org", "-c", "commit.gpgsign=false"]
 AUTHOR, DATE = "Ada Lovelace <ada@example.org>", "2026-01-31T12:00:00+00:00"

@@ -60,9 +60,11 @@ def _names(storage: CheckpointStorage, listing: Manifest | None) -> Collection[s
     return (all_files(storage) if listing is None else listing.files).keys()
 
 
-def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found | None:
-    """Return where a model or optimizer lies; raise if layouts that different runs may have written are side by side."""
+def _part(folder: str, files: Collection[str], kind: Kind, index: int, of_one_save: bool = False) -> Found | None:
+    """Return where a model or optimizer lies, a whole one if there are several `of_one_save`; else raise: different runs may have written them."""
     found = layouts.candidates(folder, files, kind, index)
+    if of_one_save:  # safetensors come last: of transformers' models, by the names that hubs know
+        found = [one for one in found if one.layout == "full"][-1:] or found
     if len(found) > 1:
         raise ValueError(
             f"{folder!r} has {kind} {index} more than once: {' and '.join(one.name for one in found)}. Nothing says which of "
@@ -138,7 +140,7 @@ def export(
     there = _export_target(target, storage, overwrite)
     found = _state_of(storage, partly=True)
     names = _names(storage, found.manifest)
-    part = _part(storage.location, names, "model", model)
+    part = _part(storage.location, names, "model", model, of_one_save=found.manifest is not None)
     if part is None:
         raise FileNotFoundError(
             f"{storage.location!r} has no weights of model {model}: there is no {manifest.model_file(model)}, "

@@ -1,7 +1,7 @@
 """Layouts of models and optimizers in a checkpoint: finding them, writing them, and reading any of them into any model.
 
 - whole: ``model.safetensors`` or ``pytorch_model.bin``, or several files with an index; ``optimizer.bin``, which numbers its parameters.
-  FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them.
+  FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them. Transformers' Trainer has an ``optimizer.pt`` with numbers.
 - sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.shards`).
 - zero: a folder `pytorch_model` of DeepSpeed's files, a model with its optimizer (`checkpoint.zero`). Only its engines write it.
 
@@ -139,7 +139,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     but upstream's files of what each rank had.
     """
     shards, gathered = usual_names(kind, index)
-    whole = [gathered]
+    whole = [gathered, *([manifest.TRAINERS_OPTIMIZER] if (kind, index) == ("optimizer", 0) else ())]
     if kind == "model":
         safe, pickled = whole_names(index)
         whole += safe if any(file in files for file in safe) else pickled
@@ -284,9 +284,9 @@ def like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
 
 
-def layout_of(plugin: "FullyShardedDataParallelPlugin", use_dcp: bool = True) -> Layout:
-    """Return how a checkpoint keeps the shards. It is never a file per rank, which no other ranks could load."""
-    name = plugin.state_dict_type.name
+def layout_of(plugin: "FullyShardedDataParallelPlugin | None", use_dcp: bool = True) -> Layout:
+    """Return how a checkpoint keeps the shards: as they are, without a plugin. It is never a file per rank, which no other ranks could load."""
+    name = "SHARDED_STATE_DICT" if plugin is None else plugin.state_dict_type.name
     if name == "LOCAL_STATE_DICT" or not use_dcp:
         warn_user(
             f"state_dict_type={name} with use_dcp={use_dcp} asks for a file per rank, which only as many ranks in the same layout could "

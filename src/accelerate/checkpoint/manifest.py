@@ -34,6 +34,9 @@ CHECKPOINTS_FOLDER = "checkpoints"
 # Which parameter each number in an optimizer's file means: names by position, for each group. Torch's format does not have them.
 PARAMETER_NAMES = "parameter_names.json"
 
+# The optimizer in a checkpoint of transformers' Trainer: numbered, as in torch's own state.
+TRAINERS_OPTIMIZER = "optimizer.pt"
+
 # What the index of several files of weights has behind the name that one file would have.
 INDEX_SUFFIX = ".index.json"
 

@@ -213,7 +213,7 @@ def _own_groups(
     problems = [f"no state for {name}" for name, source in sources.items() if source not in home]
     for number, of_group in enumerate(goal.groups):
         saved_in = sorted({home[sources[name]] for name in of_group if sources[name] in home})
-        if len(saved_in) > 1:
+        if len({repr({**groups[source], "params": None, "param_names": None}) for source in saved_in}) > 1:
             problems.append(f"the parameters of group {number} in groups {saved_in}")
         source = groups[saved_in[0] if saved_in else min(number, len(groups) - 1)]
         # The names which torch keeps beside the numbers are the optimizer's own.

@@ -72,6 +72,10 @@ class SavePlan(os.PathLike[str]):
         self.writes_shared = writes_shared
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
         self._shards: dict[str, dict[str, Any]] = {}
+        self._written: dict[str, FileEntry] = {}
+
+    def __str__(self) -> str:  # as programs put folders into texts
+        return self.folder
 
     def __fspath__(self) -> str:
         return self.folder
@@ -88,6 +92,11 @@ class SavePlan(os.PathLike[str]):
         """Add a file that is its bytes."""
         self._jobs[file] = (formats.write_bytes, data, {})
 
+    def add_written(self, file: str) -> None:
+        """Add a file that lies in the folder by then, so that this rank hashes it."""
+        path = os.path.join(self.folder, *file.split("/"))
+        self._jobs[file] = (lambda file, path, rank, create: formats.describe(path, rank)), path, {}
+
     def add_shards(self, name: str, state: dict[str, Any]) -> None:
         """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks."""
         self._shards[name] = state
@@ -100,21 +109,27 @@ class SavePlan(os.PathLike[str]):
     def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
         """Write the files durably, `writers` at a time; return the entries. All ranks of `group` if any has shards.
 
-        An interpreter that is about to exit starts no more threads, so what may run then takes one writer.
+        A second call writes what was added since, and returns all entries. An interpreter that is about to exit starts no more threads, so what may run then takes one writer.
         """
-        entries: dict[str, FileEntry] = {}
-        for name, state in self._shards.items():
+        (jobs, self._jobs), (states, self._shards) = (self._jobs, {}), (self._shards, {})
+        for name, state in states.items():
             from accelerate.checkpoint import shards  # here: with torch's planner
 
             written = shards.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
-            entries |= {f"{name}/{file}": entry for file, entry in written.items()}
+            self._written |= {f"{name}/{file}": entry for file, entry in written.items()}
 
         def one(file: str) -> FileEntry:
-            write, obj, options = self._jobs[file]
+            write, obj, options = jobs[file]
             return write(file, obj, rank=self.rank, create=self.create, **options)
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
-        return {**entries, **dict(zip(self._jobs, durable.each(one, self._jobs, writers), strict=True))}
+        self._written |= zip(jobs, durable.each(one, jobs, writers), strict=True)
+        return self._written
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether there are shards to be written."""
+        return bool(self._shards)
 
     def _create_in(self, folder: str) -> formats.Create:
         return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
@@ -220,6 +235,7 @@ class Save:
         shards: The process group of the ranks that write shards together; None for the default one.
         plan: What takes the files of this rank; from `begin` on.
         problem: Why this rank cannot go on; the next step of all ranks reports it.
+        leads: This rank stages; from `begin` on.
     """
 
     storage: CheckpointStorage
@@ -230,7 +246,7 @@ class Save:
     shards: Any = None
     plan: SavePlan | None = field(default=None, init=False)
     problem: BaseException | None = field(default=None, init=False)
-    _leads: bool = field(default=False, init=False)
+    leads: bool = field(default=False, init=False)
     _publishes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -243,10 +259,10 @@ class Save:
         """
         self.barrier.begin()
         leader = self.barrier.leader()
-        self._leads = self.group.rank == leader
+        self.leads = self.group.rank == leader
         self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
-        folder = self._meet(self.barrier.share, self._attempt(self._stage) if self._leads else None, leader)
+        folder = self._meet(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
         if not self.group.shared and not self.group.each_node:  # machines stage apart what one of them publishes
             self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
@@ -261,16 +277,16 @@ class Save:
 
         The error of this rank is raised as it is, that of another one as a RuntimeError.
         """
-        leads, publishes = self._leads, self._publishes
-        own = self._attempt(lambda: self.plan.write(writers, self.shards)) or {}
+        leads, publishes = self.leads, self._publishes
+        own = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
         if own and not leads:
-            self._attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
+            self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
         written = self._meet(self.barrier.count_of, bool(own) and not leads)
-        listed = self._attempt(lambda: self._complete(own, writers)) if leads else None
+        listed = self.attempt(lambda: self._complete(own, writers)) if leads else None
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
             written += self._meet(self.barrier.count_of, bool(own) and leads and not publishes)
         if publishes:
-            self._attempt(lambda: self._publish(own, listed, written))
+            self.attempt(lambda: self._publish(own, listed, written))
         self._meet(self.barrier.share)
         self.barrier.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
@@ -279,7 +295,7 @@ class Save:
         if publishes:
             self.rotating(self.storage)
 
-    def _attempt(self, step: Callable[[], Any]) -> Any:
+    def attempt(self, step: Callable[[], Any]) -> Any:
         """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
         try:
             return step() if self.problem is None else None
@@ -291,7 +307,7 @@ class Save:
         try:
             return step(*arguments, problem=self.problem)
         except BaseException:
-            if self._leads:
+            if self.leads:
                 self.storage.discard()
             raise
 

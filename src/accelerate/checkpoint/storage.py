@@ -238,19 +238,25 @@ def refuse_unfinished(entries: Collection[str]) -> None:
 # -- a run's checkpoints -----------------------------------------------------------------------------------------------
 
 
-def prune(folder: CheckpointStorage, limit: int | None, keep: Collection[str | None]) -> None:
+def prune(
+    folder: CheckpointStorage,
+    limit: int | None,
+    keep: Collection[str | None],
+    listed: Callable[[], Iterable[CheckpointStorage]] | None = None,
+) -> None:
     """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`.
 
     One rank per file system calls it, once the newest one is at its location and all ranks know it: what goes wrong here is
-    a warning. Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at.
+    a warning. Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at. `listed`
+    returns those that may count, oldest first; by default the automatically named ones.
     """
     with warned(f"What killed saves left in {folder.location} could not be removed"):
         folder.sweep()
     whole: list[CheckpointStorage] = []
     with warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
         # What a link leads to is not ours to remove.
-        found = [] if limit is None else [one for _, one in folder.checkpoints() if one.parent() == folder]
-        whole = [storage for storage in found if storage.state().loads]
+        found = [] if limit is None else listed() if listed else [one for _, one in folder.checkpoints()]
+        whole = [storage for storage in found if storage.parent() == folder and storage.state().loads]
     surplus = max(0, len(whole) - max(limit or 1, 1))
     for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
         logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)

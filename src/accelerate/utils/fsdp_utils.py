@@ -314,7 +314,7 @@ def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
 
 
 def save_fsdp_model(
-    fsdp_plugin: FullyShardedDataParallelPlugin,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
     accelerator: Any,
     model: nn.Module,
     output_dir: str,
@@ -327,7 +327,7 @@ def save_fsdp_model(
     Args:
         fsdp_plugin: its `state_dict_type` chooses what is written. FULL_STATE_DICT: one file,
             `pytorch_model_fsdp.bin`, gathered by rank 0. Else the folder `pytorch_model_fsdp_0`, to which each rank writes its
-            part, and which any number of ranks can load.
+            part, and which any number of ranks can load. None writes shards.
         accelerator: not used; a checkpoint needs no more than the model knows.
         model: wrapped by torch's FullyShardedDataParallel, or sharded in place; any other model can be saved, too.
         output_dir: the checkpoint's folder, which all ranks see.
@@ -345,7 +345,7 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: FullyShardedDataParallelPlugin,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
     accelerator: Any,
     model: nn.Module,
     input_dir: str,
@@ -359,7 +359,7 @@ def load_fsdp_model(
     before anything is changed.
 
     Args:
-        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the model.
+        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the model; None: shards.
         accelerator: not used.
         model: see `save_fsdp_model`.
         input_dir: the checkpoint's folder, which all ranks see.
@@ -385,7 +385,7 @@ def load_fsdp_model(
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: FullyShardedDataParallelPlugin,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
     accelerator: Any,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
@@ -397,7 +397,7 @@ def save_fsdp_optimizer(
 
     Args:
         fsdp_plugin: its `state_dict_type` chooses what is written: with FULL_STATE_DICT the file `optimizer.bin`, gathered by
-            rank 0; else the folder `optimizer_0`, to which each rank writes its part, and which any number can load.
+            rank 0; else the folder `optimizer_0`, to which each rank writes its part, and which any number can load. None writes shards.
         accelerator: not used.
         optimizer: wrapped or not.
         model: the model that it updates.
@@ -414,7 +414,7 @@ def save_fsdp_optimizer(
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: FullyShardedDataParallelPlugin,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
     accelerator: Any,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
@@ -429,7 +429,7 @@ def load_fsdp_optimizer(
     before anything is changed.
 
     Args:
-        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the optimizer.
+        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the optimizer; None: shards.
         accelerator: not used.
         optimizer: wrapped or not.
         model: the model that it updates.

@@ -5,14 +5,12 @@ Three ways in: `transformers_patch.apply(checkpoints=True)`, `python -m transfor
 they warn, and change nothing.
 """
 
-import importlib
+import contextlib
 import importlib.util
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers_patch.checkpoints.mixin import CheckpointMixin
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 __all__ = ["CheckpointMixin", "available", "get_last_checkpoint"]
 
@@ -36,6 +34,24 @@ def usable(depth: int = 3) -> bool:
         stacklevel=depth,
     )
     return False
+
+
+@contextlib.contextmanager
+def resumable(given: Sequence[Any]) -> Iterator[None]:
+    """Let a Trainer be built with a model that arrives sharded: it refuses to save the optimizer, which is done here. Any rank, alone.
+
+    `given` are the values that it is built with.
+    """
+    args = next((value for value in given if hasattr(value, "save_only_model")), None)
+    arrives = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in given)
+    if args is None or not arrives or not available():
+        yield
+        return
+    former, args.save_only_model = args.save_only_model, True
+    try:
+        yield
+    finally:
+        args.save_only_model = former
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -66,12 +82,65 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         return stock(folder)
     from transformers_patch.checkpoints import choose
 
-    number, passed = choose.newest(folder)
-    choose.report(passed)
+    number, _ = choose.newest(folder)
     return None if number is None else choose.place_of(folder, number)
 
 
-def __getattr__(name: str) -> Any:
-    if name != "CheckpointMixin":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.mixin").CheckpointMixin
+class CheckpointMixin:
+    """Stands before a Trainer among the bases of a class, and makes its checkpoints whole or not there.
+
+    `train` takes the newest whole checkpoint for ``resume_from_checkpoint=True``, and refuses a damaged one. What the Trainer
+    and its subclasses write at a save, and what callbacks write in `on_save`, is staged and takes its place in one step. All ranks.
+
+    Attributes:
+        checkpoints: "async" lets the training go on once the files of a checkpoint are written; True waits for the disk.
+
+    Raises:
+        CollectiveMisuse: Not all ranks save or train.
+        RuntimeError: A rank could not write; raised on all of them, and nothing has changed.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> from transformers_patch.checkpoints import CheckpointMixin
+        >>> class MyTrainer(CheckpointMixin, Trainer):
+        ...     pass
+        >>> MyTrainer.mro()[1].__name__
+        'CheckpointMixin'
+    """
+
+    checkpoints: bool | Literal["async"] = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with resumable([*args, *options.values()]):
+            super().__init__(*args, **options)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Train, as the Trainer does; all ranks call it.
+
+        Args:
+            resume_from_checkpoint: True for the newest whole checkpoint in `output_dir`, or the path of one.
+            *args: As for the Trainer.
+            **options: As for the Trainer.
+
+        Returns:
+            What the Trainer returns.
+
+        Raises:
+            DamagedCheckpoint: The checkpoint that was named is not whole.
+            ValueError: There is none; or a rank does not see it.
+        """
+        run = super().train  # type: ignore[misc]
+        if not usable():
+            return run(resume_from_checkpoint, *args, **options)
+        from transformers_patch.checkpoints import save
+
+        beside = self.checkpoints == "async"
+        return save.train(self, resume_from_checkpoint, lambda folder: run(folder, *args, **options), beside)
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **options: Any) -> Any:
+        write = super()._save_checkpoint  # type: ignore[misc]
+        if not available():  # `train` has said so
+            return write(model, trial, *args, **options)
+        from transformers_patch.checkpoints import save
+
+        return save.save_checkpoint(self, trial, lambda: write(model, trial, *args, **options))

@@ -14,6 +14,7 @@ from typing import Any
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
+from accelerate.checkpoint.layouts import Found
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.runtime.durable import STAGING_PREFIX
@@ -25,7 +26,6 @@ STATE = "trainer_state.json"
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SHARDS = re.compile(r"(optimizer|pytorch_model_fsdp)_\d+")
-_NO_NUMBER = sys.maxsize
 
 
 def place_of(folder: str, number: int) -> str:
@@ -58,8 +58,9 @@ def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
         if not os.path.isfile(os.path.join(folder, STATE)):
             return f"it has no {STATE}"
         if status.manifest is None:
-            return "; ".join(manifest.first_of(_stock_flaws(folder)))
-        found = manifest.problems(folder, status.manifest, deep=True) if deep else []
+            found = _stock_flaws(folder)
+        else:
+            found = manifest.problems(folder, status.manifest, deep=True) if deep else []
         return "; ".join(manifest.first_of(found))
     except OSError as error:
         return str(error)
@@ -69,12 +70,9 @@ def _stock_flaws(folder: str) -> list[str]:
     names = sorted(os.listdir(folder))
     found = ["the stock Trainer did not finish writing it"] if _UNFINISHED in names else []
     found += [f"{name} {problem}" for name in names if (problem := _unreadable(folder, name))]
-    optimizer = [name for name in names if name.startswith(("optimizer", "global_step")) or "-optimizer." in name]
-    generators = [name for name in names if name.startswith("rng_state")]
-    if bool(optimizer) != bool(generators):
-        found.append(
-            f"{(optimizer or generators)[0]} is there, and {'rng_state' if optimizer else 'optimizer'} is not"
-        )
+    optimizer = any(name.startswith(("optimizer", "global_step")) or "-optimizer." in name for name in names)
+    if optimizer != any(name.startswith("rng_state") for name in names):
+        found.append(f"the {'generators' if optimizer else 'optimizer'} are missing")
     # Of a sharded set this comes last.
     last = {name: os.path.join(name, ".metadata") for name in names if _SHARDS.fullmatch(name)}
     last |= {name: "latest" for name in names if name.startswith("global_step")}
@@ -93,11 +91,8 @@ def _unreadable(folder: str, name: str) -> str:
         return ""
     try:
         if name.endswith(manifest.INDEX_SUFFIX):
-            with open(path, "rb") as file:
-                listed = sorted(manifest.weight_map(file.read(), path))
-            missing = [shard for shard in listed if not os.path.isfile(os.path.join(folder, shard))]
-            return f"lists {missing[0]}, which is missing" if missing else ""
-        if name.endswith(".json"):
+            Found(folder, name, "full").files()  # raises for one that is missing
+        elif name.endswith(".json"):
             with open(path, "rb") as file:
                 json.load(file)
         elif name.endswith(".safetensors"):
@@ -116,20 +111,15 @@ def _unreadable(folder: str, name: str) -> str:
 
 
 def newest(folder: str, deep: bool = False) -> tuple[int | None, list[str]]:
-    """Return the step of the newest whole checkpoint, None without one, and a line for each that was passed over. Any rank, alone."""
-    passed = []
+    """Return the step of the newest whole checkpoint, None without one, and a line for each that was passed over, of which it warns. Any rank, alone."""
+    passed: list[str] = []
     for number in numbers(folder):
         place = place_of(folder, number)
         if not (reason := flaw(place, deep)):
             return number, passed
         passed.append(f"{place}: {reason}")
+        logger.warning("Passed over %s", passed[-1])
     return None, passed
-
-
-def report(passed: list[str]) -> None:
-    """Warn of each checkpoint that was passed over."""
-    for line in passed:
-        logger.warning("Passed over %s", line)
 
 
 def group_of(args: Any) -> Group:
@@ -153,12 +143,11 @@ def resolved(trainer: Any, asked: Any) -> Any:
     folder = os.fspath(trainer.args.output_dir if asked is True else asked)
     barrier = SaveBarrier("train", os.path.realpath(folder), group, default_store())
     barrier.begin()
-    problem, number, passed = None, _NO_NUMBER, []
+    problem, number = None, sys.maxsize
     leads = barrier.leader() == group.rank
     try:
         if asked is True and leads:
-            number, passed = _newest_number(folder)
-            report(passed)
+            number = _newest_number(folder)
         elif leads and os.path.isdir(folder) and (reason := flaw(folder, deep=True)):
             raise DamagedCheckpoint(
                 f"The checkpoint {folder!r} is not whole: {reason}\nNothing was loaded. Name another one, or pass "
@@ -177,12 +166,11 @@ def resolved(trainer: Any, asked: Any) -> Any:
     return folder
 
 
-def _newest_number(folder: str) -> tuple[int, list[str]]:
+def _newest_number(folder: str) -> int:
     if os.path.isdir(folder):
         LocalStorage(folder).sweep()  # which also completes what was killed while it was published
     number, passed = newest(folder, deep=True) if os.path.isdir(folder) else (None, [])
     if number is None:
-        listed = "".join(f"\n  {line}" for line in manifest.first_of(passed))
-        what = f" These are not whole:{listed}" if passed else ""
+        what = "\n  ".join([" These are not whole:", *manifest.first_of(passed)] if passed else [])
         raise ValueError(f"No valid checkpoint found in output directory ({folder}).{what}")
-    return number, passed
+    return number

@@ -18,7 +18,7 @@ RUN = "accelerate_run.json"
 
 def record(trainer: Any, folder: str) -> None:
     """Write what `keep` and `streams` read into a staged folder. One process per folder."""
-    values = {"world_size": trainer.args.world_size, **_data(trainer)}
+    values = {"world_size": trainer.args.world_size, "replicas": _replicas(trainer), **_data(trainer)}
     if (passes := vars(trainer).get(streams.STREAM)) is not None:
         values["stream"] = [passes.number, passes.batches * together(trainer)]
     with open(os.path.join(folder, RUN), "w", encoding="utf-8") as file:
@@ -42,7 +42,9 @@ def keep(trainer: Any, folder: str) -> dict[str, Any]:
         return {}
     with open(path, encoding="utf-8") as file:
         former: dict[str, Any] = json.load(file)
-    _fit(trainer, folder, former["world_size"], former["global_batch"])
+    parts = "replicas", _replicas(trainer)
+    if former.get(*parts) != parts[1] or "replicas" not in former and former["world_size"] != trainer.args.world_size:
+        _fit(trainer, folder, former["world_size"], former["global_batch"])
     # What `auto_find_batch_size` had found is taken over by the Trainer.
     former |= {"global_batch": None} if trainer.args.auto_find_batch_size else {}
     found = [(name, former.get(name), value) for name, value in _data(trainer).items()]
@@ -65,9 +67,14 @@ def together(trainer: Any) -> int:
     return _global_batch(trainer) // int(trainer.args.gradient_accumulation_steps)
 
 
+def _replicas(trainer: Any) -> int:
+    """Return how many parts of a batch are computed at a time: ranks that share a model or a sequence have the same part."""
+    return together(trainer) // int(getattr(trainer, "_train_batch_size", None) or trainer.args.train_batch_size)
+
+
 def _fit(trainer: Any, folder: str, world: int, batch: int) -> None:
     args, at_once = trainer.args, together(trainer)
-    if world == args.world_size or batch == at_once * args.gradient_accumulation_steps:
+    if batch == at_once * args.gradient_accumulation_steps:
         return
     what = f"{folder!r} was saved on {world} rank(s) with a global batch of {batch}"
     here = f"here {args.world_size} rank(s) have {at_once} samples at a time (per_device_train_batch_size={args.per_device_train_batch_size})"

@@ -11,14 +11,15 @@ import logging
 import os
 import shutil
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import accelerate.comm
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.save import Background, Save, unlisted
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, warned
-from transformers_patch.checkpoints import choose, preempt, ranks, streams
+from accelerate.checkpoint.save import Background, Save, snapshot, unlisted
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
+from transformers_patch import preempt
+from transformers_patch.checkpoints import choose, ranks, sharded, streams
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,11 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
         What `run` returns.
     """
     wait(trainer)
-    load_best = trainer._load_best_model
-    in_background = in_background or vars(trainer).get(_IN_BACKGROUND, False)
-    with _shadowed(
-        trainer, _load_best_model=lambda: (wait(trainer), load_best())[1], **{_IN_BACKGROUND: in_background}
-    ):
+    beside = {_IN_BACKGROUND: in_background or vars(trainer).get(_IN_BACKGROUND, False)}
+    with _shadowed(trainer, **sharded.readers(trainer, wait), **beside):
         folder = choose.resolved(trainer, asked)
+        if folder:
+            sharded.refuse(trainer, folder)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
         loader = streams.loader_of(trainer, folder, begun, ranks.together)
         with preempt.watching(trainer), _shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}):
@@ -59,18 +59,18 @@ def wait(trainer: Any) -> None:
     Raises:
         RuntimeError: It could not be saved.
     """
-    if (flight := _flights.get(trainer)) is not None:
+    if (flight := vars(trainer).get(_FLIGHT)) is not None:
         if (problem := flight.settle()) is not None:
             raise problem
-        flight.push()
+        flight.push(trainer)
 
 
 def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     """Save a Trainer's checkpoint as `write` writes it, whole or not at all. All ranks.
 
     While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
-    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background the files
-    are hashed, brought to the disk and published by a thread, once the Trainer has written them.
+    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background a thread writes
+    the shards, which were copied, hashes what the Trainer has written, brings all to the disk and publishes.
 
     Args:
         trainer: The Trainer.
@@ -88,25 +88,30 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     vars(trainer.callback_handler).pop("on_save", None)
     run_dir = trainer._get_output_dir(trial=trial)
     place = choose.place_of(run_dir, trainer.state.global_step)
-    flight = _flights.setdefault(trainer, _Flight(trainer))
+    flight = vars(trainer).setdefault(_FLIGHT, _Flight())
     former = flight.settle("save_checkpoint")
     save = _save_of(trainer, run_dir, place)
     save.begin(former)
-    flight.push()
-    staged = save.plan.folder
+    flight.push(trainer)
+    staged, goes_on = save.plan.folder, _goes_on(trainer, save)
+    methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": flight.pushes.append}
     try:
-        with _shadowed(
-            trainer, _get_output_dir=lambda trial: os.path.dirname(staged), _push_from_checkpoint=flight.pushes.append
-        ):
-            _attempt(save, lambda: _written(write, staged))
+        with _shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
+            save.attempt(lambda: _written(write, staged))
         flight.pushes = [place] * len(flight.pushes)
-        _attempt(save, lambda: _settle_state(trainer, run_dir, place, staged))
+        save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))
+        if goes_on:
+            save.attempt(lambda: snapshot(save.plan, flight.background.buffers))
         save.settle()
+        if not goes_on:  # callbacks find all files
+            save.attempt(save.plan.write)
+        elif save.plan.has_shards and save.group.world_size > 1:
+            save.shards = accelerate.comm.side_group(apart=True)
         if trainer.control.should_save:
             _call_back(trainer, save, place)
         # A subclass may save elsewhere, or nothing.
-        exists = save.barrier.any_of(_leads(save) and bool(os.listdir(staged)))
-        if exists and _goes_on(trainer, save):
+        exists = save.barrier.any_of(save.leads and bool(os.listdir(staged)), save.problem)
+        if exists and goes_on:
             flight.background.start(lambda: save.finish(writers=1), what=place)
             return
         if exists:
@@ -115,20 +120,20 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
             save.barrier.leave()
     except BaseException:
         flight.pushes = []
+        flight.background.buffers.release()
         save.storage.discard()
         raise
     save.storage.discard()  # nothing is left of what has been published
-    flight.push()
+    flight.push(trainer)
     preempt.leave_if_due(trainer, place)
 
 
 class _Flight:
     """The save of a Trainer that may be under way, and what is pushed when it has its place."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self) -> None:
         self.background = Background()
         self.pushes: list[str] = []
-        self._trainer = weakref.ref(trainer)
 
     def settle(self, reason: str | None = None) -> RuntimeError | None:
         """Wait until the save under way has ended, and return why it failed, once. Any rank, alone."""
@@ -136,15 +141,15 @@ class _Flight:
         self.pushes = self.pushes if problem is None else []
         return problem
 
-    def push(self) -> None:
+    def push(self, trainer: Any) -> None:
         """Push what has been published."""
         pushes, self.pushes = self.pushes, []
         for place in pushes:
-            self._trainer()._push_from_checkpoint(place)
+            trainer._push_from_checkpoint(place)
 
 
-_flights: "weakref.WeakKeyDictionary[Any, _Flight]" = weakref.WeakKeyDictionary()
-_IN_BACKGROUND = "_saves_in_background"
+# Attributes of a Trainer.
+_FLIGHT, _IN_BACKGROUND = "_flight_of_checkpoints", "_saves_in_background"
 
 
 def _goes_on(trainer: Any, save: Save) -> bool:
@@ -160,24 +165,10 @@ def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
     storage = LocalStorage(path)
     if choose.is_staged_link(path):
         storage.location = path  # the link is replaced; of a user's own link what it leads to
-    shape = {"world_size": trainer.args.world_size, "strategy": "trainer", "mesh": None}
-    facts = {**shape, "step": 0, "iteration": trainer.state.global_step}
+    facts = {"world_size": trainer.args.world_size, "strategy": "trainer", "iteration": trainer.state.global_step}
     save = Save(storage, choose.group_of(trainer.args), facts, _make_way, lambda new: _rotate(trainer, run_dir, new))
     save.barrier.kind = "save_checkpoint"
     return save
-
-
-def _leads(save: Save) -> bool:
-    return save.barrier.leader() == save.group.rank
-
-
-def _attempt(save: Save, step: Callable[[], Any]) -> None:
-    """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
-    try:
-        if save.problem is None:
-            step()
-    except BaseException as error:  # a rank that leaves without a word is waited for
-        save.problem = error
 
 
 def _written(write: Callable[[], Any], staged: str) -> None:
@@ -220,8 +211,7 @@ def _make_way(storage: CheckpointStorage) -> None:
 
 def _settle_state(trainer: Any, run_dir: str, place: str, staged: str) -> None:
     """Let the best checkpoint be where it will be, in the Trainer's state and in the file of it; and add what `ranks` reads."""
-    state = trainer.state
-    best = getattr(state, "best_global_step", None)
+    state, best = trainer.state, getattr(trainer.state, "best_global_step", None)
     if state.best_model_checkpoint == staged:
         state.best_model_checkpoint = place
     elif best and os.path.isdir(choose.place_of(run_dir, best)):
@@ -242,34 +232,31 @@ def _call_back(trainer: Any, save: Save, place: str) -> None:
     arguments name the folder around the hidden one instead.
     """
     handler, staged = trainer.callback_handler, save.plan.folder
-    if _leads(save):
-        _attempt(save, lambda: _sweep_links(os.path.dirname(save.storage.location)))
-    links = _leads(save) and _link(staged, place)
-
-    def call() -> None:
-        trainer.control = handler.on_save(args, trainer.state, trainer.control)
+    if save.leads:
+        save.attempt(lambda: _sweep_links(os.path.dirname(save.storage.location)))
+    links = save.leads and _link(staged, place)
 
     try:
         linked, args = save.barrier.share(links, save.barrier.leader(), save.problem), trainer.args
         if not linked:
             args = copy.copy(args)
             args.output_dir = os.path.dirname(staged)
-        _attempt(save, call)
+        save.attempt(lambda: setattr(trainer, "control", handler.on_save(args, trainer.state, trainer.control)))
         save.settle()
     finally:
         if links:
             os.unlink(place)
-    if not linked and _leads(save):
-        _attempt(save, lambda: _bring_back(os.path.dirname(staged), trainer.args.output_dir, os.path.basename(place)))
+    if not linked and save.leads:
+        save.attempt(lambda: _bring_back(os.path.dirname(staged), trainer.args.output_dir, os.path.basename(place)))
     # The Trainer calls it once more, when the checkpoint is in its place.
     vars(handler)["on_save"] = lambda args, state, control: (vars(handler).pop("on_save"), control)[1]
 
 
 def _link(staged: str, place: str) -> bool:
     """Let a free place lead to what is staged; say whether it does."""
-    if os.path.lexists(place):
-        return False
-    with contextlib.suppress(OSError, NotImplementedError):  # a system, or file system, without links
+    with contextlib.suppress(
+        OSError, NotImplementedError
+    ):  # it is not free; or a system, or file system, without links
         os.symlink(staged, place)
         return True
     return False
@@ -277,10 +264,8 @@ def _link(staged: str, place: str) -> bool:
 
 def _bring_back(aside: str, output_dir: str, name: str) -> None:
     """Move what callbacks wrote beside the checkpoint to where it belongs."""
-    for entry in os.listdir(aside):
+    for entry in [entry for entry in os.listdir(aside) if entry != name and not entry.startswith(".accelerate")]:
         source, target = os.path.join(aside, entry), os.path.join(output_dir, entry)
-        if entry == name or entry.startswith(".accelerate"):
-            continue
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
             shutil.rmtree(source)
@@ -304,22 +289,12 @@ def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage) -> None:
     The new one is in its place by then, so what goes wrong is a warning. One that is not whole stays, to be looked at.
     """
     folder, limit, best = LocalStorage(run_dir), trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-    with warned(f"Older checkpoints in {run_dir} could not be removed"):
-        folder.sweep()
-        if not limit or limit < 0:
-            return
-        places = [choose.place_of(folder.location, number) for number in choose.numbers(folder.location)]
-        found = [LocalStorage(place) for place in reversed(places)]
-        whole = [one for one in found if not choose.flaw(one.location)]
-        keep = {new.location, os.path.realpath(best) if best else None} & {one.location for one in whole}
-        whole = _by_age(whole)
-        for one in [one for one in whole if one.location not in keep][: max(0, len(whole) - max(limit, len(keep)))]:
-            one.remove()
 
+    def by_age() -> list[CheckpointStorage]:
+        """Return whole ones by when they were made, if the file system tells: a run may begin anew below the numbers of others."""
+        places = [choose.place_of(folder.location, number) for number in reversed(choose.numbers(folder.location))]
+        times = {place: os.stat(place).st_mtime for place in places if not choose.flaw(place)}
+        tells = max(times.values(), default=0) - min(times.values(), default=0) >= 1.0
+        return [LocalStorage(place) for place in (sorted(times, key=times.__getitem__) if tells else times)]
 
-def _by_age(found: list[LocalStorage]) -> list[LocalStorage]:
-    """Sort checkpoints of ascending numbers by when they were made, if the file system tells: a run may begin anew below others."""
-    times = {one.location: os.stat(one.location).st_mtime for one in found}
-    if not times or max(times.values()) - min(times.values()) < 1.0:
-        return found
-    return sorted(found, key=lambda one: times[one.location])
+    prune(folder, limit if limit and limit > 0 else None, [new.location, os.path.realpath(best or "")], by_age)

@@ -1,6 +1,6 @@
 """Checkpoints of transformers' Trainer when the model is sharded, has adapters, or belongs to another library's Trainer.
 
-`trainer_strategies.py FOLDER CASE ...` trains each case whole and in two parts. `--kill SEED COUNT FOLDER CASE ...` imports the libraries once,
+`trainer_strategies.py FOLDER CASE ...` trains each case whole and in two parts; in `CASE:CASE` the second part trains by another strategy. `--kill SEED COUNT FOLDER CASE ...` imports the libraries once,
 and starts and kills runs of two ranks, as forks. A case is a strategy with words: `fsdp2+sharded+async`.
 """
 
@@ -33,6 +33,8 @@ COMMON = {
     "use_cpu": True, "disable_tqdm": True, "seed": 3,
 }  # fmt: skip
 BLOCKS = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
+# Models that transformers splits while it loads them.
+ARRIVING = {"tp": {"tp_size": 2}, "ep": {"fsdp_size": 2, "ep_size": 2}, "tpfsdp": {"fsdp_size": 2, "tp_size": 2}}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
 
 
@@ -56,7 +58,12 @@ def strategy(words):
     if words[0].startswith("fsdp"):
         kind = "SHARDED_STATE_DICT" if "sharded" in words else "FULL_STATE_DICT"
         config = {"fsdp_version": int(words[0][-1]), "state_dict_type": kind, "use_orig_params": True, **BLOCKS}
-        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+        if "llama" in words:
+            config |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False}
+        mesh = {"parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)} if "tp" in words else {}
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config, **mesh}
+    if words[0] == "split":
+        return {"parallelism_config": ParallelismConfig(tp_size=2)}
     if words[0].startswith("zero"):
         auto = (
             "train_batch_size",
@@ -91,6 +98,8 @@ def build(folder, words, **more):
 
 def plain(kind_of, folder, words, options):
     model, rows = causal_model(), TokenRows(32)
+    if "llama" in words or "experts" in words:
+        model = llama(folder, 4 if "experts" in words else 0).train()
     if "lora" in words:
         model = adapted(model)
     if words[0] == "stream":
@@ -176,14 +185,19 @@ def of_sentences(kind_of, folder, words, options):
     )
 
 
-def llama(folder, **options):
+def llama(folder, experts=0, **options):
     """A model that is loaded from a folder, which rank 0 writes."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     if rank() == 0 and not os.path.isdir(f"{folder}/base"):
         set_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-        LlamaForCausalLM(LlamaConfig(vocab_size=23, **sizes, pad_token_id=0)).save_pretrained(f"{folder}/base")
+        sizes |= {"vocab_size": 24, "num_key_value_heads": 2, "pad_token_id": 0}
+        if experts:
+            made = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=experts))
+        else:
+            made = LlamaForCausalLM(LlamaConfig(**sizes))
+        made.save_pretrained(f"{folder}/base")
     PartialState(cpu=True).wait_for_everyone()
     set_seed(0)
     return AutoModelForCausalLM.from_pretrained(f"{folder}/base", **options)
@@ -201,15 +215,19 @@ def quantized(kind_of, folder, words, options):
 
 
 def tensors(kind_of, folder, words, options):
-    """A model that transformers splits by its own plan. The Trainer saves its weights alone."""
-    layout = ParallelismConfig(tp_size=2)
-    arguments = TrainingArguments(folder, **options, parallelism_config=layout, save_only_model=True)
-    model = llama(folder, tp_plan="auto").train()
+    """A model that arrives split, by transformers' own plan. The Trainer alone saves its weights, and nothing that goes on."""
+    from transformers.distributed import DistributedConfig
+
+    arguments = TrainingArguments(folder, **options, save_only_model="weights" in words)
+    sizes = DistributedConfig(**ARRIVING[words[0]])
+    model = llama(folder, 4 if words[0] == "ep" else 0, distributed_config=sizes).train()
+    if "lora" in words:
+        model = adapted(model, target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
     return kind_of(Trainer)(model, arguments, train_dataset=TokenRows(32), processing_class=tokenizer())
 
 
 LIBRARIES = {
-    "sft": of_trl, "dpo": of_trl, "reward": of_trl, "sentence": of_sentences, "qlora": quantized, "tp": tensors,
+    "sft": of_trl, "dpo": of_trl, "reward": of_trl, "sentence": of_sentences, "qlora": quantized, **dict.fromkeys(ARRIVING, tensors),
     "shuffled": shuffled,
 }  # fmt: skip
 
@@ -265,9 +283,9 @@ def halves(folder, case):
         whole.train()
         losses = everywhere(whole.losses)
         last = f"{folder}/checkpoint-{STEPS}"
-        listed = set(Manifest.read(last).files)
-        found = {"files": sorted(listed), "unlisted": sorted(files(last) ^ listed)}
-        if words[0] == "tp":  # transformers saves its weights alone, and does not load them into a model that is split
+        listed = {name: entry.rank for name, entry in Manifest.read(last).files.items()}
+        found = {"files": listed, "unlisted": sorted(files(last) ^ listed.keys())}
+        if "weights" in words:
             return found
         everywhere(None)
         if rank() == 0:
@@ -281,6 +299,31 @@ def halves(folder, case):
         found["equal"] = found["rest"] == [one[4:] for one in losses]
         found["rotten"] = [name for name in os.listdir(folder) if name.startswith(".saving")]
     return found
+
+
+def logged(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def across(folder, pair):
+    """Train whole, and on from the middle by another strategy; return the losses of both, as they are logged for all ranks."""
+    first, then = (words.split("+") for words in pair.split(":"))
+    folder = f"{folder}/{pair.replace(':', '-')}"
+    shared = {"split": 2, "tp": 2, "tpfsdp": 2}  # so many ranks see the same batch
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    with apart(first):
+        whole = build(folder, first, per_device_train_batch_size=4 * shared.get(first[0], 1) // world)
+        whole.train()
+        expected = logged(whole)
+    with apart(then):
+        resumed = build(folder, then, per_device_train_batch_size=4 * shared.get(then[0], 1) // world)
+        try:
+            resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        except (ValueError, RuntimeError) as error:
+            return {"refused": everywhere(str(error))}
+    found = logged(resumed)
+    worst = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+    return {"worst": worst, "whole": expected, "found": found}
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -413,4 +456,4 @@ if __name__ == "__main__":
     else:
         folder, *cases = sys.argv[1:]
         set_seed(0)
-        report(**{case: halves(folder, case) for case in cases})
+        report(**{case: (across if ":" in case else halves)(folder, case) for case in cases})

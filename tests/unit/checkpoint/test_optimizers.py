@@ -100,3 +100,35 @@ def test_what_an_optimizer_keeps_beside_is_kept(tmp_path):
     found = optimizers.read_whole_optimizer(its_optimizer, [other], tmp_path)
     assert found["scale"] == 3.0 and found["state"]["shared"] == {"count": 4}
     assert torch.equal(found["state"][3]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
+
+
+def test_groups_of_equal_options_may_be_cut_in_another_way(tmp_path):
+    """As the Trainer's are, whose experts have groups of their own when they are spread."""
+
+    def grouped(sizes, seed, rate=0.1):
+        model, _ = job(seed=seed)
+        parameters = iter(model.parameters())
+        groups = [{"params": [next(parameters) for _ in range(size)], "weight_decay": 0.0} for size in sizes]
+        groups[-1]["lr"] = rate
+        return model, torch.optim.AdamW(groups, lr=0.1)
+
+    model, optimizer = grouped([1, 3], 0)
+    model(torch.ones(2, 4)).pow(2).sum().backward()
+    optimizer.step()
+    sharded_io.save_optimizer(optimizer, model, tmp_path, layout="sharded")
+    other, loaded = grouped([2, 2], 1)
+    loaded.load_state_dict(optimizers.read_whole_optimizer(loaded, [other], tmp_path))
+    assert same(moments(other, loaded), moments(model, optimizer))
+    model, optimizer = grouped([1, 3], 0, rate=0.2)
+    sharded_io.save_optimizer(optimizer, model, tmp_path, layout="sharded")
+    with pytest.raises(RuntimeError, match=r"the parameters of group 0 in groups \[0, 1\]"):
+        optimizers.read_whole_optimizer(loaded, [other], tmp_path)
+
+
+def test_the_trainers_optimizer_is_found_and_read_by_names(tmp_path):
+    model, optimizer = job()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    other, loaded = job(steps=0, seed=1)
+    deferred = optimizers.read_for_optimizer(loaded, other, tmp_path)
+    loaded.load_state_dict(deferred.state)
+    assert same(moments(other, loaded), moments(model, optimizer))

@@ -14,6 +14,7 @@ from accelerate.checkpoint import formats, optimizers
 from accelerate.checkpoint import manifest as manifest_module
 from accelerate.checkpoint.convert import export, merge_fsdp_weights, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
+from accelerate.checkpoint.save import unlisted
 from accelerate.checkpoint.state import names_file
 from sharded_io import same
 from unit.checkpoint.tied_net import job
@@ -148,6 +149,10 @@ def test_two_layouts_at_once_and_files_of_single_ranks(tmp_path, full, trained):
         refused(folder, tmp_path / "new", ValueError, match)
         with pytest.raises(ValueError, match=match):
             export(folder, tmp_path / "exported")
+    # One save may write both: its manifest lists them.
+    Manifest(unlisted(str(full), (), 0)).write(full)
+    export(full, tmp_path / "exported")
+    assert same(load_file(tmp_path / "exported" / "model.safetensors"), load_file(full / "model.safetensors"))
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate.checkpoint import barrier
+from accelerate.checkpoint import barrier, formats
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.object_store import _Objects
@@ -97,6 +97,19 @@ def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         plan.write()
+
+
+def test_a_plan_that_is_written_twice_returns_all_entries(tmp_path):
+    plan = SavePlan(str(tmp_path), rank=3)
+    plan.add_bytes("first", b"1")
+    assert set(plan.write()) == {"first"} and f"{plan}/first" == str(tmp_path / "first")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "engine").write_bytes(b"2")
+    (tmp_path / "first").unlink()
+    plan.add_written("folder/engine")  # other code wrote it, on this rank
+    entries = plan.write()
+    assert entries["folder/engine"] == formats.describe(tmp_path / "folder" / "engine", 3)
+    assert set(entries) == {"first", "folder/engine"} and not (tmp_path / "first").exists()
 
 
 def on_two_ranks(monkeypatch, play):

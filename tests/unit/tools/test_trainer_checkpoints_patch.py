@@ -225,6 +225,26 @@ def test_without_renames_one_rank_copies(staging, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"] and len(staging.warned) == 1
 
 
+@pytest.mark.parametrize("asked", ["resume", "save"])
+def test_what_was_killed_between_two_renames_gets_its_name_back(staging, tmp_path, asked):
+    args, wait = ranks([])
+    fill(tmp_path / "_saving-checkpoint-4-claimed", "new", "trainer_state.json")
+    fill(tmp_path / "_saving-checkpoint-4-replaced", "older", "trainer_state.json")
+    # Of these the second rename has been made, or the first one has not.
+    fill(tmp_path / "_saving-checkpoint-6-replaced", "older", "trainer_state.json")
+    fill(tmp_path / "_saving-checkpoint-8-claimed", "new", "trainer_state.json")
+    fill(tmp_path / "checkpoint-2", "trainer_state.json")
+    for _ in range(2):  # two ranks
+        if asked == "resume":
+            found = staging.pass_over_unfinished(str(tmp_path), ["checkpoint-2"])
+            assert found == ["checkpoint-2", "checkpoint-4"]
+        else:
+            staging.stage_checkpoint(str(tmp_path / "checkpoint-10"), args, wait)
+    assert sorted(path.name for path in (tmp_path / "checkpoint-4").iterdir()) == ["new", "trainer_state.json"]
+    assert not (tmp_path / "checkpoint-6").exists() and not (tmp_path / "checkpoint-8").exists()
+    assert any(tmp_path.glob("_saving-*")) == (asked == "resume") and not staging.warned
+
+
 @pytest.mark.parametrize("text", [None, "", '{"a": ', "[]", "\ud800"])
 def test_what_is_not_whole_is_passed_over(staging, tmp_path, text):
     names = [f"checkpoint-{step}" for step in (10, 9, 2)]

@@ -222,6 +222,16 @@ def test_a_folder_that_is_named_must_be_whole(tmp_path, kind):
         build(tmp_path, kind).train(resume_from_checkpoint=str(tmp_path / "checkpoint-80"))
 
 
+def test_files_of_deepspeed_are_refused_without_it(tmp_path, kind):
+    build(tmp_path, kind, max_steps=2).train()
+    drop(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "latest").write_text("global_step2")
+    resumed = build(tmp_path, kind)
+    with pytest.raises(ValueError, match=r"checkpoint-2' was saved by DeepSpeed, and this run trains without it"):
+        resumed.train(resume_from_checkpoint=True)
+    assert not hasattr(resumed, "losses")
+
+
 def test_nothing_to_go_on_from(tmp_path, kind):
     with pytest.raises(ValueError, match=r"[Nn]o valid checkpoint"):
         build(tmp_path, kind).train(resume_from_checkpoint=True)
@@ -535,7 +545,7 @@ def saved_on(folder, ranks, batch):
 
 def test_fewer_ranks_accumulate(tmp_path, kind, warned):
     build(tmp_path, kind, max_steps=2).train()
-    known = {"world_size": 1, "global_batch": 4, "seed": 3, "dataset_length": len(rows())}
+    known = {"world_size": 1, "replicas": 1, "global_batch": 4, "seed": 3, "dataset_length": len(rows())}
     assert json.loads((tmp_path / "checkpoint-2" / RUN).read_text()) == known
     saved_on(tmp_path / "checkpoint-2", 2, 8)
     resumed = build(tmp_path, kind, max_steps=4)
@@ -695,6 +705,7 @@ def test_a_signal_that_somebody_handles_stays_his(tmp_path, kind):
 # -- the registry ------------------------------------------------------------------------------------------------------
 
 SYMBOLS = {
+    "build": ("transformers.trainer", "Trainer.__init__"),
     "save_checkpoint": ("transformers.trainer", "Trainer._save_checkpoint"),
     "train": ("transformers.trainer", "Trainer.train"),
     "last_checkpoint": ("transformers.trainer_utils", "get_last_checkpoint"),

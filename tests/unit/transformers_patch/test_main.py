@@ -60,7 +60,9 @@ def test_run_patches_checkpoints_when_it_is_told_to(script, capsys):
         "import transformers_patch\nprint([p.name for p in transformers_patch.status() if p.applied])\n", "utf-8"
     )
     assert program.main(["run", "--checkpoints", str(script), "--checkpoints"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["['training_args', 'save_checkpoint', 'train', 'last_checkpoint']"]
+    assert capsys.readouterr().out.splitlines() == [
+        "['training_args', 'save_checkpoint', 'build', 'train', 'last_checkpoint']"
+    ]
     transformers_patch.revert()
     assert program.main(["run", str(script), "--checkpoints"]) == 0
     assert capsys.readouterr().out.splitlines() == ["['training_args']"]

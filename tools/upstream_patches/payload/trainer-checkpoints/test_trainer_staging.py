@@ -113,6 +113,24 @@ class TrainerStagingTest(unittest.TestCase):
                 self.assertEqual(names(folder), ["checkpoint-2", "checkpoint-4", "checkpoint-6"])
                 self.assertEqual(resumed.model.weight.item(), wanted.model.weight.item())
 
+    def test_killed_while_an_older_one_is_replaced(self) -> None:
+        """Between the two renames neither has its name; the new one gets it, from a resume and from the next save."""
+        for asked in ("resume", "save"):
+            with self.subTest(asked=asked):
+                folder = self.path(asked)
+                trainer(folder, max_steps=4).train()
+                Path(folder, "checkpoint-4", "older").touch()
+                self.assertEqual(run({"folder": folder, "killed": "replaced"}), [-signal.SIGKILL])
+                self.assertNotIn("checkpoint-4", names(folder))
+                if asked == "resume":
+                    self.assertEqual(get_last_checkpoint(folder), os.path.join(folder, "checkpoint-4"))
+                    trainer(folder).train(resume_from_checkpoint=True)
+                else:
+                    trainer(folder, max_steps=2).train()
+                self.assertNotIn("older", os.listdir(os.path.join(folder, "checkpoint-4")))
+                wanted = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+                self.assertEqual(names(folder), wanted if asked == "resume" else wanted[:2])
+
     def test_half_written_folders_are_passed_over(self) -> None:
         """One without a state and one with half of it each get a warning; the newest whole one is taken."""
         trainer(self.folder).train()
@@ -323,6 +341,9 @@ class Killed(Trainer):
             self.state.save_to_json = cut_state
         if self.moment == "rename":
             os.rename = lambda *paths: kill()
+        if self.moment == "replaced":
+            rename = os.rename
+            os.rename = lambda source, to: (rename(source, to), to.endswith("-replaced") and kill())
 
 
 class Slow(Trainer):

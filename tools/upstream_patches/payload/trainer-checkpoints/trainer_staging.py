@@ -25,6 +25,7 @@ def stage_checkpoint(checkpoint_dir: str, args: Any, wait_for_everyone: Callable
     """Return where to write what becomes `checkpoint_dir`. What killed saves left is removed. All processes."""
     run_dir, name = os.path.split(checkpoint_dir)
     if _publishes(args):
+        _complete(run_dir)
         prefix = STAGING_PREFIX + name.rpartition("-")[0]
         for left in glob.glob(os.path.join(glob.escape(run_dir), f"{prefix}-*")):
             shutil.rmtree(left, ignore_errors=True)
@@ -51,7 +52,7 @@ def publish_checkpoint(staged: str, checkpoint_dir: str, args: Any, wait_for_eve
             _sync(claimed)
             if os.path.isdir(checkpoint_dir):
                 os.rename(checkpoint_dir, replaced)
-            os.rename(claimed, checkpoint_dir)
+            _rename_claimed(claimed, checkpoint_dir)
             _sync_folder(os.path.dirname(checkpoint_dir))
             shutil.rmtree(replaced, ignore_errors=True)
     wait_for_everyone()
@@ -59,11 +60,30 @@ def publish_checkpoint(staged: str, checkpoint_dir: str, args: Any, wait_for_eve
 
 def pass_over_unfinished(folder: str, names: list[str]) -> list[str]:
     """Return the names of checkpoints, oldest first, without those behind the last whole one; each has a warning."""
-    names = sorted(names, key=lambda name: int(name.rpartition("-")[2]))
+    names = sorted({*names, *_complete(folder)}, key=lambda name: int(name.rpartition("-")[2]))
     while names and not _is_whole(os.path.join(folder, names[-1])):
         path = os.path.join(folder, names.pop())
         logger.warning(f"Passed over {path}: it has no {STATE_NAME} that can be read, so its saving did not end.")
     return names
+
+
+def _complete(run_dir: str) -> list[str]:
+    """Give its name to a checkpoint whose process was killed when the older one had lost it; return the names of such."""
+    names = []
+    for replaced in glob.glob(os.path.join(glob.escape(run_dir), f"{STAGING_PREFIX}checkpoint-*-replaced")):
+        staged = replaced[: -len("-replaced")]
+        checkpoint_dir = os.path.join(run_dir, os.path.basename(staged)[len(STAGING_PREFIX) :])
+        if not os.path.isdir(checkpoint_dir):
+            _rename_claimed(f"{staged}-claimed", checkpoint_dir)
+        if os.path.isdir(checkpoint_dir):
+            names.append(os.path.basename(checkpoint_dir))
+    return names
+
+
+def _rename_claimed(claimed: str, checkpoint_dir: str) -> None:
+    # Another process that looked for the last checkpoint may have been first
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(claimed, checkpoint_dir)
 
 
 def _is_whole(checkpoint_dir: str) -> bool:

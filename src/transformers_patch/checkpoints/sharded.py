@@ -1,0 +1,123 @@
+"""What the Trainer does not save or read by itself: models of which ranks have parts, and checkpoints of another strategy.
+
+They are written into the plan of the save, so each rank writes and hashes its own part, and are read by names: any layout that
+`accelerate.checkpoint.layouts` knows, into any other. What DeepSpeed's engines write and read stays theirs.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from accelerate.checkpoint import layouts, load, manifest, state
+from accelerate.checkpoint.save import SavePlan
+from accelerate.utils import fsdp_utils
+
+
+def is_split(trainer: Any) -> bool:
+    """Say whether ranks have parts of the model in a way that the Trainer does not know: by tensors, experts, or by FSDP2 before it came."""
+    knows = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    return not knows and any(map(state.is_spread, trainer.model.parameters()))
+
+
+def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
+    """Return the Trainer's methods, by name, that let a plan take what ranks have parts of. All ranks call them."""
+    write = trainer._save_optimizer_and_scheduler
+    if trainer.is_deepspeed_enabled:
+        return {"_save_optimizer_and_scheduler": lambda folder: (write(folder), _add_own(trainer, plan))[0]}
+    if trainer.is_fsdp_enabled:  # it calls accelerate's functions, which take a plan for a folder
+        return {"_save_optimizer_and_scheduler": lambda folder: write(plan)}
+    if not is_split(trainer):
+        return {}
+
+    def save_rest(folder: str) -> None:
+        fsdp_utils.save_fsdp_model(None, trainer.accelerator, trainer.model, plan, adapter_only=True)
+        fsdp_utils.save_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, plan)
+        if trainer.args.should_save:
+            plan.add_object("scheduler.pt", trainer.lr_scheduler.state_dict())
+
+    # Of a model that arrives split the Trainer gathers the weights; of any other, rank 0 would write its own part.
+    methods: dict[str, Callable[..., None]] = {"_save_optimizer_and_scheduler": save_rest}
+    if not getattr(trainer, "is_distributed_loading_by_transformers", False):
+        whole = trainer.accelerator.get_state_dict
+        methods["save_model"] = lambda folder, **rest: trainer._save(folder, state_dict=whole(trainer.model))
+    return methods
+
+
+def _add_own(trainer: Any, plan: SavePlan) -> None:
+    """Let each rank hash what its engine wrote."""
+    folder, rank = f"global_step{trainer.model_wrapped.global_steps}", trainer.args.process_index
+    for begin, what in itertools.product(("", "bf16_"), ("model", "optim")):
+        name = f"{folder}/{begin}zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt"
+        if os.path.isfile(os.path.join(plan, name)):
+            plan.add_written(name)
+
+
+def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:
+    """Return the Trainer's methods, by name, that read what it does not read by itself; the best model after a `wait`. All ranks call them."""
+    load_model, load_rest = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
+    load_best = trainer._load_best_model
+
+    def model(folder: str, *given: Any) -> Any:
+        reader = _reader_of(trainer, folder, "model")
+        if reader == "accelerate":
+            return fsdp_utils.load_fsdp_model(None, trainer.accelerator, trainer.model, folder, adapter_only=True)
+        return _convert(trainer.model, folder) if reader == "transformers" else load_model(folder, *given)
+
+    def rest(folder: str | None) -> Any:
+        if folder is None or _reader_of(trainer, folder, "optimizer") == "trainer":
+            return load_rest(folder)
+        fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
+        schedule, groups = load.read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
+        # Experts that are spread have groups of their own, with the rates of the others.
+        for name, values in schedule.items():
+            if isinstance(values, list) and all(value == values[0] for value in values):
+                schedule[name] = values[:1] * groups
+        return trainer.lr_scheduler.load_state_dict(schedule)
+
+    def best() -> Any:
+        wait(trainer)
+        folder = trainer.state.best_model_checkpoint
+        return load_best() if folder is None or _reader_of(trainer, folder, "model") == "trainer" else model(folder)
+
+    return {"_load_from_checkpoint": model, "_load_optimizer_and_scheduler": rest, "_load_best_model": best}
+
+
+def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
+    """Return which library reads a model or an optimizer: the "trainer" by itself, "accelerate" by names, or "transformers".
+
+    Of some models, as those with experts, files have other names than the model: transformers converts them, but not in its Trainer.
+    """
+    model, knows = trainer.model, trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # by accelerate's functions
+    found = None if knows or not os.path.isdir(folder) else layouts.find(load.with_manifest(folder), kind)
+    if found is None:
+        return "trainer"
+    is_shards = found.name.startswith(layouts.FSDP_MODEL_NAME)
+    if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
+        _, values, aliases = found.read()
+        _, missing, strange = layouts.matched(model.state_dict(), values, partial(state.tied_names, model), aliases)
+        if missing and strange:
+            return "transformers"
+    stocks = not is_shards if kind == "model" else found.name == manifest.TRAINERS_OPTIMIZER
+    return "trainer" if stocks and not is_split(trainer) else "accelerate"
+
+
+def _convert(model: Any, folder: str) -> None:
+    """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would leave them out."""
+    kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    split = {name: value for name in ("distributed_config",) if (value := getattr(model.config, name, None))}
+    read, about = kind.from_pretrained(folder, output_loading_info=True, **split)
+    values = {name: value for name, value in read.state_dict().items() if name not in about["missing_keys"]}
+    model.load_state_dict(values, strict=False)
+
+
+def refuse(trainer: Any, folder: str) -> None:
+    """Raise ValueError, on all ranks, for a checkpoint with DeepSpeed's files that is resumed without it, or the other way."""
+    has_engines = os.path.isfile(os.path.join(folder, "latest"))
+    if has_engines != bool(trainer.is_deepspeed_enabled):
+        saved, here = ("by", "without") if has_engines else ("without", "with")
+        raise ValueError(
+            f"{folder!r} was saved {saved} DeepSpeed, and this run trains {here} it: neither reads the other's optimizer. Resume as it was "
+            "saved, or begin a new run with its weights."
+        )

@@ -1,0 +1,55 @@
+"""One symbol of transformers that is replaced: what its code must look like, and how it is put back. `checkpoints` and `losses` list theirs."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from transformers_patch.registry import Finding
+from transformers_patch.training_args import Strategy, names_in
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One symbol, and what takes its place.
+
+    Attributes:
+        owner: The class that has it; empty for a function of the module.
+        name: Its name.
+        parameters: Those that it begins with.
+        reads: Names that its code must read, because the replacement acts on them.
+        replacement: Returns what takes the place of the function that it gets.
+    """
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...]
+    reads: tuple[str, ...]
+    replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def examine(self, module: ModuleType) -> Finding:
+        """Compare the symbol of a module with the shape that the replacement relies on."""
+        found = vars(self._owner(module) or object).get(self.name)
+        if not inspect.isfunction(found):
+            return Finding((f"{self.owner or module.__name__} has no function {self.name}",), needed=True)
+        found = inspect.unwrap(found)
+        problems = []
+        if tuple(inspect.signature(found).parameters)[: len(self.parameters)] != self.parameters:
+            expected = ", ".join(self.parameters)
+            problems.append(f"{self.name} takes {inspect.signature(found)}, not ({expected}, ...)")
+        if missing := [name for name in self.reads if name not in names_in(found.__code__)]:
+            problems.append(f"{self.name} does not use {', '.join(missing)}")
+        return Finding(tuple(problems), needed=True)
+
+    def install(self, module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStack) -> None:
+        """Put the replacement in place; `undo` takes what puts the original back."""
+        owner = self._owner(module)
+        original = vars(owner)[self.name]
+        undo.callback(setattr, owner, self.name, original)
+        setattr(owner, self.name, functools.wraps(original)(self.replacement(original)))
+
+    def _owner(self, module: ModuleType) -> Any:
+        return getattr(module, self.owner, None) if self.owner else module
