@@ -49,7 +49,6 @@ class ThroughputCallback(TrainerCallback):
         for owner, name, replacement in (
             (trainer, "training_step", self._training_step),
             (trainer, "log", self._log),
-            (trainer.accelerator, "gather", self._gather),
         ):
             self._replaced.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, partial(replacement, getattr(owner, name)))
@@ -107,11 +106,6 @@ class ThroughputCallback(TrainerCallback):
         self._tokens += sum(one.numel() for one in ids) / sharing
         self._samples += len(next(iter([*ids, *batch.values()]), ())) / sharing
         return step(model, inputs, *args, **options)
-
-    def _gather(self, gather: Any, *args: Any, **options: Any) -> Any:
-        """Tell the wait for slower ranks from one's own work: before each step the Trainer gathers how many tokens all have."""
-        meter = self._trainer.accelerator._meter
-        return meter._timed("communication", gather, *args, **options) if meter else gather(*args, **options)
 
 
 def _calling_trainer() -> Any:

@@ -174,7 +174,9 @@ def test_the_form_of_an_auxiliary_loss_is_found_or_said_to_be_unknown():
         # The model may not have been given the mask.
         assert _agreed_form(told, auxiliary, layers, mask.float(), None) == chosen
     for auxiliary, given in ((auxiliary * 1.01, layers), (auxiliary, [])):
-        with pytest.warns(UserWarning, match="Model has no router_logits among its outputs, or an auxiliary loss that"):
+        with pytest.warns(
+            UserWarning, match="Model has no router_logits among its outputs, or an auxiliary loss that"
+        ):
             assert _agreed_form(told, auxiliary, given, None, None) == 0
 
 
