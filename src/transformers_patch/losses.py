@@ -251,41 +251,21 @@ def _sharing(parameter: Any, ranks: int) -> Callable[[Any], None]:
     return share
 
 
-# By the names of their entries in the registry.
+# By the names of their entries in the registry: the symbol, its first parameters, what its code must read, and what replaces it.
 PATCHES = {
     "loss": Patch(
-        owner="Trainer",
-        name="compute_loss",
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-        reads=("label_smoother", "model_accepts_loss_kwargs", "num_processes", "get_tp_size"),
-        replacement=_loss,
-    ),
+        "Trainer", "compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+        ("label_smoother", "model_accepts_loss_kwargs", "num_processes", "get_tp_size"), _loss),
     "loss_items": Patch(
-        owner="Trainer",
-        name="_get_num_items_in_batch",
-        parameters=("self", "batch_samples", "device"),
-        reads=("average_tokens_across_devices", "get_tp_size"),
-        replacement=_items,
-    ),
+        "Trainer", "_get_num_items_in_batch", ("self", "batch_samples", "device"),
+        ("average_tokens_across_devices", "get_tp_size"), _items),
     "loss_context": Patch(
-        owner="Trainer",
-        name="_prepare_context_parallel_inputs",
-        parameters=("self", "model", "inputs"),
-        reads=("accelerator", "parallelism_config", "cp_enabled", "cp_backend", "maybe_context_parallel"),
-        replacement=_context,
-    ),
+        "Trainer", "_prepare_context_parallel_inputs", ("self", "model", "inputs"),
+        ("accelerator", "parallelism_config", "cp_enabled", "cp_backend", "maybe_context_parallel"), _context),
     "loss_length": Patch(
-        owner="Trainer",
-        name="set_initial_training_values",
-        parameters=("self", "args", "dataloader"),
-        reads=("get_sp_size", "get_total_train_batch_size"),
-        replacement=_length,
-    ),
+        "Trainer", "set_initial_training_values", ("self", "args", "dataloader"),
+        ("get_sp_size", "get_total_train_batch_size"), _length),
     "loss_replicas": Patch(
-        owner="ReplicatedWithGradAllReduce",
-        name="install_forward",
-        parameters=("self", "module", "mesh"),
-        reads=("register_post_accumulate_grad_hook", "all_reduce"),
-        replacement=_summed,
-    ),
-}
+        "ReplicatedWithGradAllReduce", "install_forward", ("self", "module", "mesh"),
+        ("register_post_accumulate_grad_hook", "all_reduce"), _summed),
+}  # fmt: skip
