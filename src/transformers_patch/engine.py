@@ -12,6 +12,8 @@ from transformers_patch.errors import UnsupportedVersion
 from transformers_patch.registry import ENTRIES, Entry
 from transformers_patch.training_args import STRATEGIES, Strategy
 
+Checkpoints = bool | Literal["async"]
+
 
 @dataclass(frozen=True)
 class Status:
@@ -107,7 +109,7 @@ def _asked(strategy: str, checkpoints: bool | str, losses: bool) -> _Use:
     return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
 
 
-def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False) -> None:
+def apply(strategy: Strategy = "preserve", checkpoints: Checkpoints = False, losses: bool = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
     Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
@@ -158,9 +160,7 @@ def revert() -> None:
 
 
 @contextmanager
-def applied(
-    strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False
-) -> Iterator[None]:
+def applied(strategy: Strategy = "preserve", checkpoints: Checkpoints = False, losses: bool = False) -> Iterator[None]:
     """Patch for a `with` block; afterwards what held before it holds again.
 
     Args:

@@ -29,10 +29,10 @@ class _Seen:
         return getattr(self._inner, name)
 
 
-def _shares_sequences(trainer: Any) -> bool:
+def _shares_sequences(trainer: Any, backend: str = "torch") -> bool:
     # DeepSpeed's loaders cut the sequences themselves, and the Trainer knows that. Those of this fork's backend do not.
     layout = getattr(trainer.accelerator, "parallelism_config", None)
-    return getattr(layout, "sp_size", 1) > 1 and layout.sp_backend == "torch"
+    return getattr(layout, "sp_size", 1) > 1 and layout.sp_backend == backend
 
 
 def auxiliary_weight(model: Any) -> float | None:
@@ -53,7 +53,9 @@ def _auxiliary(trainer: Any, model: Any, inputs: Any, outputs: Any, items: Any) 
     auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
     weight = auxiliary_weight(trainer.model)
     not_by_model = trainer.label_smoother is not None or trainer.compute_loss_func is not None
-    if not torch.is_tensor(auxiliary) or weight is None or not_by_model or _shared_by_deepspeed(trainer, model):
+    # With DeepSpeed the Trainer adds up the parts of the loss by itself.
+    not_by_model |= model.training and _shares_sequences(trainer, "deepspeed")
+    if not torch.is_tensor(auxiliary) or weight is None or not_by_model:
         return None
     times = share = 1.0
     by_tokens = items is not None and trainer.model_accepts_loss_kwargs
@@ -67,12 +69,6 @@ def _auxiliary(trainer: Any, model: Any, inputs: Any, outputs: Any, items: Any) 
     if whole is None:
         return weight * (share - times) * auxiliary if by_tokens else None
     return weight * (share * whole - times * auxiliary)
-
-
-def _shared_by_deepspeed(trainer: Any, model: Any) -> bool:
-    # The Trainer adds up the parts of the loss by itself then.
-    layout = getattr(trainer.accelerator, "parallelism_config", None)
-    return model.training and getattr(layout, "sp_size", 1) > 1 and layout.sp_backend == "deepspeed"
 
 
 def _of_whole_sequences(trainer: Any, auxiliary: Any, layers: Any, mask: Any) -> Any:
@@ -125,12 +121,9 @@ def _agreed_form(trainer: Any, auxiliary: Any, layers: Any, weights: Any, group:
     distributed.all_reduce(bounds, distributed.ReduceOp.MIN, group=group)
     agreed = found if bounds[0] == -bounds[1] else 0
     if not agreed and trainer.args.process_index == 0:
-        warnings.warn(
-            f"{type(trainer.model).__name__} has no router_logits among its outputs, or an auxiliary loss that is not that of Switch "
-            "Transformers over all layers together. So each rank's is that of its parts of sequences: near that of whole ones, not equal.",
-            UserWarning,
-            stacklevel=2,
-        )
+        what = "has no router_logits among its outputs, or an auxiliary loss that is not that of Switch Transformers over all layers together"
+        means = "each rank's is that of its parts of sequences, which is near that of whole ones and not equal to it"
+        warnings.warn(f"{type(trainer.model).__name__} {what}. So {means}.", UserWarning, stacklevel=2)
     return agreed
 
 
