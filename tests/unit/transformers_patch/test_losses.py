@@ -173,11 +173,11 @@ def test_the_form_of_an_auxiliary_loss_is_found_or_said_to_be_unknown():
         auxiliary = 8 * (choices.sum(0) * probabilities).sum() / tokens**2
         # The model may not have been given the mask.
         assert _agreed_form(told, auxiliary, layers, mask.float(), None) == chosen
-    for auxiliary, given in ((auxiliary * 1.01, layers), (auxiliary, [])):
+    for changed, given in ((auxiliary * 1.01, layers), (auxiliary, [])):
         with pytest.warns(
             UserWarning, match="Model has no router_logits among its outputs, or an auxiliary loss that"
         ):
-            assert _agreed_form(told, auxiliary, given, None, None) == 0
+            assert _agreed_form(told, changed, given, None, None) == 0
 
 
 def test_what_was_summed_is_shared_before_it_is_summed_again():
