@@ -16,8 +16,8 @@ WORKERS ?= 2
 LIMIT_S ?= 300
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
 TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
-TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py \
-	tests/interop/test_libraries.py::test_training_arguments_leave_a_live_accelerator_whole
+TRANSFORMERS_TESTS := tests/unit/transformers_patch \
+	$(addprefix tests/interop/test_,transformers_patch.py trainer_checkpoints.py trainer_losses.py trainer_throughput.py libraries.py)
 # The oldest torch that setup.py takes, one in the middle and the newest; by each, the transformers and torchao of its time.
 TORCH_VERSIONS := 2.7.1 2.9.1 2.15.0
 BESIDE_2.7.1   := transformers==4.57.6 torchao==0.11.0

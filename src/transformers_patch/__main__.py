@@ -17,14 +17,10 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of the two commands."""
     main = argparse.ArgumentParser(prog="python -m transformers_patch", description=__doc__)
     commands = main.add_subparsers(dest="command", required=True, metavar="{run,status}")
-    run = commands.add_parser(
-        "run",
-        help="run a script, unchanged, with the patch applied",
-        description="Apply the patch and run a script, or a module with -m, as python itself would run it.",
-    )
-    run.add_argument(
-        "--strategy", choices=STRATEGIES, default="preserve", help="when a state is kept (default: preserve)"
-    )
+    what = "Apply the patch and run a script, or a module with -m, as python itself would run it."
+    run = commands.add_parser("run", help="run a script, unchanged, with the patch applied", description=what)
+    kept = "when a state is kept (default: preserve)"
+    run.add_argument("--strategy", choices=STRATEGIES, default="preserve", help=kept)
     whole = "let the Trainer's checkpoints be whole or not there; needs this fork's accelerate"
     run.add_argument("--checkpoints", action="store_true", help=whole)
     beside = "the same, and publish them while the training goes on"
@@ -34,12 +30,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-m", dest="module", action="store_true", help="the target is the name of a module")
     run.add_argument("target", help="path of the script, or name of the module")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
-    status = commands.add_parser(
-        "status",
-        help="say what can be patched here",
-        description="Say for every patch which release is installed, whether its code has the known shape, and why it is "
-        "patched. Exits with 1 if a patch, of the losses apart, does not support the installed release.",
+    what = (
+        "Say for every patch which release is installed, whether its code has the known shape, and why it is patched. "
     )
+    what += "Exits with 1 if a patch, of the losses apart, does not support the installed release."
+    status = commands.add_parser("status", help="say what can be patched here", description=what)
     status.add_argument("--json", action="store_true", help="print JSON")
     return main
 
@@ -47,47 +42,28 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     options = parser().parse_args(argv)
-    if options.command == "status":
-        return show_status(options.json)
-    return run(
-        options.target, options.arguments, options.strategy, options.module, options.checkpoints, options.losses
-    )
+    return show_status(options.json) if options.command == "status" else run(options)
 
 
-def run(
-    target: str,
-    arguments: Sequence[str],
-    strategy: str,
-    module: bool = False,
-    checkpoints: bool | str = False,
-    losses: bool = False,
-) -> int:
+def run(options: argparse.Namespace) -> int:
     """Apply the patch and run a program in this process, as `python target` or `python -m target` would.
 
     Args:
-        target: path of a script, or name of a module.
-        arguments: what the program finds in `sys.argv[1:]`.
-        strategy: as for `apply`.
-        module: whether the target is a module.
-        checkpoints: as for `apply`.
-        losses: as for `apply`.
+        options: what the parser's `run` takes.
 
     Returns:
         0 when the program ends by itself, 2 when it cannot be started. Its own exits and exceptions pass through.
     """
-    if not module and not Path(target).is_file():
-        print(
-            f"transformers_patch run: {target!r} is not a file. Give the path of a script, or -m MODULE.",
-            file=sys.stderr,
-        )
-        return 2
+    target = options.target
     try:
-        engine.apply(strategy, checkpoints, losses)  # type: ignore[arg-type]
-    except (UnsupportedVersion, ImportError) as error:
+        if not options.module and not Path(target).is_file():
+            raise FileNotFoundError(f"{target!r} is not a file. Give the path of a script, or -m MODULE.")
+        engine.apply(options.strategy, options.checkpoints, options.losses)
+    except (UnsupportedVersion, ImportError, FileNotFoundError) as error:
         print(f"transformers_patch run: {error}", file=sys.stderr)
         return 2
-    sys.argv = [target, *arguments]
-    if module:
+    sys.argv = [target, *options.arguments]
+    if options.module:
         sys.path[0] = str(Path.cwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:

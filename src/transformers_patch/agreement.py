@@ -54,10 +54,10 @@ def check(arguments: Any) -> None:
     _compare_group(arguments, state)
 
 
-def _ways_out(change_arguments: str, change_state: str) -> str:
-    return (
-        f" Three ways out: (1) {change_arguments}; (2) {change_state}; (3) pass preserve_accelerator_state=False, so that "
-        "the arguments reset the state and build their own."
+def _refusal(kind: type[Exception], asked: str, kept: str, change_arguments: str, change_state: str) -> Exception:
+    return kind(
+        f"{asked}, but the accelerator state that is kept {kept}. Three ways out: (1) {change_arguments}; (2) {change_state} before "
+        "the arguments; (3) pass preserve_accelerator_state=False, so that the arguments reset the state and build their own."
     )
 
 
@@ -69,14 +69,12 @@ def _check_engine(arguments: Any, state: Any) -> None:
         # A process state that no Accelerator has used yet does not know of FSDP; the Trainer's Accelerator can still ask.
         undecided = wanted == "FSDP" and not full
         if given and kind != wanted and not undecided:
-            raise RuntimeError(
-                f"`{argument}={given!r}` asks for {label}, but the accelerator state that is kept has distributed_type "
-                f"{str(getattr(kind, 'value', kind))!r}."
-                + _ways_out(
-                    f"leave `{argument}` out of the training arguments",
-                    f"build the Accelerator with {label}'s plugin before the arguments",
-                )
+            kept = f"has distributed_type {str(getattr(kind, 'value', kind))!r}"
+            leave, build = (
+                f"leave `{argument}` out of the training arguments",
+                f"build the Accelerator with {label}'s plugin",
             )
+            raise _refusal(RuntimeError, f"`{argument}={given!r}` asks for {label}", kept, leave, build)
 
 
 def _check_device(arguments: Any, device: torch.device) -> None:
@@ -84,71 +82,56 @@ def _check_device(arguments: Any, device: torch.device) -> None:
         return
     use_cpu = bool(getattr(arguments, "use_cpu", False))
     wants_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE
+    asked, kept = f"use_cpu={use_cpu} asks for the device", f"is on '{device}'"
     if wants_cpu and device.type != "cpu":
-        raise ValueError(
-            f"use_cpu={use_cpu} asks for the device 'cpu', but the accelerator state that is kept is on '{device}'."
-            + _ways_out("pass use_cpu=False", "build `Accelerator(cpu=True)` before the arguments")
-        )
+        raise _refusal(ValueError, f"{asked} 'cpu'", kept, "pass use_cpu=False", "build `Accelerator(cpu=True)`")
     if not wants_cpu and device.type == "cpu" and (other := _accelerator_type()):
-        raise ValueError(
-            f"use_cpu=False asks for the device '{other}', but the accelerator state that is kept is on 'cpu'."
-            + _ways_out("pass use_cpu=True", "build `Accelerator()` without cpu=True before the arguments")
-        )
+        build = "build `Accelerator()` without cpu=True"
+        raise _refusal(ValueError, f"{asked} '{other}'", kept, "pass use_cpu=True", build)
 
 
 def _accelerator_type() -> str | None:
-    for name in _ACCELERATORS:
-        module = getattr(torch, name, None)
-        if module is not None and module.is_available():
-            return name
-    return None
+    modules = ((name, getattr(torch, name, None)) for name in _ACCELERATORS)
+    return next((name for name, module in modules if module is not None and module.is_available()), None)
 
 
 def requested_precision(arguments: Any) -> str:
     """Return the mixed precision that training arguments stand for: "fp16", "bf16", or what the launcher exported."""
-    for name in ("fp16", "bf16"):
-        if getattr(arguments, name, False):
-            return name
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    given = (name for name in ("fp16", "bf16") if getattr(arguments, name, False))
+    return next(given, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
 
 
 def _check_precision(arguments: Any, kept: str) -> None:
     wanted = requested_precision(arguments)
     if wanted == kept:
         return
+    change = f"launch with ACCELERATE_MIXED_PRECISION={kept}, and pass neither fp16 nor bf16"
     if kept in ("fp16", "bf16"):
         change = f"pass {kept}=True"
     elif kept == "no":
         change = "pass fp16=False, bf16=False and unset ACCELERATE_MIXED_PRECISION"
-    else:
-        change = f"launch with ACCELERATE_MIXED_PRECISION={kept}, and pass neither fp16 nor bf16"
-    raise ValueError(
-        f"the training arguments ask for mixed precision {wanted!r}, but the accelerator state that is kept has {kept!r}."
-        + _ways_out(change, f'build `Accelerator(mixed_precision="{wanted}")` before the arguments')
+    asked, build = (
+        f"the training arguments ask for mixed precision {wanted!r}",
+        f'build `Accelerator(mixed_precision="{wanted}")`',
     )
+    raise _refusal(ValueError, asked, f"has {kept!r}", change, build)
 
 
 def _check_layout(arguments: Any, kept: Any) -> None:
     wanted = getattr(arguments, "parallelism_config", None)
     if wanted is not None and wanted is not kept and wanted != kept:
-        raise ValueError(
-            f"the training arguments ask for parallelism_config={wanted!r}, but the accelerator state that is kept has "
-            f"{kept!r}."
-            + _ways_out(
-                "leave parallelism_config out of the training arguments",
-                "build `Accelerator(parallelism_config=...)` with it before the arguments",
-            )
-        )
+        asked = f"the training arguments ask for parallelism_config={wanted!r}"
+        leave = "leave parallelism_config out of the training arguments"
+        build = "build `Accelerator(parallelism_config=...)` with it"
+        raise _refusal(ValueError, asked, f"has {kept!r}", leave, build)
 
 
 def _compare_compilation(arguments: Any, plugin: Any, state: Any) -> None:
     kept = str(getattr(getattr(plugin, "backend", "NO"), "value", "NO")).upper()
     if getattr(arguments, "torch_compile", False) and kept == "NO":
-        _warn_once(
-            state,
-            "torch_compile=True is not applied: the accelerator state that is kept was built without a dynamo backend. "
-            'Build `Accelerator(dynamo_backend="inductor")` before the arguments.',
-        )
+        reason = "the accelerator state that is kept was built without a dynamo backend"
+        change = 'Build `Accelerator(dynamo_backend="inductor")` before the arguments.'
+        _warn_once(state, f"torch_compile=True is not applied: {reason}. {change}")
 
 
 def _compare_group(arguments: Any, state: Any) -> None:
@@ -156,20 +139,15 @@ def _compare_group(arguments: Any, state: Any) -> None:
     if not (group.is_available() and group.is_initialized()):
         return
     wanted, live = getattr(arguments, "ddp_backend", None), str(group.get_backend())
+    reason = "is not applied: the live process group, which is kept,"
     if wanted is not None and wanted != live:
-        _warn_once(
-            state,
-            f"ddp_backend={wanted!r} is not applied: the live process group, which is kept, uses {live!r}. Choose the "
-            "backend where the first state is built.",
-        )
+        change = "Choose the backend where the first state is built."
+        _warn_once(state, f"ddp_backend={wanted!r} {reason} uses {live!r}. {change}")
     seconds, timeout = getattr(arguments, "ddp_timeout", None), _live_timeout(state.device)
     if seconds is not None and timeout is not None and timedelta(seconds=seconds) != timeout:
-        _warn_once(
-            state,
-            f"ddp_timeout={seconds} (seconds) is not applied: the live process group, which is kept, has a timeout of "
-            f"{timeout.total_seconds():g} s. Choose it with `InitProcessGroupKwargs(timeout=...)` where the first "
-            "Accelerator is built.",
-        )
+        found = f"has a timeout of {timeout.total_seconds():g} s"
+        change = "Choose it with `InitProcessGroupKwargs(timeout=...)` where the first Accelerator is built."
+        _warn_once(state, f"ddp_timeout={seconds} (seconds) {reason} {found}. {change}")
 
 
 def _live_timeout(device: torch.device) -> timedelta | None:

@@ -12,6 +12,8 @@ from transformers_patch.errors import UnsupportedVersion
 from transformers_patch.registry import ENTRIES, Entry
 from transformers_patch.training_args import STRATEGIES, Strategy
 
+Checkpoints = bool | Literal["async"]
+
 
 @dataclass(frozen=True)
 class Status:
@@ -47,65 +49,53 @@ class _Use:
     in_background: bool
 
 
-class _Engine:
-    # `base` is what apply() has asked for, `blocks` are the `with` blocks that are open. They may overlap in several
-    # threads, so each block takes away its own entry and the patches stay while anybody uses them.
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.base: _Use | None = None
-        self.blocks: list[_Use] = []
-        self.undo: dict[str, ExitStack] = {}
-
-    @property
-    def use(self) -> _Use | None:
-        return self.blocks[-1] if self.blocks else self.base
-
-    def strategy(self, default: Strategy = "preserve") -> Strategy:
-        use = self.use
-        return default if use is None else use.strategy
-
-    def install(self, use: _Use) -> None:
-        wanted = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in self.undo]
-        checked = [(entry, entry.check()) for entry in wanted]
-        with ExitStack() as all_or_nothing:
-            for entry, finding in checked:
-                if not finding.needed:
-                    warnings.warn(
-                        f"{entry.package} {entry.version()}: the patch of {entry.target} is not needed any more, and nothing "
-                        "was changed. Remove the call.",
-                        UserWarning,
-                        stacklevel=3,
-                    )
-                    continue
-                undo = ExitStack()
-                all_or_nothing.callback(self.remove, entry.name)
-                self.undo[entry.name] = undo
-                entry.patch().install(entry.import_target(), self.strategy, undo)
-            all_or_nothing.pop_all()
-
-    def remove(self, name: str) -> None:
-        self.undo.pop(name).close()
-
-    def settle(self) -> None:
-        used = {part for use in (self.base, *self.blocks) if use is not None for part in use.parts}
-        for entry in ENTRIES:
-            if entry.name in self.undo and entry.part not in used:
-                self.remove(entry.name)
+_lock = threading.RLock()
+# What apply() has asked for, and the `with` blocks that are open. They may overlap in several threads, so each block takes away
+# its own entry and the patches stay while anybody uses them.
+_base: list[_Use] = []
+_blocks: list[_Use] = []
+_undo: dict[str, ExitStack] = {}
 
 
-_engine = _Engine()
+def _strategy(default: Strategy = "preserve") -> Strategy:
+    uses = [*_base, *_blocks]
+    return uses[-1].strategy if uses else default
+
+
+def _install(use: _Use) -> None:
+    wanted = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in _undo]
+    checked = [(entry, entry.check()) for entry in wanted]
+    with ExitStack() as all_or_nothing:
+        for entry, finding in checked:
+            if not finding.needed:
+                message = f"{entry.package} {entry.version()}: the patch of {entry.target} is not needed any more, and nothing was changed."
+                warnings.warn(f"{message} Remove the call.", UserWarning, stacklevel=3)
+                continue
+            undo = _undo[entry.name] = ExitStack()
+            all_or_nothing.callback(_remove, entry.name)
+            entry.patch().install(entry.import_target(), _strategy, undo)
+        all_or_nothing.pop_all()
+
+
+def _remove(name: str) -> None:
+    _undo.pop(name).close()
+
+
+def _remove_unused() -> None:
+    used = {part for use in (*_base, *_blocks) for part in use.parts}
+    for name in [entry.name for entry in ENTRIES if entry.name in _undo and entry.part not in used]:
+        _remove(name)
 
 
 def strategy_of_classes() -> Strategy:
     """Return the strategy for classes that have the flag themselves: the applied one, else "flag"."""
-    return _engine.strategy("flag")
+    return _strategy("flag")
 
 
 def saves_in_background() -> bool:
     """Return whether the last one that asked for checkpoints wants them to be published beside the training."""
-    uses = [use for use in (_engine.base, *_engine.blocks) if use is not None and "checkpoints" in use.parts]
-    return bool(uses) and uses[-1].in_background
+    asked = [use.in_background for use in (*_base, *_blocks) if "checkpoints" in use.parts]
+    return bool(asked) and asked[-1]
 
 
 def _asked(strategy: str, checkpoints: bool | str, losses: bool) -> _Use:
@@ -113,15 +103,13 @@ def _asked(strategy: str, checkpoints: bool | str, losses: bool) -> _Use:
         raise ValueError(f"strategy={strategy!r} is not known. Choose one of {', '.join(map(repr, STRATEGIES))}.")
     if checkpoints not in (False, True, "async"):
         raise ValueError(f"checkpoints={checkpoints!r} is not known. Pass True, False or 'async'.")
-    parts = ["state"]
-    if checkpoints and trainer_checkpoints.usable(depth=4):
-        parts.append("checkpoints")
-    if losses:
-        parts.append("losses")
-    return _Use(strategy, tuple(parts), checkpoints == "async")  # type: ignore[arg-type]
+    checkpoints = bool(checkpoints) and trainer_checkpoints.usable(depth=4) and checkpoints
+    asked = {"state": True, "checkpoints": checkpoints, "losses": losses}
+    parts = tuple(part for part, wanted in asked.items() if wanted)
+    return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
 
 
-def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False) -> None:
+def apply(strategy: Strategy = "preserve", checkpoints: Checkpoints = False, losses: bool = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
     Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
@@ -154,10 +142,10 @@ def apply(strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] 
         >>> transformers_patch.revert()
     """
     use = _asked(strategy, checkpoints, losses)
-    with _engine.lock:
-        _engine.install(use)
-        _engine.base = use
-        _engine.settle()
+    with _lock:
+        _install(use)
+        _base[:] = [use]
+        _remove_unused()
 
 
 def revert() -> None:
@@ -165,16 +153,14 @@ def revert() -> None:
 
     Arguments objects that exist keep the device and the state they have.
     """
-    with _engine.lock:
-        _engine.base = None
-        _engine.blocks.clear()
-        _engine.settle()
+    with _lock:
+        _base.clear()
+        _blocks.clear()
+        _remove_unused()
 
 
 @contextmanager
-def applied(
-    strategy: Strategy = "preserve", checkpoints: bool | Literal["async"] = False, losses: bool = False
-) -> Iterator[None]:
+def applied(strategy: Strategy = "preserve", checkpoints: Checkpoints = False, losses: bool = False) -> Iterator[None]:
     """Patch for a `with` block; afterwards what held before it holds again.
 
     Args:
@@ -194,15 +180,15 @@ def applied(
         True
     """
     use = _asked(strategy, checkpoints, losses)
-    with _engine.lock:
-        _engine.install(use)
-        _engine.blocks.append(use)
+    with _lock:
+        _install(use)
+        _blocks.append(use)
     try:
         yield
     finally:
-        with _engine.lock:
-            _engine.blocks = [other for other in _engine.blocks if other is not use]
-            _engine.settle()
+        with _lock:
+            _blocks[:] = [other for other in _blocks if other is not use]
+            _remove_unused()
 
 
 def status() -> list[Status]:
@@ -213,28 +199,24 @@ def status() -> list[Status]:
         >>> [patch.name for patch in transformers_patch.status()][:4]
         ['training_args', 'save_checkpoint', 'build', 'train', 'last_checkpoint']
     """
-    with _engine.lock:
+    with _lock:
         return [_status(entry) for entry in ENTRIES]
 
 
 def _status(entry: Entry) -> Status:
-    version, strategy = None, None
-    if entry.name in _engine.undo:
-        version, verdict, detail = entry.version(), "applied", entry.reason
-        strategy = _engine.strategy() if entry.part == "state" else entry.part
-    else:
-        try:
-            entry.import_target()
-            version = entry.version()
-            if entry.part == "checkpoints" and not trainer_checkpoints.available():
-                raise ImportError("it needs this fork's accelerate, and another one is installed")
-            needed = entry.check().needed
-            verdict = "can be applied" if needed else "not needed"
-            detail = entry.reason if needed else "this release does not reset the state"
-        except UnsupportedVersion as error:
-            version, verdict, detail = entry.version(), "not supported", str(error)
-        except ImportError as error:
-            verdict, detail = "not installed", str(error)
-    return Status(
-        entry.name, entry.target, entry.package, version, entry.versions, strategy, verdict, detail, entry.part
-    )
+    version = applied = None
+    try:
+        entry.import_target()
+        version, verdict, detail = entry.version(), "can be applied", entry.reason
+        if entry.name in _undo:
+            verdict, applied = "applied", _strategy() if entry.part == "state" else entry.part
+        elif entry.part == "checkpoints" and not trainer_checkpoints.available():
+            raise ImportError("it needs this fork's accelerate, and another one is installed")
+        elif not entry.check().needed:
+            verdict, detail = "not needed", "this release does not reset the state"
+    except UnsupportedVersion as error:
+        version, verdict, detail = entry.version(), "not supported", str(error)
+    except ImportError as error:
+        verdict, detail = "not installed", str(error)
+    shown = (entry.name, entry.target, entry.package, version, entry.versions, applied, verdict, detail, entry.part)
+    return Status(*shown)

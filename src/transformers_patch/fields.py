@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -44,15 +44,8 @@ def add(base: type, field: "dataclasses.Field[Any]", undo: ExitStack) -> None:
             _set(cls, "__init__", _with_keyword(cls.__init__, field), undo)
 
 
-def _tree(base: type) -> Iterator[type]:
-    seen = set()
-    waiting = [base]
-    while waiting:
-        cls = waiting.pop()
-        if cls not in seen:
-            seen.add(cls)
-            waiting.extend(cls.__subclasses__())
-            yield cls
+def _tree(base: type) -> set[type]:
+    return {base}.union(*map(_tree, base.__subclasses__()))
 
 
 def _accepts(function: Callable[..., Any], name: str) -> bool:
@@ -63,9 +56,8 @@ def _accepts(function: Callable[..., Any], name: str) -> bool:
 
 def _with_keyword(original: Callable[..., None], field: "dataclasses.Field[Any]") -> Callable[..., None]:
     signature = inspect.signature(original)
-    keyword = inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-    )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    keyword = inspect.Parameter(field.name, kind, default=field.default, annotation=field.type)
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,17 +72,13 @@ def _with_keyword(original: Callable[..., None], field: "dataclasses.Field[Any]"
 
 
 def _set(cls: type, name: str, value: Any, undo: ExitStack) -> None:
-    if name in vars(cls):
-        undo.callback(setattr, cls, name, vars(cls)[name])
-    else:
-        undo.callback(delattr, cls, name)
+    back = (setattr, cls, name, vars(cls)[name]) if name in vars(cls) else (delattr, cls, name)
+    undo.callback(*back)
     setattr(cls, name, value)
 
 
 def _put(mapping: dict[str, Any], key: str, value: Any, undo: ExitStack) -> None:
     # A class made meanwhile may have copied the field; only what was put here is taken away.
-    if key not in mapping:
-        undo.callback(mapping.pop, key, None)
-    else:
-        undo.callback(mapping.__setitem__, key, mapping[key])
+    back = (mapping.__setitem__, key, mapping[key]) if key in mapping else (mapping.pop, key, None)
+    undo.callback(*back)
     mapping[key] = value

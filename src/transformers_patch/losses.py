@@ -3,16 +3,20 @@
 A replacement calls what it replaces, and mends what goes in or comes out: none of transformers' code is copied.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed
 
 from transformers_patch.symbols import Patch
 
 # What models call the weight of the loss that spreads tokens over experts.
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+# Where a Trainer keeps how many experts its model chooses for a token.
+_CHOSEN = "_patched_experts_of_a_token"
 
 
 class _Seen:
@@ -25,10 +29,10 @@ class _Seen:
         return getattr(self._inner, name)
 
 
-def _shares_sequences(trainer: Any) -> bool:
+def _shares_sequences(trainer: Any, backend: str = "torch") -> bool:
     # DeepSpeed's loaders cut the sequences themselves, and the Trainer knows that. Those of this fork's backend do not.
     layout = getattr(trainer.accelerator, "parallelism_config", None)
-    return getattr(layout, "sp_size", 1) > 1 and layout.sp_backend == "torch"
+    return getattr(layout, "sp_size", 1) > 1 and layout.sp_backend == backend
 
 
 def auxiliary_weight(model: Any) -> float | None:
@@ -40,26 +44,101 @@ def auxiliary_weight(model: Any) -> float | None:
     return next((weight for weight in found if weight is not None), None)
 
 
-def _surplus(trainer: Any, model: Any, outputs: Any, items: Any) -> Any:
-    """Return how much of the auxiliary loss is in the loss beyond its mean over micro-batches and replicas.
+def _auxiliary(trainer: Any, model: Any, inputs: Any, outputs: Any, items: Any) -> Any:
+    """Return what to add to the loss, so that the auxiliary loss in it is its mean over micro-batches and replicas, of whole sequences.
 
     A sum over tokens, divided by those of the whole batch, may be added up over micro-batches and replicas, and the Trainer does
     so. The auxiliary loss is a mean, of which the same makes a sum.
     """
     auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
     weight = auxiliary_weight(trainer.model)
-    by_tokens = items is not None and trainer.model_accepts_loss_kwargs
     not_by_model = trainer.label_smoother is not None or trainer.compute_loss_func is not None
-    if not torch.is_tensor(auxiliary) or weight is None or not by_tokens or not_by_model:
+    # With DeepSpeed the Trainer adds up the parts of the loss by itself.
+    not_by_model |= model.training and _shares_sequences(trainer, "deepspeed")
+    if not torch.is_tensor(auxiliary) or weight is None or not_by_model:
         return None
-    times = 1
-    if trainer.args.average_tokens_across_devices:
+    times = share = 1.0
+    by_tokens = items is not None and trainer.model_accepts_loss_kwargs
+    if by_tokens and trainer.args.average_tokens_across_devices:
         replicas = trainer.accelerator.num_processes // trainer.get_tp_size()
         times = trainer.args.n_gpu if trainer.args.n_gpu > 1 else replicas
-    in_window = trainer.current_gradient_accumulation_steps if model.training else 1
-    if trainer.loss_is_scaled_for_ga is False:  # `training_step` will divide all of the loss
-        in_window = 1
-    return weight * (times - 1 / in_window) * auxiliary
+    # With `loss_is_scaled_for_ga=False`, `training_step` divides all of the loss.
+    if by_tokens and model.training and trainer.loss_is_scaled_for_ga is not False:
+        share = 1 / trainer.current_gradient_accumulation_steps
+    whole = _of_whole_sequences(trainer, auxiliary, outputs.get("router_logits"), inputs.get("attention_mask"))
+    if whole is None:
+        return weight * (share - times) * auxiliary if by_tokens else None
+    return weight * (share * whole - times * auxiliary)
+
+
+def _of_whole_sequences(trainer: Any, auxiliary: Any, layers: Any, mask: Any) -> Any:
+    """Return the auxiliary loss of the sequences that this rank has a part of, with this part's gradient; None where it has them whole.
+
+    The loss is a product of two means over tokens, so the means of the parts are averaged, and not their products. All ranks that
+    share the sequences; each gradient stands for its part of a mean over them.
+    """
+    layout = getattr(trainer.accelerator, "parallelism_config", None)
+    axis = "sp" if _shares_sequences(trainer) else "cp"
+    if getattr(layout, f"{axis}_size", 1) <= 1:
+        return None
+    group = trainer.accelerator.torch_device_mesh[axis].get_group()
+    layers = [layer.to(auxiliary.device).flatten(0, -2) for layer in layers] if isinstance(layers, tuple) else []
+    fits = mask is not None and layers and mask.numel() == len(layers[0])
+    weights = mask.to(auxiliary.device).flatten().float() if fits else None
+    if _CHOSEN not in vars(trainer):  # once, because it waits for the device
+        vars(trainer)[_CHOSEN] = _agreed_form(trainer, auxiliary, layers, weights, group)
+    if not (chosen := vars(trainer)[_CHOSEN]):
+        return None
+    choices, probabilities, tokens = _router_sums(layers, chosen, weights)
+    experts = len(probabilities)
+    sums = torch.cat([choices.sum(0), probabilities.detach(), tokens[None]])
+    distributed.all_reduce(sums, group=group)
+    # Each rank adds to the gradient what its part has, as often as the mean over the ranks will divide it.
+    of_all = sums[experts:-1] + distributed.get_world_size(group) * (probabilities - probabilities.detach())
+    return experts * (sums[:experts] @ of_all) / sums[-1] ** 2
+
+
+def _router_sums(layers: Any, chosen: int, weights: Any) -> tuple[Any, Any, Any]:
+    """Return sums over layers and tokens: how often each expert is a token's first to last choice, its probability, and tokens."""
+    experts = layers[0].shape[-1]
+    weights = layers[0].new_ones(len(layers[0]), dtype=torch.float32) if weights is None else weights
+    choices, probabilities = weights.new_zeros(chosen, experts), weights.new_zeros(experts)
+    for layer in layers:
+        of_tokens = layer.softmax(-1)
+        choices.scatter_add_(1, of_tokens.topk(chosen).indices.T, weights.expand(chosen, -1))
+        probabilities = probabilities + weights @ of_tokens.float()
+    return choices, probabilities, len(layers) * weights.sum()
+
+
+def _agreed_form(trainer: Any, auxiliary: Any, layers: Any, weights: Any, group: Any) -> int:
+    """Return what `_form` does where all ranks that share sequences found the same, else 0 and a warning. All of them."""
+    # Mixed precision rounds the outputs once more.
+    limit = 1e-4 if trainer.accelerator.mixed_precision == "no" else 1e-2
+    with torch.no_grad():
+        # This fork's backends take a mask of padding from the model, whose own loss is then one of all tokens.
+        found = _form(auxiliary, layers, weights, limit) or _form(auxiliary, layers, None, limit)
+    bounds = torch.tensor([found, -found], device=auxiliary.device)
+    distributed.all_reduce(bounds, distributed.ReduceOp.MIN, group=group)
+    agreed = found if bounds[0] == -bounds[1] else 0
+    if not agreed and trainer.args.process_index == 0:
+        what = "has no router_logits among its outputs, or an auxiliary loss that is not that of Switch Transformers over all layers together"
+        means = "each rank's is that of its parts of sequences, which is near that of whole ones and not equal to it"
+        warnings.warn(f"{type(trainer.model).__name__} {what}. So {means}.", UserWarning, stacklevel=2)
+    return agreed
+
+
+def _form(auxiliary: Any, layers: Any, weights: Any, limit: float) -> int:
+    """Return with how many experts for a token an auxiliary loss is that of Switch Transformers; 0 where with none.
+
+    With E experts it is E times the sum, over them, of the share of tokens that one gets times its mean probability, of all layers
+    together: equations 4 to 6 of https://arxiv.org/abs/2101.03961.
+    """
+    if not layers:
+        return 0
+    experts = layers[0].shape[-1]
+    choices, probabilities, tokens = _router_sums(layers, experts, weights)
+    off = (experts * (choices.cumsum(0) @ probabilities) / tokens**2 / auxiliary - 1).abs()
+    return int(off.argmin()) + 1 if off.min() < limit else 0
 
 
 def _is_causal(model: Any) -> bool:
@@ -97,9 +176,9 @@ def _loss(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         with _smoothing(self, inputs):
             loss, outputs = original(self, model, inputs, True, num_items_in_batch)
-        surplus = _surplus(self, model, outputs, num_items_in_batch)
-        if surplus is not None:
-            loss = loss - surplus.to(loss.device)
+        auxiliary = _auxiliary(self, model, inputs, outputs, num_items_in_batch)
+        if auxiliary is not None:
+            loss = loss + auxiliary.to(loss.device)
         return (loss, outputs) if return_outputs else loss
 
     return compute_loss
@@ -165,41 +244,21 @@ def _sharing(parameter: Any, ranks: int) -> Callable[[Any], None]:
     return share
 
 
-# By the names of their entries in the registry.
+# By the names of their entries in the registry: the symbol, its first parameters, what its code must read, and what replaces it.
 PATCHES = {
     "loss": Patch(
-        owner="Trainer",
-        name="compute_loss",
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-        reads=("label_smoother", "model_accepts_loss_kwargs", "num_processes", "get_tp_size"),
-        replacement=_loss,
-    ),
+        "Trainer", "compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+        ("label_smoother", "model_accepts_loss_kwargs", "num_processes", "get_tp_size"), _loss),
     "loss_items": Patch(
-        owner="Trainer",
-        name="_get_num_items_in_batch",
-        parameters=("self", "batch_samples", "device"),
-        reads=("average_tokens_across_devices", "get_tp_size"),
-        replacement=_items,
-    ),
+        "Trainer", "_get_num_items_in_batch", ("self", "batch_samples", "device"),
+        ("average_tokens_across_devices", "get_tp_size"), _items),
     "loss_context": Patch(
-        owner="Trainer",
-        name="_prepare_context_parallel_inputs",
-        parameters=("self", "model", "inputs"),
-        reads=("accelerator", "parallelism_config", "cp_enabled", "cp_backend", "maybe_context_parallel"),
-        replacement=_context,
-    ),
+        "Trainer", "_prepare_context_parallel_inputs", ("self", "model", "inputs"),
+        ("accelerator", "parallelism_config", "cp_enabled", "cp_backend", "maybe_context_parallel"), _context),
     "loss_length": Patch(
-        owner="Trainer",
-        name="set_initial_training_values",
-        parameters=("self", "args", "dataloader"),
-        reads=("get_sp_size", "get_total_train_batch_size"),
-        replacement=_length,
-    ),
+        "Trainer", "set_initial_training_values", ("self", "args", "dataloader"),
+        ("get_sp_size", "get_total_train_batch_size"), _length),
     "loss_replicas": Patch(
-        owner="ReplicatedWithGradAllReduce",
-        name="install_forward",
-        parameters=("self", "module", "mesh"),
-        reads=("register_post_accumulate_grad_hook", "all_reduce"),
-        replacement=_summed,
-    ),
-}
+        "ReplicatedWithGradAllReduce", "install_forward", ("self", "module", "mesh"),
+        ("register_post_accumulate_grad_hook", "all_reduce"), _summed),
+}  # fmt: skip

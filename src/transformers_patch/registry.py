@@ -120,65 +120,27 @@ def _entry(part: Any, name: str, target: str, reason: str) -> Entry:
     return Entry(name, f"transformers.{target}", "transformers", versions, tested, reason, module, part)
 
 
+# One row for each patched symbol.
 ENTRIES = (
-    _entry(
-        "state",
-        "training_args",
-        "training_args:TrainingArguments._setup_devices",
-        "every TrainingArguments resets the accelerator state that all Accelerators share (transformers#40376)",
-    ),
-    _entry(
-        "checkpoints",
-        "save_checkpoint",
-        "trainer:Trainer._save_checkpoint",
-        "the Trainer writes into the final folder, so that a run killed meanwhile leaves a part of a checkpoint",
-    ),
-    _entry(
-        "checkpoints",
-        "build",
-        "trainer:Trainer.__init__",
-        "it refuses to save the optimizer of a model that arrives sharded",
-    ),
-    _entry(
-        "checkpoints",
-        "train",
-        "trainer:Trainer.train",
-        "resume_from_checkpoint=True takes the highest number, whole or not, on each rank by itself",
-    ),
-    _entry(
-        "checkpoints",
-        "last_checkpoint",
-        "trainer_utils:get_last_checkpoint",
-        "it returns the highest number, whole or not",
-    ),
-    _entry(
-        "losses",
-        "loss",
-        "trainer:Trainer.compute_loss",
-        "the auxiliary loss of experts is added once for each replica and micro-batch; smoothed labels are not shifted under FSDP2",
-    ),
-    _entry(
-        "losses",
-        "loss_items",
-        "trainer:Trainer._get_num_items_in_batch",
-        "tokens of one rank are divided by tp_size with average_tokens_across_devices=False",
-    ),
-    _entry(
-        "losses",
-        "loss_context",
-        "trainer:Trainer._prepare_context_parallel_inputs",
-        "sequences are not shared with sp_size and this fork's backend, and the loss counts each of them sp_size times",
-    ),
-    _entry(
-        "losses",
-        "loss_length",
-        "trainer:Trainer.set_initial_training_values",
-        "an epoch is taken for sp_size times as long as it is with this fork's backend",
-    ),
-    _entry(
-        "losses",
-        "loss_replicas",
-        "distributed.tensor_parallel:ReplicatedWithGradAllReduce.install_forward",
-        "gradients of norms of heads are added up over tp_size ranks again in each further micro-batch",
-    ),
-)
+    _entry("state", "training_args", "training_args:TrainingArguments._setup_devices",
+           "every TrainingArguments resets the accelerator state that all Accelerators share (transformers#40376)"),
+    _entry("checkpoints", "save_checkpoint", "trainer:Trainer._save_checkpoint",
+           "the Trainer writes into the final folder, so that a run killed meanwhile leaves a part of a checkpoint"),
+    _entry("checkpoints", "build", "trainer:Trainer.__init__",
+           "it refuses to save the optimizer of a model that arrives sharded"),
+    _entry("checkpoints", "train", "trainer:Trainer.train",
+           "resume_from_checkpoint=True takes the highest number, whole or not, on each rank by itself"),
+    _entry("checkpoints", "last_checkpoint", "trainer_utils:get_last_checkpoint",
+           "it returns the highest number, whole or not"),
+    _entry("losses", "loss", "trainer:Trainer.compute_loss",
+           "the auxiliary loss of experts is added once for each replica and micro-batch, of parts of sequences; smoothed labels are not "
+           "shifted under FSDP2"),
+    _entry("losses", "loss_items", "trainer:Trainer._get_num_items_in_batch",
+           "tokens of one rank are divided by tp_size with average_tokens_across_devices=False"),
+    _entry("losses", "loss_context", "trainer:Trainer._prepare_context_parallel_inputs",
+           "sequences are not shared with sp_size and this fork's backend, and the loss counts each of them sp_size times"),
+    _entry("losses", "loss_length", "trainer:Trainer.set_initial_training_values",
+           "an epoch is taken for sp_size times as long as it is with this fork's backend"),
+    _entry("losses", "loss_replicas", "distributed.tensor_parallel:ReplicatedWithGradAllReduce.install_forward",
+           "gradients of norms of heads are added up over tp_size ranks again in each further micro-batch"),
+)  # fmt: skip

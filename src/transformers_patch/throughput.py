@@ -28,7 +28,7 @@ class ThroughputCallback(TrainerCallback):
     def __init__(self, peak_flops: float | None = None) -> None:
         self.peak_flops = peak_flops
         self._trainer: Any = None
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: dict[str, Any] = {}
         self._values: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -46,20 +46,16 @@ class ThroughputCallback(TrainerCallback):
         self._trainer, self._values, self._interrupted = trainer, {}, False
         # The step that ends next counts FLOPs.
         self._tokens, self._samples, self._measured = 0.0, 0.0, -1
-        for owner, name, replacement in (
-            (trainer, "training_step", self._training_step),
-            (trainer, "log", self._log),
-            (trainer.accelerator, "gather", self._gather),
-        ):
-            self._replaced.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, partial(replacement, getattr(owner, name)))
+        for name, replacement in (("training_step", self._training_step), ("log", self._log)):
+            self._replaced[name] = vars(trainer).get(name)
+            setattr(trainer, name, partial(replacement, getattr(trainer, name)))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Leave the Trainer as it was."""
-        for owner, name, former in self._replaced:
-            vars(owner).pop(name)
-            vars(owner).update({} if former is None else {name: former})
-        self._replaced, self._trainer = [], None
+        for name, former in self._replaced.items():
+            vars(self._trainer).pop(name)
+            vars(self._trainer).update({} if former is None else {name: former})
+        self._replaced, self._trainer = {}, None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """End the measurement of a step."""
@@ -77,12 +73,10 @@ class ThroughputCallback(TrainerCallback):
         self._report(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Remember that a save came between two steps."""
+        """Remember that a save or an evaluation came between two steps."""
         self._interrupted = True
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Remember that an evaluation came between two steps."""
-        self._interrupted = True
+    on_evaluate = on_save
 
     def _report(self, control: Any) -> None:
         # Here and not in `on_log`, because all ranks report together, and a program may log on one alone.
@@ -107,11 +101,6 @@ class ThroughputCallback(TrainerCallback):
         self._tokens += sum(one.numel() for one in ids) / sharing
         self._samples += len(next(iter([*ids, *batch.values()]), ())) / sharing
         return step(model, inputs, *args, **options)
-
-    def _gather(self, gather: Any, *args: Any, **options: Any) -> Any:
-        """Tell the wait for slower ranks from one's own work: before each step the Trainer gathers how many tokens all have."""
-        meter = self._trainer.accelerator._meter
-        return meter._timed("communication", gather, *args, **options) if meter else gather(*args, **options)
 
 
 def _calling_trainer() -> Any:

@@ -56,10 +56,9 @@ def examine(module: ModuleType) -> Finding:
     names = {field.name for field in dataclasses.fields(cls)}
     descriptor = vars(cls).get(_PROPERTY)
     getter = getter_of(descriptor)
-    patched = hasattr(getter, _ORIGINAL)
     if missing := [name for name in _READ if name not in names]:
         problems.append(f"TrainingArguments has no field {', '.join(missing)}")
-    if FLAG in names and not patched:
+    if FLAG in names and not hasattr(getter, _ORIGINAL):
         return Finding((), needed=False)  # transformers has taken the flag in
     if getter is None:
         problems.append(f"TrainingArguments.{_PROPERTY} is {type(descriptor).__name__}, not a cached property")
@@ -68,11 +67,11 @@ def examine(module: ModuleType) -> Finding:
     if list(inspect.signature(read).parameters) != ["self"]:
         problems.append(f"{_PROPERTY} takes {inspect.signature(read)}, not (self)")
     if "_reset_state" not in names_in(read.__code__):
-        elsewhere = [name for name, function in _functions(module) if "_reset_state" in names_in(function.__code__)]
-        if not elsewhere:
+        if not (elsewhere := _resetting(module)):
             return Finding(tuple(problems), needed=False)
         problems.append(f"the state is reset in {', '.join(elsewhere)}, not in {_PROPERTY}")
-    if _SWITCH not in _texts(read.__code__):
+    # The keys of a literal dictionary are one constant, so they are looked for in its text.
+    if not any(repr(_SWITCH) in repr(part.co_consts) for part in _codes(read.__code__)):
         problems.append(f"{_PROPERTY} does not read {_SWITCH!r}")
     config = getattr(module, "AcceleratorConfig", None)
     if not (inspect.isclass(config) and hasattr(config, _SWITCH) and callable(getattr(config, "pop", None))):
@@ -92,26 +91,12 @@ def names_in(code: CodeType) -> set[str]:
     return {name for part in _codes(code) for name in part.co_names}
 
 
-def _texts(code: CodeType) -> set[str]:
-    return {value for part in _codes(code) for value in _flat(part.co_consts) if isinstance(value, str)}
-
-
-def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple):  # the keys of a literal dictionary are one constant
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
-    owners: list[tuple[str, Any]] = [("", module)]
-    owners += [(f"{name}.", value) for name, value in vars(module).items() if inspect.isclass(value)]
-    for prefix, owner in owners:
-        for name, value in list(vars(owner).items()):
-            function = value if inspect.isfunction(value) else getter_of(value)
-            if function is not None and function.__module__ == module.__name__:
-                yield prefix + name, function
+def _resetting(module: ModuleType) -> list[str]:
+    """Return the functions of a module, and those of its classes, that reset the state."""
+    owners = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
+    every = [(name, getter_of(value) or value) for owner in owners for name, value in vars(owner).items()]
+    own = [(name, found) for name, found in every if getattr(found, "__module__", None) == module.__name__]
+    return [name for name, found in own if inspect.isfunction(found) and "_reset_state" in names_in(found.__code__)]
 
 
 def install(module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStack) -> None:

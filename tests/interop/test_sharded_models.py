@@ -34,7 +34,7 @@ def test_trainer_trains_sharded_and_resumes(launched):
 
 
 @pytest.mark.parametrize(
-    "layouts", [["fsdp", "ep-tp", "own-ep"], pytest.param(["tp", "ep-fsdp"], marks=pytest.mark.slow)]
+    "layouts", [["fsdp", "ep-tp", "own-ep"], pytest.param(["tp", "norms-tp", "ep-fsdp"], marks=pytest.mark.slow)]
 )
 def test_models_that_arrive_sharded_train_as_on_one_process(launched, layouts):
     need("transformers")
@@ -50,7 +50,7 @@ def test_adapters_of_models_that_arrive_sharded_train_as_on_one_process(launched
 @pytest.mark.slow
 def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
     need("transformers")
-    names = ["fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp"]
+    names = ["fsdp-tp", "norms-fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp"]
     launched("arrived_models.py", "train", *names, processes=4)
     pairs = ["fsdp<hsdp", "tp<fsdp-tp", "fsdp<fsdp-tp"]
     pairs += [f"ep-fsdp<{name}" for name in ("ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp")]

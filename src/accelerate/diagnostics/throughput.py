@@ -132,9 +132,10 @@ class Meter:
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_pre_hook(partial(self.enter, "optimizer"))
                 optimizer.register_step_post_hook(partial(self.enter, "rest"))
-        self.replaced = {"backward": accelerator.backward, "save_state": accelerator.save_state}
+        self.replaced = {name: getattr(accelerator, name) for name in ("backward", "save_state", "gather")}
         accelerator.backward = partial(self._backward, accelerator.backward)
         accelerator.save_state = partial(self._timed, "checkpoint", accelerator.save_state)
+        accelerator.gather = partial(self._timed, "communication", accelerator.gather)
         self._flops_each: float | None = None
         self._counter: FlopCounterMode | None = None
         self._open = deque(maxlen=0)  # the step before the first call is not measured

@@ -84,7 +84,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         accelerator.state._set_engine("fsdp_plugin", plugin)
     if layout.tp_enabled:
         mesh = submesh(layout.get_device_mesh(accelerator.device.type), "tp")
-        for model in parts:
+        for model in parts:  # the others come to `tensor.prepare`, which does so, too
             sum_replicas(model, mesh)
 
 

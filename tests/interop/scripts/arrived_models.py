@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     set_seed,
@@ -47,6 +49,11 @@ def qwen():
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **sizes, pad_token_id=0))
 
 
+def dense():
+    """A model with norms of heads. In float64, because its steps enlarge what float32 rounds."""
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, intermediate_size=32, pad_token_id=0)).double()
+
+
 def mixtral():
     return MixtralForCausalLM(
         MixtralConfig(**SIZES, **EXPERTS, intermediate_size=32, num_local_experts=4, pad_token_id=0)
@@ -57,6 +64,8 @@ def mixtral():
 LAYOUTS = {
     "fsdp": (llama, 2, {"fsdp_size": 2}), "tp": (llama, 1, {"tp_size": 2}),
     "ep-fsdp": (qwen, 2, {"fsdp_size": 2, "ep_size": 2}), "ep-tp": (mixtral, 1, {"tp_size": 2, "ep_size": 2}),
+    # Norms of heads are whole on each rank, and see the rank's heads alone.
+    "norms-tp": (dense, 1, {"tp_size": 2}), "norms-fsdp-tp": (dense, 2, {"fsdp_size": 2, "tp_size": 2}),
     "own-ep": (mixtral, 2, {"dp_shard_size": 2, "ep_size": 2}),
     "fsdp-tp": (llama, 2, {"fsdp_size": 2, "tp_size": 2}), "hsdp": (llama, 4, {"dp_replicate_size": 2, "fsdp_size": 2}),
     "ep-in-fsdp": (qwen, 4, {"fsdp_size": 4, "ep_size": 2}),

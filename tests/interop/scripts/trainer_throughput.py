@@ -64,7 +64,7 @@ def main():
         entries=first, slow_step=SLOW_S * ACCUMULATION, again=again, told=[str(one.message) for one in told if "ThroughputCallback" in str(one.message)],
         others=[entry for entry in trainer.state.log_history if "mine" in entry][:1],
         seen=[names for names in seen.logs if "loss" in names], seconds=seconds,
-        left=[name for name in ("log", "training_step") if name in vars(trainer)] + ["gather"] * ("gather" in vars(trainer.accelerator)),
+        left=[name for name in ("log", "training_step") if name in vars(trainer)],
         units={"tokens": ROWS * TOKENS * ACCUMULATION, "samples": ROWS * ACCUMULATION},
     )  # fmt: skip
 

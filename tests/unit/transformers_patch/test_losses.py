@@ -12,7 +12,7 @@ import transformers_patch
 from transformers_patch import __main__ as program
 from transformers_patch import engine, registry
 from transformers_patch.errors import UnsupportedVersion
-from transformers_patch.losses import PATCHES, _sharing, _surplus, auxiliary_weight
+from transformers_patch.losses import PATCHES, _agreed_form, _auxiliary, _router_sums, _sharing, auxiliary_weight
 
 ENTRIES = [entry for entry in registry.ENTRIES if entry.part == "losses"]
 
@@ -121,7 +121,8 @@ def trainer(ranks=4, shared=2, average=True, cards=1, **changes):
     known = {"label_smoother": None, "compute_loss_func": None, "model_accepts_loss_kwargs": True}
     known |= {"current_gradient_accumulation_steps": 5, "loss_is_scaled_for_ga": None, "args": arguments}
     known |= {"model": Model(None, router_aux_loss_coef=0.5), "get_tp_size": lambda: shared}
-    return types.SimpleNamespace(accelerator=types.SimpleNamespace(num_processes=ranks), **{**known, **changes})
+    known |= {"accelerator": types.SimpleNamespace(num_processes=ranks)}
+    return types.SimpleNamespace(**{**known, **changes})
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,8 @@ def trainer(ranks=4, shared=2, average=True, cards=1, **changes):
 )
 def test_what_is_too_much_of_the_auxiliary_loss(made, training, times):
     outputs = {"aux_loss": torch.tensor(2.0)}
-    surplus = _surplus(trainer(**made), torch.nn.Identity().train(training), outputs, 7)
-    assert surplus.item() == pytest.approx(0.5 * 2.0 * times)
+    added = _auxiliary(trainer(**made), torch.nn.Identity().train(training), {}, outputs, 7)
+    assert added.item() == pytest.approx(-0.5 * 2.0 * times)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,30 @@ def test_what_is_too_much_of_the_auxiliary_loss(made, training, times):
     ],
 )
 def test_where_nothing_is_too_much(changes, outputs, items):
-    assert _surplus(trainer(**changes), torch.nn.Identity(), outputs, items) is None
+    assert _auxiliary(trainer(**changes), torch.nn.Identity(), {}, outputs, items) is None
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_form_of_an_auxiliary_loss_is_found_or_said_to_be_unknown():
+    layers = list(torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(3)))
+    mask = torch.arange(12) < 7
+    accelerator = types.SimpleNamespace(mixed_precision="no")
+    told = trainer(accelerator=accelerator, args=types.SimpleNamespace(process_index=0))
+    for chosen, counted in ((1, None), (2, None), (3, mask.float()), (8, None)):
+        choices, probabilities, tokens = _router_sums(layers, chosen, counted)
+        rows = torch.cat([layer if counted is None else layer[mask] for layer in layers]).softmax(-1)
+        assert tokens == len(rows) and torch.allclose(probabilities, rows.sum(0))
+        assert choices.sum(1).tolist() == [len(rows)] * chosen and choices[0].equal(
+            rows.argmax(-1).bincount(minlength=8).float()
+        )
+        auxiliary = 8 * (choices.sum(0) * probabilities).sum() / tokens**2
+        # The model may not have been given the mask.
+        assert _agreed_form(told, auxiliary, layers, mask.float(), None) == chosen
+    for changed, given in ((auxiliary * 1.01, layers), (auxiliary, [])):
+        with pytest.warns(
+            UserWarning, match="Model has no router_logits among its outputs, or an auxiliary loss that"
+        ):
+            assert _agreed_form(told, changed, given, None, None) == 0
 
 
 def test_what_was_summed_is_shared_before_it_is_summed_again():
