@@ -26,7 +26,6 @@ DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT 
 FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
 # Run by another test, with what they need around them.
 ELSEWHERE = {
-    "docs/guides/checkpointing.md": "tests/unit/test_examples.py",
     "docs/guides/fsdp.md": "tests/unit/backends/test_guides.py",
     "docs/guides/tensor-parallel.md": "tests/unit/backends/test_guides.py",
 }
@@ -43,7 +42,7 @@ READ = {
     "docs/upstream/state-reset.md": "upstream's package; tests/interop/test_upstream.py runs it",
 }
 # Reference and notes, where a member that stands in a list is not taught.
-NO_TEACHERS = {"differences", "architecture", "upstream-map", "support", "benchmarks", "scale", "cli"}
+NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
 
 def blocks(page, language):
@@ -115,6 +114,8 @@ def test_blocks_run_one_after_the_other(page, place, monkeypatch, capsys):
     losses = [float(loss) for loss in re.findall(r"^epoch \d: ([\d.]+)$", capsys.readouterr().out, re.M)]
     if page in ("README.md", "docs/learn/training-loop.md"):
         assert len(losses) == 3 and losses[-1] < losses[0] / 10, "it learns"
+    if page == "docs/guides/checkpointing.md":
+        assert (place / "runs/first/checkpoints/checkpoint_2/accelerate_manifest.json").exists()
 
 
 @pytest.mark.parametrize("page", [page for page in DOCUMENTS if blocks(page, "yaml") or blocks(page, "json")])
