@@ -136,7 +136,9 @@ def test_commands_are_shell_and_their_options_exist():
         for block in blocks(page, "bash"):
             texts.append(block)
             for line in block.replace("\\\n", " ").splitlines():
-                if (command := re.search(r"(?:^|[ ;(])accelerate ([a-z][a-z0-9-]*) (.*)", line.partition(" #")[0])) is None:
+                if (
+                    command := re.search(r"(?:^|[ ;(])accelerate ([a-z][a-z0-9-]*) (.*)", line.partition(" #")[0])
+                ) is None:
                     continue
                 options = known.get(command[1])
                 words = [] if options is None else command[2].split()
