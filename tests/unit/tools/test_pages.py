@@ -33,9 +33,9 @@ ELSEWHERE = {
 READ = {
     "docs/faults.md": "two processes and transformers; `make demo` runs the programs",
     "docs/guides/estimate-memory.md": "a GPU, or weights from a hub",
-    "docs/guides/experts.md": "two processes",
+    "docs/guides/experts.md": "two processes; tests/distributed/test_pages.py runs it",
     "docs/guides/launch.md": "starts processes",
-    "docs/guides/long-sequences.md": "two processes",
+    "docs/guides/long-sequences.md": "two processes; tests/distributed/test_pages.py runs it",
     "docs/guides/platforms.md": "starts processes",
     "docs/guides/precision.md": "torchao converts layers under fp8 state of the process",
     "docs/transformers-patch.md": "transformers, patched for the whole process; tests/interop runs the same calls",
