@@ -163,3 +163,27 @@ def test_every_member_of_the_accelerator_is_taught():
     members = {name for name in dir(Accelerator) if not name.startswith("_")}
     assert len(members) >= 95
     assert sorted(members - words) == [], "no guide and no example shows these"
+
+
+def test_pictures_are_there_for_light_and_dark_pages():
+    for page in DOCUMENTS:
+        shown = re.findall(r"!\[[^\]]*\]\(([^)\s#]+)", (ROOT / page).read_text("utf-8"))
+        missing_files = [name for name in shown if not ((ROOT / page).parent / name).exists()]
+        assert not missing_files, page
+        for name in shown:
+            other = (
+                name.replace("-light.svg", "-dark.svg")
+                if "-light.svg" in name
+                else name.replace("-dark.svg", "-light.svg")
+            )
+            assert other in shown, f"{page}: {name} alone"
+
+
+def test_each_difference_has_a_reason_and_the_twenty_that_matter_stand_first():
+    sections = re.split(r"^## (.+)$", (ROOT / "docs/differences.md").read_text("utf-8"), flags=re.M)[1:]
+    rows = {
+        name: re.findall(r"^\| (?!here \|)(.*) \|$", text, re.M) for name, text in zip(sections[::2], sections[1::2])
+    }
+    assert next(iter(rows)) == "The twenty that matter" and len(rows["The twenty that matter"]) == 20
+    without = [row for section in rows.values() for row in section if not row.rpartition(" | ")[2].strip(" -")]
+    assert not without, without
