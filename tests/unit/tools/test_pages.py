@@ -182,7 +182,8 @@ def test_pictures_are_there_for_light_and_dark_pages():
 def test_each_difference_has_a_reason_and_the_twenty_that_matter_stand_first():
     sections = re.split(r"^## (.+)$", (ROOT / "docs/differences.md").read_text("utf-8"), flags=re.M)[1:]
     rows = {
-        name: re.findall(r"^\| (?!here \|)(.*) \|$", text, re.M) for name, text in zip(sections[::2], sections[1::2])
+        name: re.findall(r"^\| (?!here \|)(.*) \|$", text, re.M)
+        for name, text in zip(sections[::2], sections[1::2], strict=True)
     }
     assert next(iter(rows)) == "The twenty that matter" and len(rows["The twenty that matter"]) == 20
     without = [row for section in rows.values() for row in section if not row.rpartition(" | ")[2].strip(" -")]
