@@ -35,7 +35,7 @@ TITLES = {
 }
 SIZED = ("checkpoint", "double_prepare", "big_models")
 # Beside plain torch, what the same step costs without it, or upstream's wheel without its environment.
-ALONE = ("strategies", "watching", "trainer_checkpoint")
+ALONE = ("strategies", "watching", "accumulation", "trainer_checkpoint")
 TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "Upstream's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
@@ -47,6 +47,10 @@ CHECKPOINTS = (
 WATCHING = (
     "A step of four layers of 512 and AdamW under DDP, alone and with `accelerator.throughput` or `ACCELERATE_CHECK_EVERY`, new models "
     "in turns in one process; ratios of medians. The watcher of hangs runs beside all of them."
+)
+ACCUMULATION = (
+    "An accumulation step of 8 micro-batches, 4 layers of 1,024 (16 MiB of float32 parameters), SGD, new models in turns in one process. *In the "
+    "last*: `accumulate` as it is. *sync_each_batch*: `GradientAccumulationPlugin(sync_each_batch=True)`."
 )
 NOTES = {"startup": RUNS_ONE_PROCESS}
 # What stands first on the page, better and worse: what is said, the case, and where the figure is in its results.
@@ -244,8 +248,7 @@ def summary():
             figure = figure.get(key, {})
         if {OURS, "1.15.0"} <= set(figure):
             ours, theirs = figure[OURS], figure["1.15.0"]
-            shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (ours, theirs)]
-            rows.append(f"| {said} | {shown[0]} | {shown[1]} | {ours / theirs:.2f} |")
+            rows.append(f"| {said} | {number(ours)} | {number(theirs)} | {ours / theirs:.2f} |")
     return "\n".join(rows)
 
 
@@ -276,6 +279,16 @@ def write_page():
     file = RESULTS / "watching.json"
     if file.exists():
         parts += ["## What looking on costs, two processes", WATCHING, json.loads(file.read_text())["table"]]
+    file = RESULTS / "accumulation.json"
+    if file.exists():
+        data = json.loads(file.read_text())
+        busy = f"**Provisional.** The machine ran other programs meanwhile (a load of {data['load']:.1f}): compare ratios, not times."
+        parts += [
+            "## What accumulation saves, two processes",
+            ACCUMULATION,
+            busy if data["load"] > 1 else "",
+            data["table"],
+        ]
     file = RESULTS / "checkpoint.json"
     if file.exists():
         parts += [
@@ -332,7 +345,8 @@ def main():
     RESULTS.mkdir(exist_ok=True)
     for case in cases:
         extra = {}
-        if case == "watching":
+        if case in ("watching", "accumulation"):
+            extra = {"load": os.getloadavg()[0]} if case == "accumulation" else {}
             figures = interleaved({OURS: sys.executable}, arguments.rounds, case, processes=2)
             text = table(figures, [OURS])
         elif case == "strategies":
