@@ -182,7 +182,7 @@ def who_holds_what(palette: Palette) -> Any:
         axes,
         0.75,
         0.2,
-        "A square is one weight matrix, with its gradient and optimizer state; coloured is what the rank keeps. FSDP gathers it for use, tensor parallelism never does.",
+        "A square is one weight matrix with its gradient and optimizer state; coloured is what the rank keeps.\nFSDP gathers the matrix for use, tensor parallelism never does.",
         palette,
         fontsize=7,
         color=palette.line,
