@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-trackers test-upstream test-scale test-crash bench bench-peer docs reference size interface clean
+	test-deepspeed test-trackers test-upstream test-scale test-crash bench bench-peer docs reference pictures size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -185,8 +185,12 @@ bench-peer: $(VENV)/.ready-interop $(PEER)/.ready $(SUITES:%=.cache/upstream/%/.
 docs: $(VENV)/.ready-docs ## build the documentation into site/
 	$(BIN)/python -m mkdocs build --strict
 
-reference: $(VENV)/.ready ## write docs/reference/cli.md from the option table and the parsers
+reference: $(VENV)/.ready ## write docs/reference/cli.md from the option table and the parsers, docs/reference.md from the docstrings
 	$(BIN)/python tools/cli_reference.py
+	$(BIN)/python tools/api_reference.py
+
+pictures: $(VENV)/.ready-bench ## draw the pictures of the pages, light and dark, into docs/img
+	$(BIN)/python tools/pictures.py
 
 size: $(VENV)/.ready ## lines of code of each folder, and the calls and files of the usual walks
 	$(BIN)/python tools/size.py $(ARGS)

@@ -43,7 +43,7 @@ EXTRAS = {
     "testing": TESTING,
     "test_trackers": TENSORBOARD,
     "trackers": TRACKERS,
-    "docs": ["mkdocs-material", "mkdocstrings[python]"],
+    "docs": ["mkdocs-material", "mkdocs-redirects", "mkdocstrings[python]"],
     "transformers": ["transformers>=4.46"],
     "interop": [
         "transformers>=4.46",

@@ -14,7 +14,7 @@ NOTE = (
     "before; *anonymous* leaves out the pages of files, which the kernel takes back when it needs them. One thread, as everywhere "
     "here. *Hook* is what a hooked module's call takes beyond that of a plain one."
 )
-# Title of the rows, phase of the case, arguments for ours, and whether the peer takes part.
+# Title of the rows, phase of the case, arguments for ours, and whether upstream takes part.
 PHASES = (
     ("to the CPU, warm", "cpu", (), True),
     ("to the CPU, cold", "cpu-cold", (), True),
@@ -80,7 +80,7 @@ def run(interpreters, rounds, megabytes, measure, ours):
 
 
 def table(results, packages, ours, number):
-    """Return the Markdown tables: all figures against the peer, and forwards against reading the bytes."""
+    """Return the Markdown tables: all figures against upstream, and forwards against reading the bytes."""
     peer = next(name for name in packages if name != ours)
     lines = [f"| what | figure | {ours} | {peer} | {ours} / {peer} | goal |", "|---|---|---:|---:|---:|---:|"]
     for title, _, _, _ in (*PHASES, (ACCELERATOR, "", (), True)):

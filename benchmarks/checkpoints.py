@@ -88,10 +88,10 @@ def table(results, packages, ours, number):
                 lines.append(f"| {done} | {figure} | {cells} | {ratio} |")
         if (
             "save_state, and on the disk (s)" in figures
-        ):  # each with what is asked of it: ours is on the disk, the peer's is not
+        ):  # each with what is asked of it: ours is on the disk, upstream's is not
             durable = figures["save_state, and on the disk (s)"]
             lines.append(
-                f"| {done} | on the disk / the peer's, not on the disk | | | {durable[ours] / figures['save_state (s)'][peer]:.2f} |"
+                f"| {done} | on the disk / upstream's, not on the disk | | | {durable[ours] / figures['save_state (s)'][peer]:.2f} |"
             )
     lines += [
         "",

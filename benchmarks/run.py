@@ -1,4 +1,4 @@
-"""Run the benchmarks: our package and the peer's wheels, interleaved, medians and ratios, a table and plots.
+"""Run the benchmarks: our package and upstream's wheels, interleaved, medians and ratios, a table and plots.
 
 Usage: python benchmarks/run.py [CASE ...] [--rounds N] [--sizes MB ...] [--large]
 """
@@ -34,21 +34,57 @@ TITLES = {
     "startup": "Import, help and launch",
 }
 SIZED = ("checkpoint", "double_prepare", "big_models")
-# Beside plain torch, what the same step costs without it, or the peer's wheel without its environment.
-ALONE = ("strategies", "watching", "trainer_checkpoint")
+# Beside plain torch, what the same step costs without it, or upstream's wheel without its environment.
+ALONE = ("strategies", "watching", "accumulation", "trainer_checkpoint")
 TORCHRUN = ("collectives", "dispatcher", "watching")
-RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
+RUNS_ONE_PROCESS = "Upstream's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
     "The state is a model in float32 and the two moments of AdamW. *fsync left out*: nothing waits for the disk. *And on the "
-    "disk*: what the peer leaves in the page cache is synced by the benchmark; ours is there when `save_state` returns. "
+    "disk*: what upstream leaves in the page cache is synced by the benchmark; ours is there when `save_state` returns. "
     "*New run*: into a model and an optimizer that were just made. *Over a state*: the optimizer has been stepped. Ours "
-    "writes checksums and verifies them; the peer does not. Medians of three saves in each round."
+    "writes checksums and verifies them; upstream does not. Medians of three saves in each round."
 )
 WATCHING = (
     "A step of four layers of 512 and AdamW under DDP, alone and with `accelerator.throughput` or `ACCELERATE_CHECK_EVERY`, new models "
     "in turns in one process; ratios of medians. The watcher of hangs runs beside all of them."
 )
+ACCUMULATION = (
+    "An accumulation step of 8 micro-batches, 4 layers of 1,024 (16 MiB of float32 parameters), SGD, new models in turns in one process. *In the "
+    "last*: `accumulate` as it is. *sync_each_batch*: `GradientAccumulationPlugin(sync_each_batch=True)`."
+)
 NOTES = {"startup": RUNS_ONE_PROCESS}
+# What stands first on the page, better and worse: what is said, the case, and where the figure is in its results.
+SUMMARY = [
+    ("a training step, beyond plain torch (us)", "step", ["step overhead (us)"]),
+    ("an accumulation step of 4, beyond plain torch (us)", "step", ["accumulate overhead (us)"]),
+    ("leaving out 1,000,000 batches, in order (ms)", "skip", ["skip 1,000,000 batches, in order (ms)"]),
+    ("a dispatched batch of 4 tensors, 2 processes (us)", "dispatcher", ["dispatched, dict of 4 (us)"]),
+    ("gathering 2 tensors, 2 processes (us)", "collectives", ["gather of a dict of two (us)"]),
+    ("`accelerate launch --help` (s)", "startup", ["accelerate launch --help (s)"]),
+    ("import of the Accelerator, beyond torch (s)", "startup", ["import beyond torch (s)"]),
+    ("`save_state` of 10 MB (s)", "checkpoint", ["10 MB, 1 process", "save_state (s)"]),
+    (
+        "`save_state` of 1,000 MB, on the disk (s)",
+        "checkpoint",
+        ["1000 MB, 1 process", "save_state, and on the disk (s)"],
+    ),
+    (
+        "`load_state` of 1,000 MB, over a state (s)",
+        "checkpoint",
+        ["1000 MB, 1 process", "load_state, over a state (s)"],
+    ),
+    ("`load_state` of 1,000 MB, new run (s)", "checkpoint", ["1000 MB, 1 process", "load_state, new run (s)"]),
+    (
+        "the same save after `prepare` was called twice (s)",
+        "double_prepare",
+        ["1000 MB, prepared twice", "on the disk (s)"],
+    ),
+    ("load of 3 GB, 20 of 24 blocks on disk (s)", "big_models", ["20 of 24 blocks on disk, warm", "load (s)"]),
+]
+SUMMARY_NOTE = (
+    "Beside upstream's 1.15.0, rows in which this package is slower included: it hashes what it saves and verifies what it loads. "
+    "Strategies cost what plain torch costs: [the table](#strategies-beside-plain-torch)."
+)
 
 
 def pythons(versions):
@@ -202,6 +238,20 @@ def bars(case, figures, packages):
     return path
 
 
+def summary():
+    """Return the table that stands first on the page, from the results that are there."""
+    rows = ["| figure | ours | upstream 1.15.0 | ours / upstream |", "|---|---:|---:|---:|"]
+    for said, case, keys in SUMMARY:
+        file = RESULTS / f"{case}.json"
+        figure = json.loads(file.read_text())["figures"] if file.exists() else {}
+        for key in keys:
+            figure = figure.get(key, {})
+        if {OURS, "1.15.0"} <= set(figure):
+            ours, theirs = figure[OURS], figure["1.15.0"]
+            rows.append(f"| {said} | {number(ours)} | {number(theirs)} | {ours / theirs:.2f} |")
+    return "\n".join(rows)
+
+
 def write_page():
     """Write the documentation page from the results that are there."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
@@ -209,6 +259,9 @@ def write_page():
         "# Benchmarks",
         "Written by `make bench` (see `benchmarks/README.md`): medians over interleaved rounds, each package in an "
         f"environment of its own, on CPU. Machine: {machine}. Times drift from machine to machine; compare within a table.",
+        "## In short",
+        SUMMARY_NOTE,
+        summary(),
     ]
     for case, title in TITLES.items():
         file = RESULTS / f"{case}.json"
@@ -226,6 +279,16 @@ def write_page():
     file = RESULTS / "watching.json"
     if file.exists():
         parts += ["## What looking on costs, two processes", WATCHING, json.loads(file.read_text())["table"]]
+    file = RESULTS / "accumulation.json"
+    if file.exists():
+        data = json.loads(file.read_text())
+        busy = f"**Provisional.** The machine ran other programs meanwhile (a load of {data['load']:.1f}): compare ratios, not times."
+        parts += [
+            "## What accumulation saves, two processes",
+            ACCUMULATION,
+            busy if data["load"] > 1 else "",
+            data["table"],
+        ]
     file = RESULTS / "checkpoint.json"
     if file.exists():
         parts += [
@@ -258,8 +321,8 @@ def write_page():
         parts += [
             "## Preparing twice, and what a checkpoint costs then",
             "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`. *On the disk*: "
-            "what a package leaves in the page cache is synced by the benchmark. The load comes straight after the save: the "
-            "peer's reads from the page cache, which ours has not filled, so that it reads from the disk.",
+            "what a package leaves in the page cache is synced by the benchmark. The load comes straight after the save: "
+            "upstream's reads from the page cache, which ours has not filled, so that it reads from the disk.",
             json.loads(file.read_text())["table"],
             "![save times](img/double_prepare.png)",
         ]
@@ -282,7 +345,8 @@ def main():
     RESULTS.mkdir(exist_ok=True)
     for case in cases:
         extra = {}
-        if case == "watching":
+        if case in ("watching", "accumulation"):
+            extra = {"load": os.getloadavg()[0]} if case == "accumulation" else {}
             figures = interleaved({OURS: sys.executable}, arguments.rounds, case, processes=2)
             text = table(figures, [OURS])
         elif case == "strategies":

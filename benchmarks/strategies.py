@@ -20,10 +20,10 @@ NAMES = {
     "fsdp2": "FSDP2",
     "hsdp": "HSDP (2 x 2)",
     "tp": "tensor parallelism",
-    "arrived-fsdp2": "FSDP2, arrived",
-    "arrived-tp": "tensor parallelism, arrived",
-    "arrived-fsdp2-tp": "FSDP2 x tensor parallelism (2 x 2), arrived",
-    "arrived-hsdp": "HSDP (2 x 2), arrived",
+    "arrived-fsdp2": "FSDP2, pre-sharded",
+    "arrived-tp": "tensor parallelism, pre-sharded",
+    "arrived-fsdp2-tp": "FSDP2 x tensor parallelism (2 x 2), pre-sharded",
+    "arrived-hsdp": "HSDP (2 x 2), pre-sharded",
     "ep": "experts (2) x FSDP2",
     "zero2": "ZeRO 2",
     "zero3": "ZeRO 3",
@@ -31,7 +31,7 @@ NAMES = {
 NOTE = (
     "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
     "written by hand with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
-    "distributed checkpoints, or with DeepSpeed's engine. *Arrived*: the same model, sharded by hand before `prepare`. "
+    "distributed checkpoints, or with DeepSpeed's engine. *Pre-sharded*: the same model, sharded by hand before `prepare`. "
     "*Experts*: a Qwen3-MoE of 30 million that `prepare` splits, beside transformers' own `from_pretrained(distributed_config=...)`. "
     "Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The rest in processes of their "
     "own; memory is the largest growth of a rank from before `prepare` until some steps were trained. One thread for each process: "

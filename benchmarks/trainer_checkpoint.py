@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# The peer's wheel, unpacked by `make`: the stock Trainer runs on it, with the libraries of this environment.
+# Upstream's wheel, unpacked by `make`: the stock Trainer runs on it, with the libraries of this environment.
 PEER = ROOT / ".cache" / "peer" / "1.15.0"
 MEGABYTES, LARGE_MB = 300, 1500
 WAYS = {"stock": "stock, accelerate 1.15.0", "ours": "ours", "async": "ours, async"}

@@ -434,7 +434,7 @@ def main():
     parser.add_argument("phase", choices=tasks)
     parser.add_argument("--folder", default="")
     parser.add_argument("--megabytes", type=int, default=3072)
-    parser.add_argument("--prefetch", choices=["0", "1"], help="of ours; the peer has none")
+    parser.add_argument("--prefetch", choices=["0", "1"], help="of ours; upstream has none")
     arguments = parser.parse_args()
     if arguments.prefetch is not None:
         os.environ["ACCELERATE_OFFLOAD_PREFETCH"] = arguments.prefetch

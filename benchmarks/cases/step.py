@@ -98,8 +98,8 @@ def main():
                 "plain torch step (us)": medians["plain"],
                 "step (us)": medians["prepared"],
                 "step overhead (us)": medians["prepared"] - medians["plain"],
-                "plain torch window of 4 (us)": medians["plain_window"],
-                "accumulate, window of 4 (us)": medians["accumulate"],
+                "plain torch, accumulation step of 4 (us)": medians["plain_window"],
+                "accumulate, accumulation step of 4 (us)": medians["accumulate"],
                 "accumulate overhead (us)": medians["accumulate"] - medians["plain_window"],
             }
         )

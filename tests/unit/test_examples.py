@@ -1,4 +1,4 @@
-"""The examples in the docstrings do what they show, and those of the guide to checkpoints run, one after the other."""
+"""The examples in the docstrings do what they show."""
 
 import doctest
 import importlib
@@ -52,14 +52,3 @@ def test_examples_show_what_happens(module, place, monkeypatch, capsys):
     failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     if failed:
         pytest.fail(capsys.readouterr().out, pytrace=False)
-
-
-def test_the_examples_of_the_guide_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    guide = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "checkpointing.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text("utf-8"), re.M | re.S)
-    assert len(blocks) >= 4
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(guide), "exec"), names)
-    assert (tmp_path / "runs" / "first" / "checkpoints" / "checkpoint_2" / "accelerate_manifest.json").exists()

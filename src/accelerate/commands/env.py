@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import os
+import pathlib
 import platform
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import accelerate
 from accelerate import __version__
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.config.options import OPTIONS
@@ -72,6 +74,7 @@ def _system() -> dict[str, Any]:
     import psutil  # not for --help
 
     facts: dict[str, Any] = {
+        "Which accelerate": _which(),
         "`Accelerate` version": __version__,
         "Platform": platform.platform(),
         "`accelerate` bash location": shutil.which("accelerate") or "not on the PATH",
@@ -88,6 +91,15 @@ def _system() -> dict[str, Any]:
     versions = {name: _version(name) for name in _COMPANIONS.split()}
     facts["Libraries"] = {name: version for name, version in versions.items() if version} or "none"
     return facts
+
+
+def _which() -> str:
+    """Whose package this is and where it was imported from; another one that is installed beside it is named."""
+    which = f"the independent fork, imported from {pathlib.Path(accelerate.__file__).parent}"
+    installed = _version("accelerate")
+    if installed in ("", __version__):
+        return which
+    return f"{which}; pip has accelerate {installed} installed, which another working directory or path may import"
 
 
 def _torch() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The report for bug reports."""
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import torch
@@ -31,3 +32,11 @@ def test_secrets_stay_secret(accelerate, place, monkeypatch):
     assert "\t- ACCELERATE_STORE: s3://(hidden)@host/bucket" in out
     assert "AWS_SECRET" not in out  # says nothing about a run
     assert "A=1" in out
+
+
+def test_the_first_line_says_which_accelerate_this_is(accelerate, place, monkeypatch):
+    first = next(line for line in accelerate("env")[1].splitlines() if line.startswith("- "))
+    assert first.startswith("- Which accelerate: the independent fork, imported from ")
+    assert first.endswith(str(Path(command.__file__).parents[1]))
+    monkeypatch.setattr(command, "_version", lambda name: "1.15.0" if name == "accelerate" else "")
+    assert "; pip has accelerate 1.15.0 installed, " in accelerate("env")[1]

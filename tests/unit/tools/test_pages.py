@@ -1,71 +1,190 @@
-"""Python blocks of the pages: those that stand alone run, one after the other, and `# yours:` names what the others need."""
+"""What the pages show: every Python block runs or says why not, settings parse, commands and members exist.
+
+A block that begins with `# yours:` is a part of a program and lists what stands in the reader's already; one that begins with
+`# goes into` is a part of a class. Both are compiled. All others of a page run, one after the other, in one process.
+"""
 
 import ast
 import builtins
+import importlib
+import json
 import pathlib
 import re
+import shlex
+import subprocess
+import textwrap
 
 import pytest
+import yaml
+
+from accelerate import Accelerator
+from accelerate.commands.accelerate_cli import COMMANDS
+from accelerate.state import AcceleratorState
 
 ROOT = pathlib.Path(__file__).parents[3]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
-RUN = ["README.md", "docs/quickstart.md", "docs/guides/data.md", "docs/guides/big-models.md"]
-RUN += ["docs/guides/resume.md", "docs/upstream/double-prepare.md"]
-# Pages whose whole programs need several processes, files, or packages; their parts say what they need all the same.
-READ = ["docs/faults.md", "docs/guides/launch.md"]
-READ += [
-    f"docs/guides/{name}.md" for name in ("deepspeed", "estimate-memory", "experts", "long-sequences", "preemption")
-]
-READ += [f"docs/guides/{name}.md" for name in ("object-stores", "pipeline-inference", "precision", "quantization")]
-READ += ["docs/guides/throughput.md"]
+DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
+# Run by another test, with what they need around them.
+ELSEWHERE = {
+    "docs/guides/fsdp.md": "tests/unit/backends/test_guides.py",
+    "docs/guides/tensor-parallel.md": "tests/unit/backends/test_guides.py",
+}
+# Compiled only: whole programs that need what one process of a test does not have.
+READ = {
+    "docs/faults.md": "two processes and transformers; `make demo` runs the programs",
+    "docs/guides/estimate-memory.md": "a GPU, or weights from a hub",
+    "docs/guides/experts.md": "two processes; tests/distributed/test_pages.py runs it",
+    "docs/guides/launch.md": "starts processes",
+    "docs/guides/long-sequences.md": "two processes; tests/distributed/test_pages.py runs it",
+    "docs/guides/platforms.md": "starts processes",
+    "docs/guides/precision.md": "torchao converts layers under fp8 state of the process",
+    "docs/transformers-patch.md": "transformers, patched for the whole process; tests/interop runs the same calls",
+    "docs/upstream/state-reset.md": "upstream's package; tests/interop/test_upstream.py runs it",
+}
+# Reference and notes, where a member that stands in a list is not taught.
+NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
 
-def blocks(page):
-    found = BLOCK.findall((ROOT / page).read_text("utf-8"))
-    assert found, page
-    return found
+def blocks(page, language):
+    """The blocks of one language, without their indentation inside content tabs."""
+    text = (ROOT / page).read_text("utf-8")
+    return [textwrap.dedent(body) for _, kind, body in FENCE.findall(text) if kind == language]
 
 
 def is_part(block):
     return block.startswith(("# yours:", "# goes into"))
 
 
-def missing(block):
+def names_of(statement):
+    """What one statement reads, and what it makes or imports."""
+    nodes = list(ast.walk(statement))
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    loops = [node.target for node in nodes if isinstance(node, ast.comprehension)]
+    return read - {node.id for target in loops for node in ast.walk(target) if isinstance(node, ast.Name)}, own
+
+
+def missing(block, made):
     """The names that a block reads before it makes or imports them."""
-    made, needed = set(dir(builtins)), set()
+    made, needed = set(dir(builtins)) | made, set()
     for statement in ast.parse(block).body:
-        nodes = list(ast.walk(statement))
-        read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        own |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        own |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
-        loops = [node.target for node in nodes if isinstance(node, ast.comprehension)]
-        read -= {node.id for target in loops for node in ast.walk(target) if isinstance(node, ast.Name)}
+        read, own = names_of(statement)
         # `model = prepare(model)` needs a model; a loop may make what its body reads.
         needed |= read - made - (set() if isinstance(statement, (ast.Assign, ast.Expr)) else own)
         made |= own
     return needed
 
 
-@pytest.mark.parametrize("page", [*RUN, *READ])
+PYTHON = [page for page in DOCUMENTS if blocks(page, "python")]
+RUN = [page for page in PYTHON if page not in ELSEWHERE and page not in READ]
+
+
+def test_exceptions_are_about_pages_that_have_blocks():
+    assert {*READ, *ELSEWHERE} <= set(PYTHON), "their reasons are stale"
+    for page, test in ELSEWHERE.items():
+        assert pathlib.Path(page).stem in (ROOT / test).read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", PYTHON)
 def test_a_block_says_what_it_needs(page):
-    for block in blocks(page):
+    made = set()
+    for block in blocks(page, "python"):
+        compile(block, page, "exec")
         first = block.partition("\n")[0]
         if first.startswith("# yours:"):
-            assert missing(block) <= set(re.findall(r"\w+", first)), first
-        else:
-            assert not missing(block), first
+            # What stands above on the page may be listed all the same.
+            assert missing(block, set()) <= set(re.findall(r"\w+", first)) | made, first
+        elif not first.startswith("# goes into"):
+            assert not missing(block, made), first
+            made |= {name for statement in ast.parse(block).body for name in names_of(statement)[1]}
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_blocks_that_stand_alone_run(page, place, monkeypatch, capsys):
+def test_blocks_run_one_after_the_other(page, place, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     names: dict[str, object] = {"__name__": "__main__"}
-    ran = [block for block in blocks(page) if not is_part(block)]
-    assert ran
-    for block in ran:
-        exec(compile(block, page, "exec"), names)
+    for block in blocks(page, "python"):
+        if not is_part(block):
+            if "Accelerator(" in block:  # as a program of its own; what was built above lives on
+                AcceleratorState._reset_state(reset_partial_state=True)
+            exec(compile(block, page, "exec"), names)
     losses = [float(loss) for loss in re.findall(r"^epoch \d: ([\d.]+)$", capsys.readouterr().out, re.M)]
-    if page in ("README.md", "docs/quickstart.md"):
+    if page in ("README.md", "docs/learn/training-loop.md"):
         assert len(losses) == 3 and losses[-1] < losses[0] / 10, "it learns"
+    if page == "docs/guides/checkpointing.md":
+        assert (place / "runs/first/checkpoints/checkpoint_2/accelerate_manifest.json").exists()
+
+
+@pytest.mark.parametrize("page", [page for page in DOCUMENTS if blocks(page, "yaml") or blocks(page, "json")])
+def test_settings_parse(page):
+    for block in blocks(page, "yaml"):
+        assert yaml.safe_load(block) is not None
+    for block in blocks(page, "json"):
+        json.loads(block)
+
+
+def test_commands_are_shell_and_their_options_exist():
+    known = {}
+    for name, command in COMMANDS.items():
+        parser = getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)()
+        known[name] = {option for action in parser._actions for option in action.option_strings}
+    found, texts = [], []
+    for page in DOCUMENTS:
+        for block in blocks(page, "bash"):
+            texts.append(block)
+            for line in block.replace("\\\n", " ").splitlines():
+                if (
+                    command := re.search(r"(?:^|[ ;(])accelerate ([a-z][a-z0-9-]*) (.*)", line.partition(" #")[0])
+                ) is None:
+                    continue
+                options = known.get(command[1])
+                words = [] if options is None else command[2].split()
+                found += [f"{page}: {line}"] if options is None else []
+                for word in words:
+                    if re.search(r"\.py\b|^-m$|^\.\.\.", word) or command[1] in ("config", "checkpoint"):
+                        break  # what follows belongs to the script, or to a command below this one
+                    name = word.partition("=")[0]
+                    if re.fullmatch(r"--[a-z0-9_-]+", name) and not options & {name, name.replace("-", "_")}:
+                        found.append(f"{page}: {name}")
+    assert not found, "\n".join(found)
+    quoted = "\n".join(f"bash -n -c {shlex.quote(text)} || exit 1" for text in texts)
+    checked = subprocess.run(["bash", "-c", quoted], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_every_member_of_the_accelerator_is_taught():
+    teachers = [page for page in DOCUMENTS if pathlib.Path(page).stem not in NO_TEACHERS]
+    texts = [(ROOT / page).read_text("utf-8") for page in teachers]
+    texts += [path.read_text("utf-8") for path in sorted((ROOT / "examples").rglob("*.py"))]
+    words = set(re.findall(r"\w+", "\n".join(texts)))
+    members = {name for name in dir(Accelerator) if not name.startswith("_")}
+    assert len(members) >= 95
+    assert sorted(members - words) == [], "no guide and no example shows these"
+
+
+def test_pictures_are_there_for_light_and_dark_pages():
+    for page in DOCUMENTS:
+        shown = re.findall(r"!\[[^\]]*\]\(([^)\s#]+)", (ROOT / page).read_text("utf-8"))
+        missing_files = [name for name in shown if not ((ROOT / page).parent / name).exists()]
+        assert not missing_files, page
+        for name in shown:
+            other = (
+                name.replace("-light.svg", "-dark.svg")
+                if "-light.svg" in name
+                else name.replace("-dark.svg", "-light.svg")
+            )
+            assert other in shown, f"{page}: {name} alone"
+
+
+def test_each_difference_has_a_reason_and_the_twenty_that_matter_stand_first():
+    sections = re.split(r"^## (.+)$", (ROOT / "docs/differences.md").read_text("utf-8"), flags=re.M)[1:]
+    rows = {
+        name: re.findall(r"^\| (?!here \|)(.*) \|$", text, re.M)
+        for name, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+    assert next(iter(rows)) == "The twenty that matter" and len(rows["The twenty that matter"]) == 20
+    without = [row for section in rows.values() for row in section if not row.rpartition(" | ")[2].strip(" -")]
+    assert not without, without

@@ -1,0 +1,253 @@
+"""Draw the pictures of the pages, each for a light and for a dark page, as SVG.
+
+    python tools/pictures.py
+
+It needs matplotlib, as the benchmarks do (`make .venv/.ready-bench`). The files go to docs/img as NAME-light.svg and NAME-dark.svg.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+IMAGES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "img"
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of one kind of page."""
+
+    name: str
+    text: str
+    line: str
+    box: str
+    first: str
+    second: str
+    third: str
+    fourth: str
+
+
+LIGHT = Palette("light", "#1f2430", "#5c6370", "#eef1f6", "#3f6fd8", "#d9822b", "#2e9e6b", "#9a4fc4")
+DARK = Palette("dark", "#e3e6ed", "#9aa2b1", "#262b36", "#7aa2f7", "#f0a35e", "#63c79a", "#c792ea")
+
+
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """Return a figure without axes whose coordinates are inches."""
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(0, height)
+    axes.axis("off")
+    return figure, axes
+
+
+def box(
+    axes: Any, at: tuple[float, float], size: tuple[float, float], text: str, fill: str, palette: Palette, **words: Any
+) -> None:
+    """Draw a box with its text in the middle."""
+    from matplotlib.patches import FancyBboxPatch
+
+    shape = "round,pad=0,rounding_size=0.05"
+    axes.add_patch(FancyBboxPatch(at, *size, boxstyle=shape, facecolor=fill, edgecolor=palette.line, linewidth=0.8))
+    options = {"ha": "center", "va": "center", "fontsize": 8.5, "color": palette.text} | words
+    axes.text(at[0] + size[0] / 2, at[1] + size[1] / 2, text, **options)
+
+
+def arrow(
+    axes: Any, start: tuple[float, float], end: tuple[float, float], palette: Palette, both: bool = False
+) -> None:
+    """Draw an arrow."""
+    style = "<->" if both else "->"
+    axes.annotate("", end, start, arrowprops={"arrowstyle": style, "color": palette.line, "lw": 1.1})
+
+
+def label(axes: Any, x: float, y: float, text: str, palette: Palette, **words: Any) -> None:
+    """Write a text."""
+    options = {"ha": "left", "va": "center", "fontsize": 8.5, "color": palette.text} | words
+    axes.text(x, y, text, **options)
+
+
+def layers(palette: Palette) -> Any:
+    """Three layers: the program, the Accelerator, strategies over devices."""
+    figure, axes = canvas(7.2, 3.5)
+    rows = [
+        (2.55, "your program", ["model", "optimizer", "loader", "scheduler", "loop"], palette.first),
+        (
+            1.4,
+            "Accelerator",
+            ["prepare", "accumulate\nbackward, clip", "gather", "save_state\nload_state", "log"],
+            palette.second,
+        ),
+        (
+            0.25,
+            "strategies",
+            ["DDP", "FSDP2, HSDP", "tensor, context,\nsequence, experts", "DeepSpeed", "one process"],
+            palette.third,
+        ),
+    ]
+    for y, title, parts, colour in rows:
+        label(axes, 0.1, y + 0.4, title, palette, fontsize=10, color=colour, fontweight="bold")
+        for index, part in enumerate(parts):
+            box(axes, (1.45 + index * 1.13, y), (1.05, 0.8), part, palette.box, palette, fontsize=7.5)
+    for y in (2.52, 1.37):
+        arrow(axes, (4.25, y), (4.25, y - 0.28), palette)
+    label(axes, 4.35, 2.38, "one call each", palette, fontsize=7.5, color=palette.line)
+    label(axes, 4.35, 1.23, "torch.distributed, devices, precision", palette, fontsize=7.5, color=palette.line)
+    return figure
+
+
+def timeline(palette: Palette) -> Any:
+    """One optimizer step of two micro-batches on two ranks, with what is sent."""
+    figure, axes = canvas(7.6, 3.3)
+    phases = [
+        ("load", 0.45, palette.box),
+        ("forward", 0.85, palette.first),
+        ("backward", 1.15, palette.second),
+        ("load", 0.45, palette.box),
+        ("forward", 0.85, palette.first),
+        ("backward", 1.15, palette.second),
+        ("clip", 0.4, palette.box),
+        ("step", 0.45, palette.third),
+    ]
+    for row, y in (("rank 0", 2.2), ("rank 1", 0.75)):
+        label(axes, 0.1, y + 0.22, row, palette, fontsize=9.5, fontweight="bold")
+        x = 0.9
+        for name, width, colour in phases:
+            light = colour == palette.box
+            shade = palette.text if light else ("#ffffff" if palette is LIGHT else "#15181f")
+            box(axes, (x, y), (width, 0.45), name, colour, palette, fontsize=7.5, color=shade)
+            x += width + 0.05
+    start = 0.9 + 0.45 + 0.85 + 1.15 + 0.45 + 0.85 + 5 * 0.05
+    for index in range(4):
+        arrow(axes, (start + 0.3 + index * 0.25, 1.25), (start + 0.3 + index * 0.25, 2.15), palette, both=True)
+    label(axes, start - 0.1, 1.72, "all-reduce", palette, ha="right", fontsize=8, color=palette.fourth)
+    for x, text in (
+        (0.95, "micro-batch 1: gradients stay on the rank"),
+        (start - 1.35, "micro-batch 2: gradients are averaged"),
+    ):
+        label(axes, x, 2.95, text, palette, fontsize=8, color=palette.line)
+    label(
+        axes,
+        0.95,
+        0.35,
+        "one optimizer step with gradient_accumulation_steps=2, DDP",
+        palette,
+        fontsize=8,
+        color=palette.line,
+    )
+    return figure
+
+
+def who_holds_what(palette: Palette) -> Any:
+    """What four ranks keep of one weight matrix, under four strategies."""
+    from matplotlib.patches import Rectangle
+
+    figure, axes = canvas(7.6, 3.4)
+    # For each strategy what each rank keeps of one weight matrix: cells of four rows (outputs) and four columns (inputs).
+    full = [(r, c) for r in range(4) for c in range(4)]
+    layouts: list[tuple[str, str, Callable[[int], list[tuple[int, int]]]]] = [
+        ("DDP", "4 replicas", lambda rank: full),
+        ("FSDP2", "4 shards", lambda rank: [(rank, c) for c in range(4)]),
+        (
+            "HSDP",
+            "2 replicas x 2 shards",
+            lambda rank: [(r, c) for r in range(2 * (rank % 2), 2 * (rank % 2) + 2) for c in range(4)],
+        ),
+        ("tensor parallelism", "4 parts (row-wise)", lambda rank: [(r, rank) for r in range(4)]),
+    ]
+    colours = (palette.first, palette.second, palette.third, palette.fourth)
+    for column, (title, note, held) in enumerate(layouts):
+        left = 0.75 + column * 1.75
+        label(axes, left + 0.65, 3.2, title, palette, ha="center", fontsize=9.5, fontweight="bold")
+        label(axes, left + 0.65, 2.98, note, palette, ha="center", fontsize=7.5, color=palette.line)
+        for rank in range(4):
+            x, y = left + (rank % 2) * 0.72, 1.7 - (rank // 2) * 1.15
+            for r, c in full:
+                mine = (r, c) in held(rank)
+                axes.add_patch(
+                    Rectangle(
+                        (x + c * 0.145, y + (3 - r) * 0.22),
+                        0.145,
+                        0.22,
+                        facecolor=colours[rank] if mine else palette.box,
+                        edgecolor=palette.line,
+                        linewidth=0.4,
+                    )
+                )
+            label(axes, x + 0.29, y - 0.11, f"rank {rank}", palette, ha="center", fontsize=7)
+    label(
+        axes,
+        0.75,
+        0.2,
+        "A square is one weight matrix with its gradient and optimizer state; coloured is what the rank keeps.\nFSDP gathers the matrix for use, tensor parallelism never does.",
+        palette,
+        fontsize=7,
+        color=palette.line,
+    )
+    return figure
+
+
+def scaler(palette: Palette) -> Any:
+    """The life of the gradient scaler in one step."""
+    figure, axes = canvas(7.6, 2.5)
+    steps = [
+        ("loss", palette.box),
+        ("x scale\nbackward", palette.first),
+        ("/ scale\nclip, unscale", palette.second),
+        ("infinite\nsomewhere?", palette.box),
+        ("step\nschedule", palette.third),
+    ]
+    for index, (text, colour) in enumerate(steps):
+        shade = palette.text if colour == palette.box else ("#ffffff" if palette is LIGHT else "#15181f")
+        box(axes, (0.2 + index * 1.48, 1.35), (1.2, 0.7), text, colour, palette, color=shade)
+        if index:
+            arrow(axes, (0.2 + index * 1.48 - 0.27, 1.7), (0.2 + index * 1.48 - 0.02, 1.7), palette)
+    shade = "#ffffff" if palette is LIGHT else "#15181f"
+    box(axes, (4.64, 0.3), (1.2, 0.55), "no step\nscale / 2", palette.fourth, palette, color=shade)
+    arrow(axes, (5.24, 1.33), (5.24, 0.87), palette)
+    label(axes, 5.32, 1.1, "yes, on some rank", palette, fontsize=7.5, color=palette.line)
+    label(axes, 5.9, 1.9, "no", palette, fontsize=7.5, color=palette.line)
+    label(axes, 6.1, 0.57, "after 2,000 steps\nwithout one: scale x 2", palette, fontsize=7.5, color=palette.line)
+    return figure
+
+
+PICTURES: dict[str, Callable[[Palette], Any]] = {
+    "layers": layers,
+    "step-timeline": timeline,
+    "who-holds-what": who_holds_what,
+    "scaler": scaler,
+}
+
+
+def draw(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Draw every picture into a folder, and return the files. The same program draws the same bytes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "pictures", "svg.fonttype": "none", "font.family": "sans-serif"}
+    from matplotlib import pyplot
+
+    files = []
+    for name, picture in PICTURES.items():
+        for palette in (LIGHT, DARK):
+            figure = picture(palette)
+            file = folder / f"{name}-{palette.name}.svg"
+            figure.savefig(file, transparent=True, metadata={"Date": None, "Creator": None})
+            pyplot.close(figure)
+            file.write_text("\n".join(line.rstrip() for line in file.read_text("utf-8").splitlines()) + "\n", "utf-8")
+            files.append(file)
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, default=IMAGES, help="the folder; docs/img by default")
+    for file in draw(parser.parse_args().out):
+        print(file.name)
+
+
+if __name__ == "__main__":
+    main()
