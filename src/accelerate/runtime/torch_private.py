@@ -39,6 +39,7 @@ _HOMES = {
     "torch.distributed.tensor.experimental._attention": "cp_options set_rotate_method",
     "torch.nn.modules.module": "EXTRA_STATE_KEY_SUFFIX IncompatibleKeys",
     "torch.utils": "pytree",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -102,6 +103,59 @@ def flight_recorders() -> list[Callable[[bool, bool], str]]:
     module = getattr(torch._C, "_distributed_c10d", None)
     found = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
     return [dump for dump in found if dump]
+
+
+def group_named(name: str) -> Any:
+    """Return the process group of a name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def is_distributed(kind: type) -> bool:
+    """Say whether a class of tensors is that of DTensors, without an import of it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+def completed(tensors: Any) -> Any:
+    """Return what an operation of `torch.ops.c10d` returns beside its tensors, of one that is over and has a future with these."""
+    from torch._C._distributed_c10d import _create_work_from_future
+
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future).boxed()
+
+
+def join_alone(rank: int, world_size: int, store: Any) -> None:
+    """Start torch's fake process group, as one of ranks of which there are no others."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+
+
+def shapes_only() -> Any:
+    """Return torch's mode in which tensors have a shape and no memory; what was made outside of it may come in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools import fake_collectives  # noqa: F401  it lets collectives work on such tensors
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_shape(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor was made in `shapes_only`."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def reads_value(operator: Any) -> bool:
+    """Say whether an operator of torch reads the one value of a tensor, as `item` does."""
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
+def with_values() -> contextlib.AbstractContextManager:
+    """Return a context in which new tensors have memory, inside `shapes_only`."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
