@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import data
 
 from accelerate._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
@@ -32,7 +32,11 @@ from accelerate.simulation_report import Facts, text_of
 _COPIES = (
     "Other ranks are made up: what they send are copies of what this rank sends, so losses and weights mean nothing."
 )
-_FAKE_ITEM = "Tensors have no values: what the program reads of them, as by loss.item(), is NaN, or 0 of an integer."
+# Numbers of floating point in so many are weights, gradients or activations, and need no values; what steers a program has fewer.
+_LARGE = 256
+_FAKE_ITEM = (
+    "Large tensors have no values: what the program reads of them, as by loss.item(), is NaN, or 0 of an integer."
+)
 
 
 class StepsDone(SystemExit):
@@ -45,6 +49,7 @@ class SimulatedRank(CollectiveRecorder):
     def __init__(self, run: simulated.SimulatedRun, steps: int | None, shapes_only: bool) -> None:
         super().__init__()
         self.run, self.steps, self.shapes_only = run, steps, shapes_only
+        self._shapes = torch_private.shapes_only() if shapes_only else None
         self.memory, self.facts = AllocationTracker(), Facts(run, shapes_only)
         self._boundary: int | None = None
 
@@ -61,7 +66,12 @@ class SimulatedRank(CollectiveRecorder):
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.shapes_only and torch_private.reads_value(func) and torch_private.is_shape(args[0]):
+        if self._shapes is not None and not types:
+            made = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
+            if made is not None and made.is_floating_point() and made.numel() >= _LARGE:
+                self.memory.see(made)
+                return made
+        elif self._shapes is not None and torch_private.reads_value(func) and torch_private.is_shape(args[0]):
             self.run.notes[_FAKE_ITEM] = None
             return float("nan") if args[0].is_floating_point() else 0
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -92,8 +102,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
         last.callback(register_optimizer_step_post_hook(rank.stepped).remove)
         _answer_for_others(last)
         if rank.shapes_only:
-            _read_data_with_values(last)
-            last.enter_context(torch_private.shapes_only())
+            _move_shapes(last)
         last.enter_context(rank.memory.watching())
         last.enter_context(rank)
         yield
@@ -122,23 +131,26 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         setattr(dist, name, function)
 
 
-def _read_data_with_values(last: contextlib.ExitStack) -> None:
-    """Let loaders draw and read as always while tensors have shapes alone: orders and batches have values."""
-    begin = data.DataLoader.__iter__
+def _move_shapes(last: contextlib.ExitStack) -> None:
+    """Let modules move and cast parameters without values, for a time: torch swaps them, which fails where anybody refers to them."""
+    apply = nn.Module._apply
 
-    def read(loader: Any) -> Iterator[Any]:
-        with torch_private.with_values():
-            batches = begin(loader)
-        while True:
-            with torch_private.with_values():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
+    def move(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(change)
+        own = [parameter for parameter in module.parameters(recurse=False)]
+        if not any(map(torch_private.is_shape, own)):
+            return apply(module, change, recurse=False)
+        with torch.no_grad():
+            for tensor in [*own, *(parameter.grad for parameter in own if parameter.grad is not None)]:
+                if (changed := change(tensor)) is not tensor:
+                    tensor.data = changed
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = change(buffer)
+        return module
 
-    last.callback(setattr, data.DataLoader, "__iter__", begin)
-    data.DataLoader.__iter__ = read  # type: ignore[method-assign]
+    last.callback(setattr, nn.Module, "_apply", apply)
+    nn.Module._apply = move  # type: ignore[method-assign]
 
 
 def _run_program(words: list[str]) -> None:

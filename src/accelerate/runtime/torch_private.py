@@ -151,11 +151,18 @@ def reads_value(operator: Any) -> bool:
     return operator is torch.ops.aten._local_scalar_dense.default
 
 
-def with_values() -> contextlib.AbstractContextManager:
-    """Return a context in which new tensors have memory, inside `shapes_only`."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+_FACTORIES = frozenset(
+    "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full".split()
+)
 
-    return unset_fake_temporarily()
+
+def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what an operator that makes a tensor from sizes makes in `shapes_only`; None for any other operator."""
+    if getattr(operator, "namespace", "") != "aten" or operator.__name__.partition(".")[0] not in _FACTORIES:
+        return None
+    with mode:
+        made = operator(*args, **kwargs)
+    return None if made.is_meta else made
 
 
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
