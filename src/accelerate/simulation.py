@@ -138,7 +138,7 @@ def _move_shapes(last: contextlib.ExitStack) -> None:
     def move(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
             child._apply(change)
-        own = [parameter for parameter in module.parameters(recurse=False)]
+        own = list(module.parameters(recurse=False))
         if not any(map(torch_private.is_shape, own)):
             return apply(module, change, recurse=False)
         with torch.no_grad():

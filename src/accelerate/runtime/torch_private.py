@@ -151,14 +151,16 @@ def reads_value(operator: Any) -> bool:
     return operator is torch.ops.aten._local_scalar_dense.default
 
 
-_FACTORIES = frozenset(
-    "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full".split()
-)
+_FACTORIES = "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full"
 
 
 def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return what an operator that makes a tensor from sizes makes in `shapes_only`; None for any other operator."""
-    if getattr(operator, "namespace", "") != "aten" or operator.__name__.partition(".")[0] not in _FACTORIES:
+    if getattr(operator, "namespace", "") != "aten" or operator.__name__.partition(".")[0] not in _FACTORIES.split():
+        return None
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
+
+    if any(type(other) is type(mode) for other in active_modes()):  # DTensor finds out in its own what an operator returns
         return None
     with mode:
         made = operator(*args, **kwargs)
@@ -210,7 +212,7 @@ def free(tensor: torch.Tensor) -> None:
     if hasattr(tensor, "_local_tensor"):
         tensor._local_tensor = torch.empty(0, dtype=tensor.dtype)
     else:
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = tensor.detach().new_empty(0)  # of its own kind
 
 
 def group_of(sharded: Any) -> Any:
