@@ -7,6 +7,7 @@ Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 """
 
 import contextlib
+import importlib
 import math
 import pkgutil
 import sys
@@ -146,6 +147,32 @@ def is_shape(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
+@contextlib.contextmanager
+def sharding_shapes() -> Iterator[None]:
+    """Let `fully_shard` split parameters of `shapes_only` into few tensors: it makes one for each rank, to take one of them."""
+    try:
+        home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+        split = home._chunk_with_empty
+    except (ImportError, AttributeError):  # slower with thousands of ranks, and otherwise the same
+        yield
+        return
+
+    def parts_of(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+        if not is_shape(tensor):
+            return split(tensor, count, dim)
+        length = tensor.shape[dim]
+        size = -(-length // count)
+        full, rest = divmod(length, size)
+        parts = [tensor.narrow(dim, 0, size)] * full + [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
+        return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
+
+    home._chunk_with_empty = parts_of
+    try:
+        yield
+    finally:
+        home._chunk_with_empty = split
+
+
 def reads_value(operator: Any) -> bool:
     """Say whether an operator of torch reads the one value of a tensor, as `item` does."""
     return operator is torch.ops.aten._local_scalar_dense.default
@@ -160,7 +187,9 @@ def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]
         return None
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
-    if any(type(other) is type(mode) for other in active_modes()):  # DTensor finds out in its own what an operator returns
+    if any(
+        type(other) is type(mode) for other in active_modes()
+    ):  # DTensor finds out in its own what an operator returns
         return None
     with mode:
         made = operator(*args, **kwargs)
