@@ -91,7 +91,9 @@ class SimulatedRank(CollectiveRecorder):
         if (accelerator := memory.newest()) is not None:
             self.name(accelerator.torch_device_mesh)
             label(self.memory, accelerator.prepared.models, accelerator.prepared.optimizers)
-            self.facts.look(accelerator)
+            self.facts.look(
+                accelerator, max((self.memory.forwards[id(each)] for each in accelerator.prepared.models), default=0)
+            )
         self.facts.step(step, self.take(), *self.memory.peak(self.facts.names.get))
 
 

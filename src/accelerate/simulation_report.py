@@ -41,19 +41,19 @@ class Facts:
         self._last: dict[str, Any] = {}
         self._seen: tuple[int, ...] = ()
 
-    def look(self, accelerator: Run) -> None:
-        """Learn what an Accelerator has prepared, where that is new."""
+    def look(self, accelerator: Run, forwards: int) -> None:
+        """Learn what an Accelerator has prepared, where that is new, and from forward passes of a step how many accumulate."""
         prepared = accelerator.prepared
         seen = tuple(map(id, (*prepared.models, *prepared.dataloaders)))
         if seen == self._seen:
             return
         self._seen = seen
         self.names = {module: name for model in prepared.models for name, module in model.named_modules()}
-        accumulation = accelerator.gradient_accumulation_steps
+        accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate by itself
         self._setting = {
             "strategy": resolve(accelerator.state).name,
             "mixed_precision": accelerator.mixed_precision,
-            "gradient_accumulation_steps": accumulation,
+            "batches_a_step": accumulation,
             "models": [type(model).__name__ for model in prepared.models],
         }
         self._layout = list(_groups(accelerator.torch_device_mesh))

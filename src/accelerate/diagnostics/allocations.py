@@ -42,6 +42,8 @@ class AllocationTracker:
         self._now = self._looked_at = 0
         self._at_peak: list[tuple[_Held, int]] = []
         self._modules: list[nn.Module] = []
+        # Of modules that no other module called, by identity: how often, since the last `peak`.
+        self.forwards: Counter[int] = Counter()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,6 +69,8 @@ class AllocationTracker:
             yield
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if not self._modules:
+            self.forwards[id(module)] += 1
         self._modules.append(module)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -121,6 +125,7 @@ class AllocationTracker:
             if name is not None:
                 modules[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)] += size
         self._at_peak, self._looked_at = [], 0
+        self.forwards.clear()
         return kinds, dict(modules)
 
 
