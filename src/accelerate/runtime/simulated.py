@@ -60,8 +60,12 @@ class OthersCame(dist.Store):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
         if key.endswith(_COUNTERS) and not self._values.check([key]):
-            amount += self._others
+            amount += self.come()
         return self._values.add(key, amount)
+
+    def come(self) -> int:
+        """Return what the others have added to a counter."""
+        return self._others
 
 
 def _forwarded(name: str) -> None:
