@@ -164,7 +164,7 @@ OPTIONS: tuple[Option, ...] = (
         "memory, collectives and checkpoints: 128x8.",
         check=matching(r"[1-9]\d{0,5}x[1-9]\d{0,5}", "write machines x processes of each, such as 128x8"),
     ),
-    _simulate("_rank", "Which rank a simulated run is.", default=0, check=at_least(0)),
+    _simulate("_rank", "Which rank a simulated run is; 0 by default.", type="int", check=at_least(0)),
     _simulate("_steps", "End a simulated run after so many optimizer steps.", type="int", check=at_least(1)),
     _simulate(
         "_shapes_only",

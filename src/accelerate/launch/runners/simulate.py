@@ -21,7 +21,7 @@ _OF_A_LAUNCH = (
 
 def arrange(values: dict[str, Resolved], notes: list[str]) -> Ranks:
     """Let the settings be those of a simulated run, in place, and return its rank; a LaunchError says what contradicts it."""
-    asked, rank = values["simulate"].value, values["simulate_rank"].value
+    asked, rank = values["simulate"].value, values["simulate_rank"].value or 0
     if fault := BY_NAME["simulate"].check(asked):
         raise LaunchError(f"--simulate is {asked!r}; {fault}.")
     for feature in sorted(features_on(values) & {*_REFUSED}):
