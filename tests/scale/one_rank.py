@@ -27,38 +27,37 @@ from torch.testing._internal.distributed import fake_pg  # noqa: E402, F401  it 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.checkpoint.barrier import _FLAG as FLAG  # noqa: E402
 from accelerate.checkpoint.manifest import FileEntry, random_states_file, write_part  # noqa: E402
+from accelerate.runtime import simulated  # noqa: E402
 from accelerate.runtime.durable import Checksum  # noqa: E402
 
 
-class OthersCame(dist.Store):
-    """A key-value store in which all other ranks have added themselves to a counter of ranks before this one does."""
+class OthersCame(simulated.OthersCame):
+    """A store in which all other ranks have come to each round of a barrier before this one, and which counts requests."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._values = dist.HashStore()
+        super().__init__(RANKS)
         self.requests = 0
         # After so many rounds of a barrier, one in which all other ranks raise their flag: they have written files.
         self.written_after = -1
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
+    def come(self) -> int:
+        """Return what the others have added to a counter."""
+        self.written_after -= 1
+        return (RANKS - 1) * (1 + FLAG * (self.written_after == -1))
+
+
+def _counted(name: str) -> None:
+    plain = getattr(simulated.OthersCame, name)
+
+    def count(self: OthersCame, *arguments: Any) -> Any:
         self.requests += 1
-        if key.endswith(("come", "left")) and not self._values.check([key]):
-            amount += (RANKS - 1) * (1 + FLAG * (self.written_after == 0))
-            self.written_after -= 1
-        return self._values.add(key, amount)
+        return plain(self, *arguments)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._values, name)
+    setattr(OthersCame, name, count)
 
 
-for _name in ("set", "get", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set", "append"):
-
-    def _forward(self: OthersCame, *arguments: Any, _name: str = _name) -> Any:
-        self.requests += 1
-        return getattr(self._values, _name)(*arguments)
-
-    setattr(OthersCame, _name, _forward)
+for _name in ("add", "set", "get", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set", "append"):
+    _counted(_name)
 
 
 def of_others(folder: str) -> None:

@@ -29,6 +29,7 @@ from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending, generators_kept, is_stateful
 from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
 from accelerate.process import PartialState
+from accelerate.runtime import simulated
 from accelerate.utils.nested import over_leaves
 
 logger = logging.getLogger(__name__)
@@ -384,6 +385,11 @@ class DataLoaderDispatcher(PreparedLoader):
     def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
         """The rounds from `start` on: read and sent by a reader, received by the others."""
         if self.state.process_index not in self.readers:
+            if simulated.current() is not None:
+                raise ValueError(
+                    f"Rank {self.state.process_index} is simulated, and would be sent its batches by rank {self._served()[0]}, which is made up. "
+                    f"Simulate a rank that reads (--simulate_rank {self._served()[0]}), or set dispatch_batches=False."
+                )
             while True:
                 yield self._connection.receive()
         alone = self.state.num_processes == 1

@@ -176,6 +176,11 @@ def watch(accelerator: Run) -> None:
     failure.watch(explain)
 
 
+def newest() -> Run | None:
+    """Return the Accelerator that was made last, of those that live. Any rank, alone."""
+    return next(iter(reversed(list(_LIVE))), None)
+
+
 def explain(error: BaseException) -> str:
     """Return what holds this rank's memory, and what would help; an empty text for an error of another kind. Any rank, alone."""
     runs = list(_LIVE)

@@ -57,6 +57,8 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
     choose_paradigm(values)
+    if values["simulate"].value is not None:
+        return _simulated(args, values, file, notes, needs_script)
     scheduler = None
     if not environ.keys().isdisjoint(_SPEAKERS):
         from accelerate.launch import cluster  # most runs have no scheduler
@@ -103,6 +105,30 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         rendezvous=_rendezvous(values, meet, notes) if runner in ("local", "machines") else meet,
         extra=MappingProxyType(_extra(values, environ, job if task else None, is_alone)),
         notes=() if task and task.rank else tuple(notes),  # the first task prints them for all
+    )
+
+
+def _simulated(
+    args: argparse.Namespace, values: Values, file: FileSettings | None, notes: list[str], needs_script: bool
+) -> LaunchPlan:
+    """Return the plan of one process that plays a rank of many; no scheduler, device or other machine has a say."""
+    from accelerate.launch.runners import simulate  # only where it is asked for
+
+    ranks, on = simulate.arrange(values, notes), features_on(values)
+    _check_settings(values, on, file, notes)
+    if needs_script:
+        _check_script(args, values)
+    _check_layout(values, on, notes)
+    return LaunchPlan(
+        settings=MappingProxyType(values),
+        script=args.training_script,
+        script_args=tuple(args.training_script_args or ()),
+        num_processes=ranks.world_size,
+        hardware=hardware.Hardware("cpu", 0),
+        on_cpu=True,
+        runner="simulate",
+        extra=MappingProxyType(ranks.variables),
+        notes=tuple(notes),
     )
 
 

@@ -7,6 +7,7 @@ Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 """
 
 import contextlib
+import importlib
 import math
 import pkgutil
 import sys
@@ -39,6 +40,7 @@ _HOMES = {
     "torch.distributed.tensor.experimental._attention": "cp_options set_rotate_method",
     "torch.nn.modules.module": "EXTRA_STATE_KEY_SUFFIX IncompatibleKeys",
     "torch.utils": "pytree",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -104,6 +106,96 @@ def flight_recorders() -> list[Callable[[bool, bool], str]]:
     return [dump for dump in found if dump]
 
 
+def group_named(name: str) -> Any:
+    """Return the process group of a name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def is_distributed(kind: type) -> bool:
+    """Say whether a class of tensors is that of DTensors, without an import of it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+def completed(tensors: Any) -> Any:
+    """Return what an operation of `torch.ops.c10d` returns beside its tensors, of one that is over and has a future with these."""
+    from torch._C._distributed_c10d import _create_work_from_future
+
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future).boxed()
+
+
+def join_alone(rank: int, world_size: int, store: Any) -> None:
+    """Start torch's fake process group, as one of ranks of which there are no others."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+
+
+def shapes_only() -> Any:
+    """Return torch's mode in which tensors have a shape and no memory; what was made outside of it may come in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools import fake_collectives  # noqa: F401  it lets collectives work on such tensors
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_shape(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor was made in `shapes_only`."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+@contextlib.contextmanager
+def sharding_shapes() -> Iterator[None]:
+    """Let `fully_shard` split parameters of `shapes_only` into few tensors: it makes one for each rank, to take one of them."""
+    try:
+        home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+        split = home._chunk_with_empty
+    except (ImportError, AttributeError):  # slower with thousands of ranks, and otherwise the same
+        yield
+        return
+
+    def parts_of(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+        if not is_shape(tensor):
+            return split(tensor, count, dim)
+        length = tensor.shape[dim]
+        size = -(-length // count)
+        full, rest = divmod(length, size)
+        parts = [tensor.narrow(dim, 0, size)] * full + [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
+        return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
+
+    home._chunk_with_empty = parts_of
+    try:
+        yield
+    finally:
+        home._chunk_with_empty = split
+
+
+def reads_value(operator: Any) -> bool:
+    """Say whether an operator of torch reads the one value of a tensor, as `item` does."""
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
+_FACTORIES = "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full"
+
+
+def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what an operator that makes a tensor from sizes makes in `shapes_only`; None for any other operator."""
+    if getattr(operator, "namespace", "") != "aten" or operator.__name__.partition(".")[0] not in _FACTORIES.split():
+        return None
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
+
+    if any(
+        type(other) is type(mode) for other in active_modes()
+    ):  # DTensor finds out in its own what an operator returns
+        return None
+    with mode:
+        made = operator(*args, **kwargs)
+    return None if made.is_meta else made
+
+
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
 
 
@@ -149,7 +241,7 @@ def free(tensor: torch.Tensor) -> None:
     if hasattr(tensor, "_local_tensor"):
         tensor._local_tensor = torch.empty(0, dtype=tensor.dtype)
     else:
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = tensor.detach().new_empty(0)  # of its own kind
 
 
 def group_of(sharded: Any) -> Any:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate.checkpoint import manifest
+from accelerate.checkpoint import manifest, measure
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
+from accelerate.runtime import simulated
 from accelerate.training import readers
 from accelerate.training.prepared import Facade
 from accelerate.training.readers import Readers
@@ -54,6 +55,8 @@ def load_state(
     options = {"map_location": location, "load_kwargs": load_kwargs}
     storage = _storage(accelerator, input_dir)
     search = _Search(accelerator, storage, latest or input_dir is None, readers.wished())
+    if simulated.current() is not None:
+        return _measured(search, missing_ok)
     deciding = {**model_options, "strict": not model_options.get("strict", True), "load_kwargs": load_kwargs}
     group, replaced = Group.of(accelerator, storage), 0
     while True:
@@ -94,6 +97,22 @@ def load_state(
     if chosen.following is not None:
         accelerator.project_configuration.iteration = chosen.following
     return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
+
+
+def _measured(search: "_Search", missing_ok: bool) -> Path | str | None:
+    """Find what a simulated run would load, also among what it would have saved; nothing changes."""
+    here = search.storage.location
+    saved = [save.location for save in simulated.current().saves]
+    saved = [one for one in saved if one == here or (search.latest and os.path.dirname(one) == here)]
+    answer = {"location": saved[-1], "following": None} if saved else search.answer()
+    if (refusal := _refusal(answer)) is not None:
+        if missing_ok and answer["nothing"]:
+            return None
+        raise refusal
+    measure.load(answer["location"])
+    if answer["following"] is not None:
+        search.accelerator.project_configuration.iteration = answer["following"]
+    return Path(answer["location"]) if isinstance(search.storage, LocalStorage) else answer["location"]
 
 
 def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:

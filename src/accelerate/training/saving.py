@@ -17,11 +17,13 @@ from accelerate.backends.base import Backend
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
+from accelerate.checkpoint.measure import MeasuredSave
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
+from accelerate.runtime import simulated
 from accelerate.training.prepared import Facade
 from accelerate.utils import other
 from accelerate.utils.constants import (
@@ -61,7 +63,8 @@ def save_state(
     storage = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
     backend = accelerator._backend
-    save = Save(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
+    kind = Save if simulated.current() is None else MeasuredSave
+    save = kind(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True

@@ -41,6 +41,7 @@ RUNNERS = {
     "tpu": "by torch_xla on this machine",
     "tpu_pod": "by the machines of a TPU pod",
     "sagemaker": "by a job of Amazon SageMaker",
+    "simulate": "in place of the launcher, as one rank whose others are made up",
 }
 # Those whose module is called otherwise.
 _MODULES = {"single": "local", "machines": "local", "tpu_pod": "tpu"}
@@ -120,7 +121,11 @@ def summary(plan: LaunchPlan) -> str:
     if plan.runner in ("tpu", "tpu_pod"):
         where = "TPU cores"
     # A scheduler has started a launch for each process.
-    count = f"1 of {plan.num_processes}" if plan.runner == "single" and plan.num_processes > 1 else plan.num_processes
+    count = (
+        f"1 of {plan.num_processes}"
+        if plan.runner in ("single", "simulate") and plan.num_processes > 1
+        else plan.num_processes
+    )
     return f"{count} {'process' if plan.num_processes == 1 else 'processes'} on {where}"
 
 

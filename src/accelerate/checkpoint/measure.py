@@ -1,0 +1,51 @@
+"""A save of a simulated run: this rank's files are planned and measured, and nothing is published."""
+
+import os
+import tempfile
+from dataclasses import dataclass
+
+from accelerate.checkpoint.save import WRITERS, Save, SavePlan
+from accelerate.checkpoint.storage import refuse_unreadable
+from accelerate.runtime import simulated
+
+_NOTE = "save_state wrote nothing, and load_state read nothing: tensors keep the values that they have."
+
+
+@dataclass
+class MeasuredSave(Save):
+    """Goes through the steps of a save without other ranks, and remembers the sizes of files in their place."""
+
+    def begin(self, former: BaseException | None = None) -> None:
+        """Make the plan for a folder that only hooks write into, which goes away."""
+        if former is not None:
+            raise former
+        self.refusing(self.storage)
+        refuse_unreadable(self.storage.location)
+        self._scratch = tempfile.TemporaryDirectory(prefix="accelerate-simulated-", ignore_cleanup_errors=True)
+        first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
+        self.plan = SavePlan(self._scratch.name, self.group.rank, first)
+
+    def settle(self) -> None:
+        """Raise what went wrong in collecting the state."""
+        if self.problem is not None:
+            self._scratch.cleanup()
+            raise self.problem
+
+    def finish(self, writers: int = WRITERS) -> None:
+        """Remember what would have been written."""
+        self.settle()
+        files = self.plan.sizes()
+        for folder, _, names in os.walk(self._scratch.name):
+            paths = [os.path.join(folder, name) for name in names]
+            files |= {os.path.relpath(path, self._scratch.name): os.path.getsize(path) for path in paths}
+        self._scratch.cleanup()
+        run = simulated.current()
+        run.saves.append(simulated.Written(self.storage.location, files))
+        run.notes[_NOTE] = None
+
+
+def load(location: str) -> None:
+    """Remember that a checkpoint would have been read."""
+    run = simulated.current()
+    run.loads.append(location)
+    run.notes[_NOTE] = None

@@ -1,0 +1,144 @@
+"""What holds a rank's memory at its peak: the memory of tensors that live, by what they are and by module, on any device or on none."""
+
+import contextlib
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.runtime import torch_private
+from accelerate.runtime.torch_private import pytree
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+EXCHANGED, ACTIVATIONS, PROGRAM = "gathered and exchanged", "activations", "held by the program"
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, EXCHANGED, ACTIVATIONS, PROGRAM)
+# A new peak is looked into once it is higher than the last one by this part.
+_HIGHER = 1.001
+
+
+@dataclass(eq=False)
+class _Held:
+    """Memory of tensors: its bytes, what it is, and the module whose forward made it, or the name of one."""
+
+    size: int
+    reference: Any
+    module: Any
+    kind: str = ACTIVATIONS
+
+
+class AllocationTracker:
+    """Follows the memory of tensors from the operators that make them; `see` gets what each returns. Any rank, alone.
+
+    It counts what tensors take: not what an allocator rounds up or keeps, nor what kernels need for themselves.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Held] = {}
+        self._now = self._looked_at = 0
+        self._at_peak: list[tuple[_Held, int]] = []
+        self._modules: list[nn.Module] = []
+        # Of modules that no other module called, by identity: how often, since the last `peak`.
+        self.forwards: Counter[int] = Counter()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow modules, and memory that strategies take and give back without an operator."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            held = self._live.get(id(storage))
+            if held is not None and size < held.size:
+                self._look()
+            result = resize(storage, size)
+            if held is not None:
+                self._now += size - held.size
+                held.size, held.kind = size, EXCHANGED  # of whole parameters, which `fully_shard` frees in this way
+            return result
+
+        hooks = nn.modules.module
+        with contextlib.ExitStack() as last:
+            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+            last.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            last.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
+            last.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
+            yield
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if not self._modules:
+            self.forwards[id(module)] += 1
+        self._modules.append(module)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        while self._modules and self._modules.pop() is not module:
+            continue  # of a module that was left by an error
+
+    def see(self, result: Any, kind: str | None = None, module: Any = None) -> None:
+        """Take note of the memory of tensors, which may be nested, and of what it is for."""
+        for tensor in (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._see(torch_private.local_part(tensor), kind, module)
+
+    def _see(self, tensor: torch.Tensor, kind: str | None, module: Any) -> None:
+        if tensor.is_meta or torch_private.is_distributed(type(tensor)):
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        held = self._live.get(key)
+        if held is None:
+            made_in = weakref.ref(self._modules[-1]) if self._modules else None
+            reference = weakref.ref(storage, lambda _: self._freed(key))
+            held = self._live[key] = _Held(storage.nbytes(), reference, made_in)
+            self._now += held.size
+        if kind is not None:
+            held.kind, held.module = kind, module if module is not None else held.module
+
+    def _freed(self, key: int) -> None:
+        self._look()
+        if (held := self._live.pop(key, None)) is not None:
+            self._now -= held.size
+
+    def _look(self) -> None:
+        if self._now > self._looked_at * _HIGHER:
+            self._looked_at = self._now
+            self._at_peak = [(held, held.size) for held in self._live.values()]
+
+    def peak(self, name_of: Callable[[nn.Module], str]) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes at the peak since the last call by kind and by module, and begin anew; a step has ended.
+
+        Args:
+            name_of: gives the name of a module.
+        """
+        self._look()
+        for held in self._live.values():
+            if held.kind == ACTIVATIONS:  # what outlives a step is none
+                held.kind = PROGRAM
+        kinds, modules = dict.fromkeys(KINDS, 0), Counter[str]()
+        for held, size in self._at_peak:
+            kinds[held.kind] += size
+            made_in = held.module() if isinstance(held.module, weakref.ref) else held.module
+            name = name_of(made_in) if isinstance(made_in, nn.Module) else made_in
+            if name is not None:
+                modules[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)] += size
+        self._at_peak, self._looked_at = [], 0
+        self.forwards.clear()
+        return kinds, dict(modules)
+
+
+def label(tracker: AllocationTracker, models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+    """Say which memory is parameters, buffers, gradients and states of optimizers, by the module that each belongs to."""
+    owners: dict[int, str] = {}
+    for model in models:
+        for prefix, module in model.named_modules():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                owners[id(tensor)] = prefix
+                tracker.see(tensor, PARAMETERS, prefix)
+                if tensor.grad is not None:
+                    tracker.see(tensor.grad, GRADIENTS, prefix)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            tracker.see(state, OPTIMIZER, owners.get(id(parameter), ""))

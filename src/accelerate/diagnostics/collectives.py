@@ -1,0 +1,141 @@
+"""What a rank sends: each collective of a piece of code with its group, count and bytes, on any backend, also torch's fake one."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate.runtime import torch_private
+from accelerate.runtime.torch_private import pytree
+
+EVERYONE = "all ranks"
+# By what their operators are called in torch.ops.c10d and torch.ops._c10d_functional; the first that fits.
+_KINDS = {
+    "all_reduce": "all_?reduce",
+    "all_gather": "all_?gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_?to_?all",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce_",
+    "send": "i?send",
+    "recv": "i?recv",
+    "barrier": "(monitored_)?barrier",
+}
+_HOMES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+@dataclass(frozen=True, order=True)
+class Collective:
+    """All calls of one kind of collective by one group.
+
+    Attributes:
+        group: the dimension of the mesh, "all ranks", or how many ranks.
+        kind: such as "all_gather".
+        count: how many calls.
+        bytes: of the larger of what goes in and what comes out of each call on this rank, so that of an all-gather the whole.
+    """
+
+    group: str
+    kind: str
+    count: int
+    bytes: int
+
+
+class CollectiveRecorder(torch_private.TorchDispatchMode):
+    """A context in which each collective of this thread, and of backward passes that it starts, is counted. Any rank, alone.
+
+    It does not tell ranks apart that share a mesh, so a count of one rank of a run with `gloo` or `nccl` is the count of the same rank
+    on torch's fake process group.
+
+    Example:
+        >>> with CollectiveRecorder() as recorder:
+        ...     _ = torch.ones(2) + 1
+        >>> recorder.take()
+        []
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._labels: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
+
+    def name(self, mesh: Any | None) -> None:
+        """Call groups by the dimensions of a mesh, those that several were flattened into included."""
+        self._labels.update(groups_of(mesh))
+
+    def take(self) -> list[Collective]:
+        """Return what was counted since the last call, in the order of groups and kinds."""
+        found = [
+            Collective(self._label(group), kind, count, self._bytes[group, kind])
+            for (group, kind), count in self._calls.items()
+        ]
+        self._calls.clear()
+        self._bytes.clear()
+        return sorted(found)
+
+    def _label(self, group: str) -> str:
+        if dist.is_initialized() and group == dist.group.WORLD.group_name:
+            return self._labels.get(group, EVERYONE)
+        return self._labels.get(group, f"{self._sizes[group]} ranks")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Those of DTensors come here again as what they do with their local parts, exchanges included.
+        if any(torch_private.is_distributed(kind) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", "") not in _HOMES or (kind := _kind(func)) is None:
+            return self.seen(func, args, result)
+        group, size = _group(args)
+        self._sizes[group] = size
+        self._calls[group, kind] += 1
+        if kind != "barrier":
+            self._bytes[group, kind] += max(map(_size, (*args, result)))
+        return self.exchanged(func, args, result)
+
+    def seen(self, func: Any, args: Any, result: Any) -> Any:
+        """Take note of an operator that is no collective, and return its result; for subclasses."""
+        return result
+
+    def exchanged(self, func: Any, args: Any, result: Any) -> Any:
+        """Take note of a collective, and return its result; for subclasses."""
+        return result
+
+
+def groups_of(mesh: Any | None) -> dict[str, str]:
+    """Return the dimension of a mesh, as it is called, by the name of its process group."""
+    labels: dict[str, str] = {}
+    for name in (*(mesh.mesh_dim_names or ()), "dp_shard_cp", "dp_cp", "dp") if mesh is not None else ():
+        part = torch_private.dimension(mesh, name)
+        if part is not None and part.ndim == 1:
+            labels.setdefault(part.get_group().group_name, name)
+    return labels
+
+
+def _kind(func: Any) -> str | None:
+    name = func.__name__.partition(".")[0].lstrip("_")
+    return next((kind for kind, pattern in _KINDS.items() if re.match(pattern, name)), None)
+
+
+def _group(args: Any) -> tuple[str, int]:
+    """Return the name and size of the group among the arguments of an operator: an object of torch's, or its name."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                group = dist.ProcessGroup.unbox(value)
+            except RuntimeError:  # the operation of a reduction
+                continue
+            return group.group_name, group.size()
+    name = [value for value in args if isinstance(value, str)][-1]
+    return name, torch_private.group_named(name).size()
+
+
+def _size(value: Any) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

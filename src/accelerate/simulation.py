@@ -1,0 +1,220 @@
+"""Run a program as one rank of a large run whose other ranks are made up, and report what that rank does.
+
+    python -m accelerate.simulation [-m] script [arguments ...]
+
+`accelerate launch --simulate` starts it with the variables of the rank. The process group is torch's fake one: a collective copies what
+this rank gives, as if all ranks gave the same, and a key-value store answers for the others. All the rest is the program itself,
+with the package as it is.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from accelerate._warn import printable
+from accelerate.comm.torch_dist import TorchCommunicator
+from accelerate.config import env
+from accelerate.diagnostics import memory
+from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, label
+from accelerate.diagnostics.collectives import CollectiveRecorder
+from accelerate.runtime import ranks, simulated, torch_private
+from accelerate.simulation_report import Facts, text_of
+
+_COPIES = (
+    "Other ranks are made up: what they send are copies of what this rank sends, so losses and weights mean nothing."
+)
+# Numbers of floating point in so many are weights, gradients or activations, and need no values; what steers a program has fewer.
+_LARGE = 256
+_FAKE_ITEM = (
+    "Large tensors have no values: what the program reads of them, as by loss.item(), is NaN, or 0 of an integer."
+)
+
+
+class StepsDone(SystemExit):
+    """Ends the program after as many optimizer steps as were asked for."""
+
+
+class SimulatedRank(CollectiveRecorder):
+    """What one rank does, operator by operator: its collectives, for which it makes up the others' part, and its memory."""
+
+    def __init__(self, run: simulated.SimulatedRun, steps: int | None, shapes_only: bool) -> None:
+        super().__init__()
+        self.run, self.steps, self.shapes_only = run, steps, shapes_only
+        self._shapes = torch_private.shapes_only() if shapes_only else None
+        self.memory, self.facts = AllocationTracker(), Facts(run, shapes_only)
+        self._boundary: int | None = None
+
+    def seen(self, func: Any, args: Any, result: Any) -> Any:
+        """Follow the memory of what operators return."""
+        self.memory.see(result)
+        return result
+
+    def exchanged(self, func: Any, args: Any, result: Any) -> Any:
+        """Follow the memory that travels, and give the operation an end with a value, which the fake group's has not."""
+        self.memory.see((args, result), EXCHANGED)
+        if func.namespace == "c10d" and isinstance(result, tuple):
+            return (*result[:-1], torch_private.completed(result[0]))
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._shapes is not None and not types:
+            made = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
+            if made is not None and made.is_floating_point() and made.numel() >= _LARGE:
+                self.memory.see(made)
+                return made
+        elif self._shapes is not None and torch_private.reads_value(func) and torch_private.is_shape(args[0]):
+            self.run.notes[_FAKE_ITEM] = None
+            return float("nan") if args[0].is_floating_point() else 0
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        """Close a step: the optimizer that is the first to step ends each."""
+        self._boundary = self._boundary or id(optimizer)
+        if id(optimizer) != self._boundary:
+            return
+        self.facts.steps += 1
+        self.note(self.facts.steps)
+        if self.facts.steps == self.steps:
+            raise StepsDone(0)
+
+    def note(self, step: int) -> None:
+        """Add what was seen to the facts, as a step of this number, or as a run without steps."""
+        if (accelerator := memory.newest()) is not None:
+            self.name(accelerator.torch_device_mesh)
+            label(self.memory, accelerator.prepared.models, accelerator.prepared.optimizers)
+            self.facts.look(
+                accelerator, max((self.memory.forwards[id(each)] for each in accelerator.prepared.models), default=0)
+            )
+        self.facts.step(step, self.take(), *self.memory.peak(self.facts.names.get))
+
+
+@contextlib.contextmanager
+def _played(rank: SimulatedRank) -> Iterator[None]:
+    """Put the rank around a program."""
+    with contextlib.ExitStack() as last:
+        last.callback(register_optimizer_step_post_hook(rank.stepped).remove)
+        _answer_for_others(last)
+        if rank.shapes_only:
+            _move_shapes(last)
+            last.enter_context(torch_private.sharding_shapes())
+        last.enter_context(rank.memory.watching())
+        last.enter_context(rank)
+        yield
+
+
+def _answer_for_others(last: contextlib.ExitStack) -> None:
+    """Replace, for a time, functions of torch that need other processes even where the group is a fake one."""
+    new_group, init, objects = dist.new_group, dist.init_process_group, dist.broadcast_object_list
+
+    def broadcast_object_list(
+        object_list: list[Any], src: int | None = None, group: Any = None, **options: Any
+    ) -> None:
+        options.pop("group_src", None)
+        objects(object_list, dist.get_rank(), group, **options)  # what this rank has stands for what the source has
+
+    broadcast = TorchCommunicator.broadcast
+    last.callback(setattr, TorchCommunicator, "broadcast", broadcast)
+    TorchCommunicator.broadcast = lambda self, tensors, src=0: broadcast(self, tensors, self.rank)
+    replaced = {
+        "new_group": lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
+        "init_process_group": lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
+        "broadcast_object_list": broadcast_object_list,
+    }
+    for name, function in replaced.items():
+        last.callback(setattr, dist, name, getattr(dist, name))
+        setattr(dist, name, function)
+
+
+def _move_shapes(last: contextlib.ExitStack) -> None:
+    """Let modules move and cast parameters without values, for a time: torch swaps them, which fails where anybody refers to them."""
+    apply = nn.Module._apply
+
+    def move(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(change)
+        own = list(module.parameters(recurse=False))
+        if not any(map(torch_private.is_shape, own)):
+            return apply(module, change, recurse=False)
+        with torch.no_grad():
+            for tensor in [*own, *(parameter.grad for parameter in own if parameter.grad is not None)]:
+                if (changed := change(tensor)) is not tensor:
+                    tensor.data = changed
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = change(buffer)
+        return module
+
+    last.callback(setattr, nn.Module, "_apply", apply)
+    nn.Module._apply = move  # type: ignore[method-assign]
+
+
+def _run_program(words: list[str]) -> None:
+    """Run a script, or with `-m` a module, as Python itself would."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run a program as the rank that the environment names, and print the report at its end, however it ends.
+
+    Args:
+        words: the script and its arguments; by default those of this process.
+
+    Raises:
+        ValueError: the environment names no rank.
+    """
+    words = sys.argv[1:] if words is None else words
+    own = ranks.resolve()
+    if own is None or not words:
+        raise ValueError(
+            "Start it as `accelerate launch --simulate MACHINESxPROCESSES script.py`, which names the rank."
+        )
+    run = simulated.start(own)
+    run.notes[_COPIES] = None
+    rank = SimulatedRank(run, env.value_of("simulate_steps"), bool(env.value_of("simulate_shapes_only")))
+    try:
+        with _played(rank):
+            try:
+                _run_program(words)
+            finally:
+                if not rank.facts.steps:
+                    rank.note(0)
+    except StepsDone:
+        rank.facts.ended = f"ended after {rank.steps} optimizer steps, as --simulate_steps says"
+    except SystemExit as error:
+        rank.facts.ended = f"the program ended with status {error.code}"
+        raise
+    except BaseException as error:
+        rank.facts.ended = f"the program failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        _publish(rank.facts)
+
+
+def _publish(facts: Facts) -> None:
+    found = facts.as_json()
+    sys.stderr.flush()
+    print(printable(text_of(found)), flush=True)
+    if (file := env.value_of("simulate_report")) is not None:
+        with open(file, "w", encoding="utf-8") as stream:
+            json.dump(found, stream, indent=1)
+
+
+if __name__ == "__main__":
+    from accelerate import simulation  # under its own name, by which the program may find it
+
+    simulation.main()

@@ -1,0 +1,232 @@
+"""The report of a simulated run: what one rank was seen to do, as JSON and as text."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate.backends.registry import resolve
+from accelerate.data.plan import DataPlan
+from accelerate.diagnostics.collectives import EVERYONE, Collective
+from accelerate.diagnostics.table import size_text, table
+from accelerate.parallel import mesh as meshes
+from accelerate.runtime.run import Run
+from accelerate.runtime.simulated import SimulatedRun
+
+_MOST = 5
+
+
+class Facts:
+    """What a simulated rank was seen to do.
+
+    Attributes:
+        steps: optimizer steps that are over.
+        ended: how the program ended.
+        names: of modules of prepared models.
+    """
+
+    def __init__(self, run: SimulatedRun, shapes_only: bool) -> None:
+        self.run, self.shapes_only = run, shapes_only
+        self.steps, self.ended = 0, "the program came to its end"
+        self.names: dict[nn.Module, str] = {}
+        self._setting: dict[str, Any] = {}
+        self._layout: list[dict[str, Any]] = []
+        self._data: list[dict[str, Any]] = []
+        self._uneven: list[dict[str, Any]] = []
+        self._first: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
+        self._seen: tuple[int, ...] = ()
+
+    def look(self, accelerator: Run, forwards: int) -> None:
+        """Learn what an Accelerator has prepared, where that is new, and from forward passes of a step how many accumulate."""
+        prepared = accelerator.prepared
+        seen = tuple(map(id, (*prepared.models, *prepared.dataloaders)))
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self.names = {module: name for model in prepared.models for name, module in model.named_modules()}
+        accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate by itself
+        self._setting = {
+            "strategy": resolve(accelerator.state).name,
+            "mixed_precision": accelerator.mixed_precision,
+            "batches_a_step": accumulation,
+            "models": [type(model).__name__ for model in prepared.models],
+        }
+        self._layout = list(_groups(accelerator.torch_device_mesh))
+        plans = [loader.plan for loader in prepared.dataloaders if isinstance(getattr(loader, "plan", None), DataPlan)]
+        self._data = [_data(plan, accumulation) for plan in plans]
+        self._uneven = [found for model in prepared.models for found in _uneven(model)]
+
+    def step(self, number: int, calls: Sequence[Collective], kinds: dict[str, int], modules: dict[str, int]) -> None:
+        """Add a step: the first one with what comes before it, the last one as an example of the others; number 0 is no step."""
+        found = {
+            "collectives": [asdict(call) for call in calls],
+            "memory": {"peak": sum(kinds.values()), "kinds": kinds, "modules": _largest(modules)},
+        }
+        if number < 2:
+            self._first = found
+        else:
+            self._last = found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts."""
+        ranks = self.run.ranks
+        local = ranks.local_world_size or 1
+        return {
+            "run": {
+                "machines": ranks.world_size // local,
+                "processes": local,
+                "ranks": ranks.world_size,
+                "rank": ranks.rank,
+                "steps": self.steps,
+                "ended": self.ended,
+                "shapes_only": self.shapes_only,
+                "torch": torch.__version__,
+                **self._setting,
+            },
+            "layout": self._layout,
+            "data": self._data,
+            "first_step": self._first,
+            "step": self._last,
+            "checkpoints": [asdict(save) for save in self.run.saves],
+            "loads": self.run.loads,
+            "uneven": self._uneven,
+            "notes": list(self.run.notes),
+        }
+
+
+def _largest(modules: dict[str, int]) -> list[dict[str, Any]]:
+    return [{"module": name, "bytes": size} for name, size in Counter(modules).most_common(_MOST) if size]
+
+
+def _groups(mesh: Any | None) -> Iterator[dict[str, Any]]:
+    """Yield the dimensions of a mesh with the ranks that this one meets in each."""
+    if mesh is None:
+        yield {"group": EVERYONE, "size": dist.get_world_size(), "ranks": f"0-{dist.get_world_size() - 1}"}
+        return
+    for name in mesh.mesh_dim_names or ():
+        part = meshes.submesh(mesh, name)
+        ranks = dist.get_process_group_ranks(part.get_group())
+        yield {"group": name, "size": len(ranks), "ranks": _spans(ranks)}
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Write ranks down that have one distance, as those of a dimension of a mesh have."""
+    if len(ranks) < 3:
+        return ", ".join(map(str, ranks))
+    distance = ranks[1] - ranks[0]
+    return f"{ranks[0]}-{ranks[-1]}" if distance == 1 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+
+
+def _data(plan: DataPlan, accumulation: int) -> dict[str, Any]:
+    own, total = plan.own, plan.total_batch_size
+    return {
+        "kind": plan.kind,
+        "reading": plan.reading,
+        "dataset": plan.dataset_length,
+        "samples": plan.samples,
+        "duplicates": plan.duplicates,
+        "dropped": plan.dropped,
+        "batch": plan.batch_size,
+        "global_batch": None if total is None else total * accumulation,
+        "batches": own.batches,
+        "steps": None if own.batches is None else -(-own.batches // accumulation),
+        "shard": own.index,
+        "shards": len(plan.shards),
+        "own_samples": own.samples,
+        "own_duplicates": own.duplicates,
+        "read": own.read,
+    }
+
+
+def _uneven(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the parameters whose sharded dimension the ranks of a group do not divide."""
+    for name, parameter in model.named_parameters():
+        placements = getattr(parameter, "placements", ())
+        for dim, placement in enumerate(placements):
+            count, along = parameter.device_mesh.size(dim), getattr(placement, "dim", None)
+            if along is not None and parameter.shape[along] % count:
+                yield {"parameter": name, "shape": list(parameter.shape), "dimension": along, "ranks": count}
+
+
+# -- as text -------------------------------------------------------------------------------------------------------------
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """Return the report as text, of what `Facts.as_json` returned."""
+    run = found["run"]
+    lines = [
+        f"Simulated: rank {run['rank']} of {run['ranks']} ({run['machines']} machines x {run['processes']} processes), "
+        f"{run['steps']} optimizer steps; {run['ended']}."
+    ]
+    if "strategy" in run:
+        models = ", ".join(run["models"]) or "no model"
+        lines += [f"{run['strategy']}, mixed_precision {run['mixed_precision']}: {models}."]
+    lines += ["", *_section("Layout", ("group", "size", "ranks"), found["layout"], ("size",))]
+    for number, plan in enumerate(found["data"]):
+        lines += ["", f"Data of loader {number}", *_plan_lines(plan)]
+    step = found["step"] or found["first_step"]
+    if step:
+        lines += ["", *_memory_lines(step["memory"], "a step" if found["step"] else "the run")]
+    for title, part in (
+        ("Collectives of a step", found["step"]),
+        ("Collectives until the end of the first step", found["first_step"]),
+    ):
+        if part and part["collectives"]:
+            lines += ["", *_collective_lines(title, part["collectives"])]
+    for save in found["checkpoints"]:
+        total = size_text(sum(save["files"].values()))
+        lines += ["", f"Checkpoint {save['location']}: this rank writes {total} in {len(save['files'])} files"]
+        lines += [
+            f"  {name}  {size_text(size)}"
+            for name, size in sorted(save["files"].items(), key=lambda item: -item[1])[:_MOST]
+        ]
+    lines += ["", *(f"Would load {location}" for location in found["loads"])] if found["loads"] else []
+    lines += ["", *_uneven_lines(found["uneven"])] if found["uneven"] else []
+    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+
+
+def _section(
+    title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]], right: Sequence[str] = ()
+) -> list[str]:
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    return [title, table(columns, cells, right)] if cells else []
+
+
+def _plan_lines(plan: dict[str, Any]) -> list[str]:
+    known = {name: "unknown" if value is None else value for name, value in plan.items()}
+    reads = "an unknown part" if plan["read"] is None else f"{100 * plan['read']:.3g}%"
+    return [
+        f"  {known['kind']}, {known['dataset']} samples: {known['samples']} used, {known['duplicates']} repeated to fill batches, "
+        f"{known['dropped']} dropped",
+        f"  {known['steps']} optimizer steps an epoch of {known['global_batch']} samples; {known['batches']} batches of {known['batch']} a rank",
+        f"  this rank: shard {known['shard']} of {known['shards']}, {known['own_samples']} samples and {known['own_duplicates']} repeated; "
+        f"it reads {reads} of the data ({known['reading']})",
+    ]
+
+
+def _memory_lines(memory: dict[str, Any], of: str) -> list[str]:
+    rows = [{"what": name, "bytes": size_text(size)} for name, size in memory["kinds"].items()]
+    lines = _section(
+        f"Memory of this rank at the peak of {of}: {size_text(memory['peak'])} in tensors",
+        ("what", "bytes"),
+        rows,
+        ("bytes",),
+    )
+    rows = [{"module": row["module"] or "(the model)", "bytes": size_text(row["bytes"])} for row in memory["modules"]]
+    return [*lines, *_section("of it in the largest modules", ("module", "bytes"), rows, ("bytes",))]
+
+
+def _collective_lines(title: str, calls: Iterable[dict[str, Any]]) -> list[str]:
+    rows = [{**call, "bytes": size_text(call["bytes"])} for call in calls]
+    return _section(title, ("group", "kind", "count", "bytes"), rows, ("count", "bytes"))
+
+
+def _uneven_lines(uneven: Sequence[dict[str, Any]]) -> list[str]:
+    first = uneven[0]
+    example = f"{first['parameter']} {first['shape']} over {first['ranks']} ranks along dimension {first['dimension']}"
+    return [f"{len(uneven)} parameters do not divide evenly, so some ranks hold less, or nothing: {example}."]

@@ -1,0 +1,53 @@
+"""Trains a small Llama for an epoch, and prints what rank 1 has sent in the last step: started for real, and simulated.
+
+Arguments: the folder for a checkpoint, or "-" for none.
+"""
+
+import contextlib
+import json
+import sys
+from dataclasses import astuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accelerate import Accelerator
+from accelerate.diagnostics.collectives import CollectiveRecorder
+
+LENGTH, VOCABULARY = 32, 128
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def main(folder: str) -> None:
+    """Train, and save and load where there is a folder."""
+    with CollectiveRecorder() as recorder:
+        accelerator = Accelerator()
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=VOCABULARY))
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = torch.utils.data.DataLoader(torch.randint(0, VOCABULARY, (61, LENGTH)), batch_size=2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        recorder.name(accelerator.torch_device_mesh)
+        for batch in loader:
+            shares = contextlib.nullcontext()
+            if accelerator.parallelism_config is not None and accelerator.parallelism_config.cp_enabled:
+                shares = accelerator.maybe_context_parallel([batch], [1], {batch})
+            with shares:
+                accelerator.backward(model(input_ids=batch).logits.float().pow(2).mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            calls = [list(astuple(call)) for call in recorder.take()]
+        plan = accelerator.data_plan(loader)
+        if folder != "-":
+            accelerator.save_state(folder)
+            accelerator.load_state(folder)
+    if accelerator.process_index == 1:
+        shapes = [list(getattr(each, "_local_tensor", each).shape) for each in model.parameters()]
+        print(
+            "FOUND",
+            json.dumps({"calls": calls, "shapes": shapes, "batches": plan.own.batches, "read": plan.own.samples}),
+        )
+
+
+main(sys.argv[1])
