@@ -82,7 +82,17 @@ def measure(
                     f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes alone: {error}."
                 ) from error
     segments = recorder.segments if not left_out else _lengthen(recorder.segments, units, left_out)
-    return Profile(inventory, tuple(segments))
+    return Profile(inventory, tuple(segments), batch * sequence * _keys(model, tp))
+
+
+def _keys(model: nn.Module, tp: int) -> int:
+    """Numbers of the keys and values of a token in all layers, by the configuration of a transformers model."""
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size // tp
 
 
 @contextlib.contextmanager
@@ -255,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         modules = dict(model.named_modules())
         for name in units:
             handles += self._at_borders(name, modules[name])
-        for name, style in styles.items():
+        for name, style in ((name, style) for name, style in styles.items() if name in modules):  # of blocks that are left
             handles.append(modules[name].register_forward_hook(_Exchange(self, style, tp)))
         try:
             with self:

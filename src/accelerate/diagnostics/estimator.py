@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from accelerate.devices.specs import DeviceSpec, Link
 from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
 
 # Numbers that DeepSpeed reduces at a time (reduce_bucket_size), unless its configuration says otherwise.
@@ -239,8 +240,151 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
             sharded += own // layout.compute * 4 // layout.shards if layout.accumulation == 1 else 0
         else:
             of_root += segment.created
-    yield Memory(rest.parameters, sharded + of_root, rest.optimizer, 2 * root if False else root, 0, when="reduction")
+    yield Memory(rest.parameters, sharded + of_root, rest.optimizer, root, 0, when="reduction")
 
 
 def _when(segment: Segment) -> str:
     return f"{'backward' if segment.backward else 'forward'} of {segment.unit or 'what is outside of blocks'}"
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank exchanges in a step over one dimension of the mesh by one kind of collective.
+
+    Attributes:
+        ranks: how many take part.
+        stride: how many ranks lie between neighbours of the group.
+        bytes: of the whole tensors: what an all-gather returns, a reduce-scatter takes, an all-reduce has.
+    """
+
+    dimension: str
+    collective: str
+    ranks: int
+    stride: int
+    bytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a ring."""
+        rounds = 2 if self.collective == "all_reduce" else 1
+        return rounds * self.bytes * (self.ranks - 1) / self.ranks
+
+
+def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
+    """Return what a rank exchanges in a step, for a profile as `memory` takes it: DDP, FSDP2, HSDP, tensor and context parallelism, ZeRO."""
+    model, compute, windows = profile.inventory, layout.compute, layout.accumulation
+    trained = sum(item.elements for item in model.parameters)
+    inner = layout.tp * layout.sp * layout.cp
+    found: list[tuple[str, str, int, int, float]] = []
+    if layout.shards:
+        sizes = Counter[str]()
+        for item in model.parameters:
+            sizes[item.block] += _padded(item, layout.shards)
+        all_units, again = sum(sizes.values()), sum(sizes.values()) - sizes.get("", 0)
+        gathered = windows * compute * (all_units + (again if layout.reshard else 0))
+        stride = layout.tp
+        found.append(("dp_shard", "all_gather", layout.shards, stride, gathered))
+        found.append(("dp_shard", "reduce_scatter", layout.shards, stride, compute * all_units))
+        found.append(
+            (
+                "dp_replicate",
+                "all_reduce",
+                layout.dp_replicate,
+                stride * layout.shards,
+                compute * all_units // layout.shards,
+            )
+        )
+    elif layout.zero is not None:
+        ranks = layout.batches
+        reduction = "all_reduce" if layout.zero < 2 else "reduce_scatter"
+        found.append(
+            ("dp_replicate", reduction, ranks, inner, compute * trained * (windows if layout.zero >= 2 else 1))
+        )
+        found.append(
+            ("dp_replicate", "all_gather", ranks, inner, compute * trained * (2 * windows if layout.zero == 3 else 1))
+        )
+    else:
+        buffers = model.size - 4 * trained
+        found.append(("dp_replicate", "all_reduce", layout.dp_replicate, inner, 4 * trained))
+        found.append(("dp_replicate", "broadcast", layout.dp_replicate, inner, buffers))
+    split = Counter[str]()
+    for name, size in (pair for segment in profile.segments for pair in segment.split):
+        split[name] += size * windows
+    found += [("tp", name, layout.tp, 1, size) for name, size in split.items()]
+    if layout.cp > 1:
+        keys = windows * compute * profile.keys * layout.cp  # keys and values of all ranks, forward and backward
+        found += [
+            ("cp", "all_gather", layout.cp, layout.tp, 2 * keys),
+            ("cp", "reduce_scatter", layout.cp, layout.tp, keys),
+        ]
+    return [Transfer(*row[:4], int(row[4])) for row in found if row[2] > 1 and row[4]]
+
+
+# -- how long it takes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The devices that a layout runs on: so many machines with so many ranks each.
+
+    Attributes:
+        between: the link between machines.
+        efficiency: what of the peak rate a pass reaches; an assumption.
+        overlap: what of the time of a pass hides exchanges of data parallelism; an assumption.
+    """
+
+    device: DeviceSpec
+    per_node: int
+    between: Link
+    efficiency: float = 0.5
+    overlap: float = 0.7
+
+    def crosses(self, transfer: Transfer) -> bool:
+        """Say whether a group reaches over several machines."""
+        return transfer.ranks * transfer.stride > self.per_node
+
+    def seconds(self, transfer: Transfer) -> float:
+        """Return how long an exchange takes alone."""
+        return transfer.sent / (self.between if self.crosses(transfer) else self.device.node).bytes_per_second
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An estimate of a step, in seconds: arithmetic, exchanges that a pass waits for, and those that it does not hide."""
+
+    arithmetic: float
+    waiting: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        """The seconds of a step."""
+        return self.arithmetic + self.waiting + self.exposed
+
+    @property
+    def limit(self) -> str:
+        """What takes the most."""
+        parts = {
+            "arithmetic": self.arithmetic,
+            "exchanges within layers": self.waiting,
+            "exchanges of data parallelism": self.exposed,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_seconds(profile: Profile, layout: Layout, fleet: Fleet) -> StepTime:
+    """Return an estimate of the time of a step: floating-point operations at the stated efficiency, bytes over the stated links.
+
+    Exchanges of tensor and context parallelism are waited for. Those of data parallelism hide behind the stated part of a pass.
+    """
+    rate = fleet.device.flops.get(layout.precision, fleet.device.flops["no"]) * fleet.efficiency
+    arithmetic = profile.flops * layout.accumulation / rate
+    sent = traffic(profile, layout)
+    waiting = sum(fleet.seconds(each) for each in sent if each.dimension in ("tp", "cp"))
+    hidden = sum(fleet.seconds(each) for each in sent if each.dimension not in ("tp", "cp"))
+    if layout.offload:  # weights come from the host and gradients go there
+        hidden += 2 * memory(profile, layout).host / 4 / 32e9
+    return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

@@ -93,10 +93,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `activations.measure` found: the model as one rank of tensor parallelism has it, and the segments of a step in their order."""
+    """What `activations.measure` found: the model as one rank of tensor parallelism has it, and the segments of a step in their order.
+
+    Attributes:
+        keys: numbers of the keys and values of all layers, for the tokens of the rank; 0 where they are not known.
+    """
 
     inventory: Inventory
     segments: tuple[Segment, ...]
+    keys: int = 0
 
     @property
     def flops(self) -> int:
@@ -106,7 +111,8 @@ class Profile:
     def extended(self, one: "Profile", factor: int) -> "Profile":
         """Return the profile of a batch that is larger, where this is of two samples and `one` of one: sizes are linear in it."""
         pairs = zip(one.segments, self.segments, strict=True)
-        return replace(self, segments=tuple(_line(first, second, factor - 1) for first, second in pairs))
+        segments = tuple(_line(first, second, factor - 1) for first, second in pairs)
+        return replace(self, segments=segments, keys=one.keys * factor)
 
 
 def _line(first: Segment, second: Segment, steps: int) -> Segment:
