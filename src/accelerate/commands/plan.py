@@ -154,7 +154,14 @@ class Profiles:
         if isinstance(found, str):
             raise ValueError(found)
         one, two = found
-        return two.extended(one, layout.micro_batch)
+        profile = two.extended(one, layout.micro_batch)
+        if layout.cp == 1:
+            return profile
+        # Each rank's queries meet the keys of all: arithmetic is the part of that of the whole sequence.
+        whole = self.of(dataclasses.replace(layout, cp=1, fsdp=True))
+        pairs = zip(profile.segments, whole.segments, strict=True)
+        parts = (dataclasses.replace(own, flops=all_of.flops // layout.cp) for own, all_of in pairs)
+        return dataclasses.replace(profile, segments=tuple(parts))
 
 
 # -- the layouts -------------------------------------------------------------------------------------------------------
