@@ -245,7 +245,7 @@ def plan(
     if all(each.why for each in found):
         able = (base for base in bases if base.shards and base.reshard)
         found += [choose(profiles, dataclasses.replace(base, offload=True), fleet, global_batch) for base in able]
-    return sorted(found, key=lambda each: (bool(each.why), each.time.total if each.time else 0))
+    return sorted(found, key=lambda each: (bool(each.why), each.time.total if each.time else 0, each.layout.zero or 0))
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -265,10 +265,9 @@ def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
         content |= {"machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29500}
     if layout.zero is not None:
         content["distributed_type"] = "DEEPSPEED"
-        content["deepspeed_config"] = {
-            "zero_stage": layout.zero,
-            "gradient_accumulation_steps": content.pop("gradient_accumulation_steps"),
-        }
+        several = {"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}
+        steps = content.pop("gradient_accumulation_steps")
+        content["deepspeed_config"] = {"zero_stage": layout.zero, "gradient_accumulation_steps": steps, **several}
     if layout.shards:
         content["distributed_type"] = "FSDP"
         content["fsdp_config"] = {

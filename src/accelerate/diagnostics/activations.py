@@ -200,6 +200,7 @@ class _Recorder(TorchDispatchMode):
         self.held = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         self.known = set(map(torch_private.storage_key, self.held))
         self.gradients: set[int] = set()
+        self.late: list[tuple[str, tuple[str, int]]] = []
         self._start(False, "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,12 +266,17 @@ class _Recorder(TorchDispatchMode):
         modules = dict(model.named_modules())
         for name in units:
             handles += self._at_borders(name, modules[name])
-        for name, style in ((name, style) for name, style in styles.items() if name in modules):  # of blocks that are left
+        for name, style in (
+            (name, style) for name, style in styles.items() if name in modules
+        ):  # of blocks that are left
             handles.append(modules[name].register_forward_hook(_Exchange(self, style, tp)))
         try:
             with self:
                 yield
             self._finish()
+            for unit, pair in self.late:
+                at = next(i for i, each in enumerate(self.segments) if each.backward and each.unit == unit)
+                self.segments[at] = replace(self.segments[at], split=(*self.segments[at].split, pair))
         finally:
             for handle in handles:
                 handle.remove()
@@ -326,7 +332,9 @@ class _Exchange:
         if not isinstance(self.style, ColwiseParallel):
             return output
         if args[0].requires_grad:
-            args[0].register_hook(lambda gradient: self.recorder.split.append(("all_reduce", gradient.nbytes)))
+            # By then the segment of the unit before may have begun.
+            unit, late = self.recorder.unit, self.recorder.late
+            args[0].register_hook(lambda gradient: late.append((unit, ("all_reduce", gradient.nbytes))))
         if tensor_parallel.keeps_output_cut(self.style):
             return output
         whole = torch.cat([output] * self.tp, -1)

@@ -57,10 +57,9 @@ class Exchanges(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        name, first = str(func), args[0]
-        size = (
-            sum(tensor.nbytes for tensor in first) if isinstance(first, (list, tuple)) else getattr(first, "nbytes", 0)
-        )
+        name, first = str(func), args[0] if args else None
+        tensors = first if isinstance(first, (list, tuple)) else [first]
+        size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
         if "allreduce_" in name or name.startswith("_c10d_functional.all_reduce"):
             self.bytes["all_reduce"] += size
         elif "c10d.broadcast_" in name:

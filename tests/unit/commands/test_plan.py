@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.commands import plan
+from accelerate.commands.config import config_utils
 from accelerate.devices import specs
 from accelerate.diagnostics.activations import measure
 from accelerate.diagnostics.estimator import Layout, memory, resting
@@ -111,12 +113,37 @@ def llama(place):
 
 
 def test_plan_of_a_configuration_and_the_file_that_launch_takes(accelerate, llama, place):
-    status, out, err = accelerate(*words(llama, "--nodes", "2", "--sequence", "32", "--write", "plan.yaml"))
+    status, out, err = accelerate(*words(llama, "--gpus", "2", "--sequence", "32", "--write", "plan.yaml"))
     assert status == 0, err
-    for part in ("layout", "DDP 4", "FSDP2 4", "ZeRO 3, 4 ranks", "tp_size=2", "cp_size=2", "plan.yaml: "):
+    for part in ("layout", "DDP 2", "FSDP2 2", "ZeRO 3, 2 ranks", "tp_size=2", "cp_size=2", "plan.yaml: "):
         assert part in out or part == out
     status, out, err = accelerate("launch", "--config_file", "plan.yaml", "--dry-run", "train.py")
     assert status == 0 and "num_processes" in out, err
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_replicate=2, dp_shard=2, fsdp=True, checkpointing=True),
+        Layout(dp_shard=2, cp=2, fsdp=True, offload=True),
+        Layout(dp_shard=2, tp=2, fsdp=True, precision="bf16"),
+        Layout(dp_replicate=4, zero=2, accumulation=4),
+        Layout(dp_replicate=4),
+    ],
+    ids=plan.name_of,
+)
+def test_the_file_of_each_kind_of_layout_is_taken(accelerate, place, layout):
+    (place / "train.py").touch()
+    config_utils.write("plan.yaml", plan.configuration(layout, 2))
+    status, out, err = accelerate("launch", "--config_file", "plan.yaml", "--dry-run", "train.py")
+    assert status == 0, err
+    named = {
+        "zero_stage": layout.zero,
+        "parallelism_config_cp_size": layout.cp,
+        "parallelism_config_tp_size": layout.tp,
+    }
+    for name, value in named.items():
+        assert value in (None, 1) or any(name in line and str(value) in line for line in out.splitlines()), out
 
 
 def test_plan_says_why_layouts_do_not_fit(accelerate, place, monkeypatch):
