@@ -215,7 +215,7 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
         ahead = (
             0
             if not layout.reshard
-            else unit.get(before.get(name, ""), 0)
+            else (unit[before[name]] if name in before else 0)
             if name
             else unit.get(order[-1], 0)
             if order and not reduced
@@ -238,6 +238,8 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
             )
             reduced = own
             sharded += own // layout.compute * 4 // layout.shards if layout.accumulation == 1 else 0
+            if layout.dp_replicate > 1 and layout.compute < 4:
+                sharded += own // layout.shards  # what copies exchange stays until the pass ends, beside the fp32 gradients
         else:
             of_root += segment.created
     yield Memory(rest.parameters, sharded + of_root, rest.optimizer, root, 0, when="reduction")
