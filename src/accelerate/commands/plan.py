@@ -259,15 +259,14 @@ def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
         "mixed_precision": layout.precision,
         "num_machines": nodes,
         "num_processes": layout.ranks,
-        "gradient_accumulation_steps": layout.accumulation,
     }
     if nodes > 1:
         content |= {"machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29500}
     if layout.zero is not None:
         content["distributed_type"] = "DEEPSPEED"
         several = {"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}
-        steps = content.pop("gradient_accumulation_steps")
-        content["deepspeed_config"] = {"zero_stage": layout.zero, "gradient_accumulation_steps": steps, **several}
+        steps = {"gradient_accumulation_steps": layout.accumulation}
+        content["deepspeed_config"] = {"zero_stage": layout.zero, **steps, **several}
     if layout.shards:
         content["distributed_type"] = "FSDP"
         content["fsdp_config"] = {
@@ -328,8 +327,10 @@ def plan_command(args: argparse.Namespace) -> None:
             raise LaunchError(f"No layout fits, so {args.write} was not written; the reasons are above.")
         config_utils.check_writable(args.write)
         config_utils.write(args.write, configuration(fitting[0].layout, args.nodes))
+        layout = fitting[0].layout
         print(
-            f"{args.write}: {fitting[0].name}; see it by `accelerate launch --config_file {args.write} --dry_run train.py`."
+            f"{args.write}: {fitting[0].name}; see it by `accelerate launch --config_file {args.write} --dry_run train.py`. In the program: "
+            f"a batch size of {layout.micro_batch}, and Accelerator(gradient_accumulation_steps={layout.accumulation})."
         )
 
 
