@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
@@ -23,7 +22,7 @@ from accelerate.diagnostics.throughput import COUNTED
 from accelerate.parallel import tensor as tensor_parallel
 from accelerate.precision.amp import precision as precision_row
 from accelerate.runtime import torch_private
-from accelerate.runtime.torch_private import pytree
+from accelerate.runtime.torch_private import TorchDispatchMode, pytree
 
 _COUNTERS = {**flop_registry, **{packet: shape_wrapper(count) for packet, count in COUNTED.items()}}
 Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]

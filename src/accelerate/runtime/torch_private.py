@@ -39,6 +39,7 @@ _HOMES = {
     "torch.distributed.tensor.experimental._attention": "cp_options set_rotate_method",
     "torch.nn.modules.module": "EXTRA_STATE_KEY_SUFFIX IncompatibleKeys",
     "torch.utils": "pytree",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
