@@ -19,7 +19,8 @@ LAYERS: list[str] = [
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
     "utils.megatron_lm diagnostics.precision diagnostics.throughput",
-    "checkpoint checkpointing utils.fsdp_utils utils.memory diagnostics.memory",
+    "checkpoint checkpointing utils.fsdp_utils utils.memory diagnostics.memory diagnostics.inventory diagnostics.activations "
+    "diagnostics.estimator",
     "backends",
     "training accelerator",
     "local_sgd inference simulation simulation_report launch launchers utils.launch",

@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "estimate-memory": Command("estimate", "estimate_command_parser", "Estimate how much memory a model needs."),
     "launch": Command("launch", "launch_command_parser", "Start a training script, in one process or several."),
     "merge-weights": Command("merge", "merge_command_parser", "Merge the shards of an FSDP checkpoint."),
+    "plan": Command("plan", "plan_command_parser", "List the layouts of a training that fit on a cluster."),
     "stacks": Command("diagnose", "stacks_command_parser", "Ask the ranks of a running job where their threads are."),
     "test": Command("test", "test_command_parser", "Check that training works here, through the launcher."),
     "to-fsdp2": Command("to_fsdp2", "to_fsdp2_command_parser", "Convert a configuration file from FSDP 1 to FSDP 2."),

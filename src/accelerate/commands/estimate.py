@@ -10,29 +10,17 @@ import json
 import math
 import os
 import re
-from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accelerate.checkpoint.inspect import header_of, tensors_of_shards
-from accelerate.checkpoint.manifest import INDEX_SUFFIX, METADATA, DamagedCheckpoint, TensorEntry, weight_map
 from accelerate.commands.utils import brief, make_parser, or_exit
+from accelerate.diagnostics.estimator import Layout, resting
+from accelerate.diagnostics.inventory import CONFIG, Inventory, inventory_of_model, inventory_of_path
 from accelerate.diagnostics.table import table
 from accelerate.launch.errors import LaunchError, MissingPackageError
-from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _STRATEGIES = ("ddp", "fsdp", "shard_grad_op", "zero1", "zero2", "zero3")
-# Those element types that a model can be trained in, with the bytes of a number in the forward and backward pass.
-_COMPUTE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_CONFIG = "config.json"
-_SUFFIX = ".safetensors"
-# Weights of blocks have the block's number in their names.
-_BLOCK = re.compile(r"((?:.*?\.)?\d+)\.")
-# Numbers that DeepSpeed reduces at a time (reduce_bucket_size), unless its configuration says otherwise.
-_ZERO_BUCKET = 500_000_000
+# Those element types that a model can be trained in; half-precision types stand for mixed precision.
+_PRECISIONS = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 # How many bytes of an fp32 model one byte of it becomes.
 _SHRINKS = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
 # Beside its weights, inference needs room for activations, the cache of keys and values, and the library's workspace.
@@ -48,142 +36,6 @@ _SIZES = {
 _PARTS = ("weights", "gradients", "optimizer", "working", "total")
 _TRAINING = {"strategy": "strategy", "dtype": "dtype", **{part: part.capitalize() for part in _PARTS}}
 _LIBRARIES = ("timm", "transformers")
-
-
-# -- models whose weights lie here -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Item:
-    """A tensor of a model.
-
-    Attributes:
-        size: its bytes with floating-point numbers in fp32; integers stay as they are.
-        parameter: whether training changes it.
-        block: the block that FSDP gathers at once; empty for what lies outside of all blocks.
-        layer: the layer that it belongs to, which has to be on a device at once.
-    """
-
-    shape: tuple[int, ...]
-    size: int
-    parameter: bool
-    block: str
-    layer: str
-
-    @property
-    def elements(self) -> int:
-        """How many numbers it has."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """A model, as far as memory goes: its tensors, those that share memory once, and where they are listed."""
-
-    source: str
-    items: tuple[Item, ...]
-
-    @property
-    def size(self) -> int:
-        """The bytes of all tensors, in fp32."""
-        return sum(item.size for item in self.items)
-
-    @property
-    def largest(self) -> int:
-        """The bytes of the largest layer, in fp32."""
-        layers: Counter[str] = Counter()
-        for item in self.items:
-            layers[item.layer] += item.size
-        return max(layers.values(), default=0)
-
-    @property
-    def parameters(self) -> tuple[Item, ...]:
-        """What training changes."""
-        return tuple(item for item in self.items if item.parameter)
-
-
-def inventory_of_model(model: "nn.Module", source: str) -> Inventory:
-    """Return what a model consists of, which may be on the meta device."""
-    parameters = dict(model.named_parameters())
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [name for name, module in model.named_modules() if name and type(module).__name__ in whole]
-    items = []
-    for name, tensor in {**parameters, **dict(model.named_buffers())}.items():
-        floating = tensor.is_floating_point()
-        size = tensor.numel() * (4 if floating else tensor.element_size())
-        block = next((block for block in blocks if name.startswith(f"{block}.")), "")
-        unit = block if blocks else _block(name)
-        layer = block or name.rpartition(".")[0]
-        items.append(Item(tuple(tensor.shape), size, floating and name in parameters, unit, layer))
-    return Inventory(source, tuple(items))
-
-
-def _block(name: str) -> str:
-    found = _BLOCK.match(name)
-    return found[1] if found else ""
-
-
-def inventory_of_path(path: str) -> Inventory | None:
-    """Return what the weights at a path consist of; None for a configuration without weights.
-
-    A path is a safetensors file, an index of several, a folder with one of them or with shards of torch's distributed
-    checkpoints, or a JSON file. All floating-point tensors are taken for parameters. A LaunchError names what is
-    damaged, ambiguous, missing or packed into integers.
-    """
-    tensors: dict[str, TensorEntry] = {}
-    try:
-        files = _files_of(path)
-        for file in files:
-            tensors |= tensors_of_shards(file) if os.path.isdir(file) else header_of(file)
-    except DamagedCheckpoint as error:
-        raise LaunchError(f"{path!r} is damaged: {error}") from error
-    if not files:
-        return None
-    items = []
-    stored: Counter[bool] = Counter()  # bytes of floating-point numbers, and of integers
-    for name, entry in tensors.items():
-        bits = int(re.search(r"\d+", entry.dtype.replace("BOOL", "U8"))[0])  # "BF16", "F8_E4M3"
-        count, floating, block = math.prod(entry.shape), "F" in entry.dtype, _block(name)
-        stored[floating] += count * bits // 8
-        size = 4 * count if floating else count * bits // 8
-        items.append(Item(entry.shape, size, floating, block, block or name.rpartition(".")[0]))
-    if stored[False] > stored[True]:
-        packed = f"{path!r} has weights that are packed into integers ({stored.total():,} bytes)"
-        raise LaunchError(f"{packed}: their size in other types is unknown. --library_name transformers counts them.")
-    return Inventory(files[0] if len(files) == 1 else f"{len(files)} files of weights", tuple(items))
-
-
-def _files_of(path: str) -> list[str]:
-    """The files of weights, or the folder of shards, of the model at a path; none for a configuration."""
-    if os.path.isdir(path):
-        return _files_in(path)
-    if path.endswith(_SUFFIX):
-        return [path]
-    if path.endswith(_SUFFIX + INDEX_SUFFIX):
-        with open(path, "rb") as index:
-            names = weight_map(index.read(), "it")
-        return [os.path.join(os.path.dirname(path), name) for name in sorted(names)]
-    if path.endswith(".json"):
-        return []
-    known = "a .safetensors file, its .index.json, a config.json, or a folder with one of them"
-    raise LaunchError(f"The tensors of {path!r} cannot be listed without loading it. Name {known}.")
-
-
-def _files_in(folder: str) -> list[str]:
-    names = sorted(os.listdir(folder))
-    if METADATA in names:
-        return [folder]
-    # What libraries load from a folder; others may lie beside it, such as the same weights in their author's layout.
-    usual = [name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"{FSDP_MODEL_NAME}_0") if name in names]
-    found = usual[:1] or [name for name in names if name.endswith((_SUFFIX, _SUFFIX + INDEX_SUFFIX))]
-    if len(found) == 1:
-        return _files_of(os.path.join(folder, found[0]))
-    if found:
-        raise LaunchError(f"{folder!r} has several files of weights: {', '.join(found[:5])}. Name one, or an index.")
-    if _CONFIG in names:
-        return []
-    inside = ", ".join(names[:5]) or "nothing"
-    raise LaunchError(f"{folder!r} has no model: neither a .safetensors file nor a config.json, but {inside}.")
 
 
 # -- models of the Hub, and configurations -----------------------------------------------------------------------------
@@ -296,7 +148,7 @@ def create_empty_model(
 
 
 def _configuration(path: str) -> dict[str, Any]:
-    file = os.path.join(path, _CONFIG) if os.path.isdir(path) else path
+    file = os.path.join(path, CONFIG) if os.path.isdir(path) else path
     with open(file, "rb") as opened:
         try:
             content = json.load(opened)
@@ -353,7 +205,10 @@ def _timm_model(timm: Any, name: str, content: dict[str, Any]) -> Any:
 def _inventory(args: argparse.Namespace) -> Inventory:
     """Count a model by its weights, where they lie here, or else by its configuration."""
     name = os.path.expanduser(args.model_name)
-    found = inventory_of_path(name) if args.library_name is None and os.path.lexists(name) else None
+    try:
+        found = inventory_of_path(name) if args.library_name is None and os.path.lexists(name) else None
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
     if found is not None:
         return found
     model = create_empty_model(name, args.library_name, args.trust_remote_code)
@@ -363,50 +218,27 @@ def _inventory(args: argparse.Namespace) -> Inventory:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
+def layout_of(strategy: str, dtype: str, processes: int) -> Layout:
+    """Return the layout that a name of `--strategy` stands for."""
+    options: dict[str, Any] = {"dp_replicate": processes}
+    if strategy in ("fsdp", "shard_grad_op"):
+        options = {"dp_shard": processes, "fsdp": True, "reshard": strategy == "fsdp"}
+    elif strategy != "ddp":
+        options["zero"] = int(strategy.removeprefix("zero"))
+    return Layout(precision=_PRECISIONS[dtype], **options)
+
+
 def training(model: Inventory, dtype: str, strategy: str = "ddp", processes: int = 1) -> dict[str, Any]:
     """Return the bytes that training with Adam needs on the rank that needs the most, activations left out.
 
     "optimizer" has Adam's two moments, and the fp32 weights that ZeRO keeps beside the others; "working" what comes
-    and goes within a step: half-precision copies, gathered weights, buckets. Half-precision types stand for mixed
-    precision.
+    and goes within a step: half-precision copies, gathered weights, buckets.
     """
-    compute = _COMPUTE_BYTES[dtype]
-    trained = sum(item.elements for item in model.parameters)
-    buffers = model.size - 4 * trained
-    alone = processes == 1
-    if strategy == "ddp":
-        weights, gradients, optimizer = 4 * trained, 4 * trained, 8 * trained
-        copies = compute * trained if compute < 4 else 0
-        working = copies + (0 if alone else 4 * trained)
-    elif strategy in ("fsdp", "shard_grad_op"):
-        # FSDP cuts along the first dimension; the first rank has the most rows.
-        shapes = [item.shape or (1,) for item in model.parameters]
-        mine = sum(math.ceil(rows / processes) * math.prod(row) for rows, *row in shapes)
-        weights, gradients, optimizer = 4 * mine, 4 * mine, 8 * mine
-        working = compute * _gathered(model, again=strategy == "fsdp")
-    else:
-        stage = int(strategy.removeprefix("zero"))
-        # DeepSpeed lays parameters end to end, and fills up to a multiple of two numbers a rank.
-        part = 2 * math.ceil(trained / (2 * processes))
-        weights = compute * (part if stage == 3 else trained)
-        gradients = compute * (part if stage >= 2 else trained)
-        optimizer = 12 * part
-        exchanged = 2 * (model.largest // 4) if stage == 3 else min(trained, _ZERO_BUCKET)
-        working = 0 if alone else compute * exchanged
-    sizes = {"weights": weights + buffers, "gradients": gradients, "optimizer": optimizer, "working": working}
-    arguments = {"strategy": strategy, "dtype": dtype, "processes": processes}
-    return {**arguments, **sizes, "total": sum(sizes.values())}
-
-
-def _gathered(model: Inventory, again: bool) -> int:
-    """Numbers that are whole at once under FSDP: weights of blocks, and the gradients of the block that was computed last."""
-    counted: Counter[str] = Counter()
-    for item in model.parameters:
-        counted[item.block] += item.elements
-    root = counted.pop("", 0)
-    blocks = sorted(counted.values(), reverse=True)
-    # The next block is fetched while one is computed; what is outside of blocks stays, for it is used first and last.
-    return root + sum(blocks[:2] if again else blocks) + max([root, *blocks])
+    rest = resting(model, layout_of(strategy, dtype, processes))
+    sizes = dict(
+        zip(_PARTS, (rest.parameters, rest.gradients, rest.optimizer, rest.gathered, rest.total), strict=True)
+    )
+    return {"strategy": strategy, "dtype": dtype, "processes": processes, **sizes}
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
@@ -452,7 +284,7 @@ def _loaded(model: Inventory, dtype: str) -> list[float]:
 def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
     """Everything that is reported of a model, in bytes."""
     dtypes = list(dict.fromkeys(args.dtypes))
-    trainable = [dtype for dtype in dtypes if dtype in _COMPUTE_BYTES]
+    trainable = [dtype for dtype in dtypes if dtype in _PRECISIONS]
     rows = []
     for dtype in dtypes:
         largest, total = _loaded(inventory, dtype)

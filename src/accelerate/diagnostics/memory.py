@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.diagnostics.estimator import Layout, resting
+from accelerate.diagnostics.inventory import inventory_of_model
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
-from accelerate.precision.footprint import engine_updates, zero_stage
+from accelerate.precision.footprint import engine_updates, pieces, zero_stage
 from accelerate.precision.master import local_part, size
 from accelerate.runtime import failure, torch_private
 from accelerate.runtime.run import Run
@@ -191,4 +193,20 @@ def explain(error: BaseException) -> str:
     optimizers = [optimizer for each in runs for optimizer in each.prepared.optimizers]
     report = memory_report(models, optimizers, run.device, None, run.process_index)
     kept = _CACHED.format(size(cache)) if (cache := cached(run.device)) else ""
-    return f"\n{report}\n{kept}\n{_ADVICE}"
+    return f"\n{report}\n{kept}\n{_ADVICE}{_with_shards(run, models)}"
+
+
+def _with_shards(run: Run, models: Sequence[nn.Module]) -> str:
+    """Return what this rank would keep if FSDP2 sharded its models over all ranks; an empty text where they are sharded, or it is alone."""
+    ranks = run.num_processes
+    if ranks == 1 or any(piece.strategy for model in models for piece in pieces(model)):
+        return ""
+    inventories = [inventory_of_model(model, "") for model in models]
+    now, then = (
+        sum(
+            rest.parameters + rest.gradients + rest.optimizer
+            for rest in (resting(each, layout) for each in inventories)
+        )
+        for layout in (Layout(dp_replicate=ranks), Layout(dp_shard=ranks, fsdp=True))
+    )
+    return f"Parameters, gradients and Adam's moments take {size(now)} on each rank; sharded over these {ranks} ranks, {size(then)}.\n"

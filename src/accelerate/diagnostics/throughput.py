@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from accelerate.devices import specs
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime import torch_private, traits
@@ -27,9 +28,6 @@ PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoin
 _WAITING = ("communication", "checkpoint")
 _RATES = ("tokens", "samples", "flops")
 _COLUMNS = ("rank", "step", "tokens/s", "samples/s", "MFU", *PARTS, "score")
-# Dense TFLOPS in bfloat16 (float16 on the V100) of a word in a device's name, by its maker; SXM boards.
-_PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "V100": 125, "MI300X": 1307}
-_OTHER_BOARDS = {"PCIe", "NVL"}
 # A rank is named from this score on: so many times what chance explains, and as many times 3 % slower than the others.
 NAMED = 3.0
 _LEAST = 0.03
@@ -47,8 +45,8 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 # torch counts no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
-_COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
-_COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
+COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
+COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ class Meter:
             if any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules):
                 self._flops_each = math.nan
             else:
-                self._counter = FlopCounterMode(display=False, custom_mapping=_COUNTED)
+                self._counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
                 self._counter.__enter__()
 
     def row(self, rank: int, peak: float) -> ThroughputRow | None:
@@ -227,9 +225,8 @@ def report(
 ) -> ThroughputReport:
     """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing. All ranks."""
     cuda = meter is not None and meter.device.type == "cuda"
-    words = set(torch.cuda.get_device_name(meter.device).replace("-", " ").split()) if cuda else set()
-    known = [peak * 1e12 for word, peak in _PEAKS.items() if word in words and not words & _OTHER_BOARDS]
-    peak = peak_flops or (known or [math.nan])[0]
+    known = specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
+    peak = peak_flops or known or math.nan
     rows = gather(None if meter is None else meter.row(rank, peak))
     if meter is None or None in rows:
         raise RuntimeError(

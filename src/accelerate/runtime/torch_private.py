@@ -421,3 +421,22 @@ def is_lost_by_fork(namespace: Any) -> bool:
 def end_with_the_parent(number: int) -> None:
     """Ask the system to send this process a signal when its parent ends, where torch offers that."""
     getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)(number)
+
+
+# -- fake tensors ------------------------------------------------------------------------------------------------------
+
+
+def looks_at_values() -> tuple[type[Exception], ...]:
+    """Return the errors of an operation that needs values, which fake tensors have none of."""
+    module = torch._subclasses.fake_tensor
+    return module.DataDependentOutputException, module.DynamicOutputShapeException
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return what tells the storage of a tensor from all others that are alive, those without memory included."""
+    return storage._cdata
+
+
+def overload_packet(operation: Any) -> Any:
+    """Return the operation that an overload belongs to, as tables of operations name it."""
+    return operation._overloadpacket

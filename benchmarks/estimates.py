@@ -1,0 +1,269 @@
+"""Memory as `accelerate.diagnostics.estimator` predicts it, and as torch's allocator counts it in real steps on CPUs.
+
+    python benchmarks/estimates.py [--models llama bert] [--json]
+
+Each row is a model, a layout, a precision, with checkpointing or without. A real run takes four steps with AdamW; torch's profiler sees
+each allocation and release on rank 0, and the most bytes of the last two steps, in the one that has less, are the measured peak. DDP
+runs under gloo, whose threads let go of a buffer when they come to it: hence the step that has less. The others run as rank 0 of
+several on torch's fake process group, which sends nothing: all memory is as in a run with the other ranks. Needs transformers.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+MODELS = ("llama", "gpt2", "mixtral", "bert", "vit", "unet")
+BATCH, SEQUENCE = 2, 64
+
+
+class Double(nn.Module):
+    """Two convolutions, as a stage of the UNet has them."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, out, 3, padding=1)
+        self.norm = nn.GroupNorm(8, out)
+        self.second = nn.Conv2d(out, out, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(self.second(nn.functional.silu(self.norm(self.first(x)))))
+
+
+class UNet(nn.Module):
+    """Down and up again, with connections across."""
+
+    _no_split_modules = ("Double",)
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        sizes = [width, 2 * width, 4 * width]
+        self.down = nn.ModuleList([Double(3, sizes[0]), Double(sizes[0], sizes[1]), Double(sizes[1], sizes[2])])
+        self.up = nn.ModuleList([Double(sizes[2] + sizes[1], sizes[1]), Double(sizes[1] + sizes[0], sizes[0])])
+        self.out = nn.Conv2d(sizes[0], 3, 1)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, kept = pixel_values, []
+        for stage in self.down:
+            x = stage(x)
+            kept.append(x)
+            x = nn.functional.max_pool2d(x, 2) if stage is not self.down[-1] else x
+        kept.pop()
+        for stage in self.up:
+            x = stage(torch.cat([nn.functional.interpolate(x, scale_factor=2), kept.pop()], 1))
+        return {"loss": nn.functional.mse_loss(self.out(x), labels)}
+
+
+def build(name: str) -> nn.Module:
+    """Return a small model; the size of its blocks, embeddings and activations is of one order."""
+    import transformers as t
+
+    common = {"hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 344}
+    llama = {**common, "vocab_size": 1000, "num_key_value_heads": 2}
+    if name == "llama":
+        return t.LlamaForCausalLM(t.LlamaConfig(**llama))
+    if name == "mixtral":
+        return t.MixtralForCausalLM(t.MixtralConfig(**llama, num_local_experts=4))
+    if name == "gpt2":
+        return t.GPT2LMHeadModel(
+            t.GPT2Config(
+                n_embd=128, n_layer=5, n_head=4, vocab_size=1000, n_positions=256, bos_token_id=0, eos_token_id=0
+            )
+        )
+    if name == "bert":
+        return t.BertForMaskedLM(t.BertConfig(**common, vocab_size=1000))
+    if name == "vit":
+        return t.ViTForImageClassification(t.ViTConfig(**common, image_size=64, patch_size=8))
+    return UNet()
+
+
+def inputs(name: str, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Return the arguments of a forward."""
+    if name in ("vit", "unet"):
+        pixels = torch.zeros(batch, 3, 64, 64)
+        return {
+            "pixel_values": pixels,
+            "labels": pixels.clone() if name == "unet" else torch.zeros(batch, dtype=torch.long),
+        }
+    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "ddp": (2, {"dp_replicate": 2}),
+    "fsdp2": (2, {"dp_shard": 2}),
+    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}),
+    "tp": (2, {"tp": 2}),
+}
+
+
+def cases(models: list[str], layouts: list[str]) -> list[dict]:
+    """Return the rows that the arguments ask for."""
+    rows = []
+    for model, layout, precision, again in itertools.product(models, layouts, ("no", "bf16"), (False, True)):
+        fits = not (again and model == "unet") and not (layout == "tp" and model != "llama")
+        if fits:
+            rows.append({"model": model, "layout": layout, "precision": precision, "checkpointing": again})
+    return rows
+
+
+def predict(case: dict) -> int:
+    """Return the predicted peak of a row."""
+    from accelerate.diagnostics.activations import measure
+    from accelerate.diagnostics.estimator import Layout, memory
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build(case["model"])
+
+    sizes = LAYOUTS[case["layout"]][1]
+    layout = Layout(**sizes, micro_batch=BATCH, precision=case["precision"], checkpointing=case["checkpointing"])
+    profile = measure(
+        on_meta,
+        lambda batch, sequence: inputs(case["model"], batch, sequence),
+        BATCH,
+        SEQUENCE,
+        case["precision"],
+        case["checkpointing"],
+        cast=layout.shards > 0,
+        tp=layout.tp,
+    )
+    return memory(profile, layout)
+
+
+def take_steps(case: dict) -> int:
+    """Take three steps, and return the most bytes that torch had allocated in the third."""
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.testing._internal.distributed import fake_pg
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState
+
+    ranks = LAYOUTS[case["layout"]][0]
+    if ranks > 1 and "RANK" not in os.environ:
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=ranks)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        sizes = LAYOUTS[case["layout"]][1]
+        options = {}
+        if len(sizes) > 1 or "tp" in sizes:
+            options["parallelism_config"] = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+        if "dp_shard" in sizes:
+            options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+            )
+        accelerator = Accelerator(cpu=True, mixed_precision=case["precision"], **options)
+        torch.manual_seed(0)
+        model = build(case["model"]).train()
+        if case["checkpointing"]:
+            model.gradient_checkpointing_enable()
+        if hasattr(model, "config"):
+            model.config.use_cache = False
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        for number in range(4):
+            gc.collect()  # cycles of the step before are no part of this one
+            with record_function(f"step {number}"):
+                output = model(**inputs(case["model"], BATCH, SEQUENCE))
+                loss = output["loss"]
+                del output
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                del loss
+        accelerator.free_memory()
+        del model, optimizer
+    AcceleratorState._reset_state(reset_partial_state="RANK" not in os.environ)
+    GradientState._reset_state()
+    if dist.is_initialized() and "RANK" not in os.environ:
+        dist.destroy_process_group()
+    events = found.profiler.kineto_results.events()
+    sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    peaks = []
+    for number in (2, 3):
+        step = next(event for event in events if event.name() == f"step {number}")
+        start, end = step.start_ns(), step.start_ns() + step.duration_ns()
+        live = most = 0
+        for when, size in sizes:
+            live += size
+            if start <= when <= end:
+                most = max(most, live)
+        peaks.append(most)
+    return min(peaks)
+
+
+def worker(path: str) -> None:
+    """Measure rows on this rank; rank 0 writes the file again."""
+    import warnings
+
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    with open(path) as file:
+        rows = json.load(file)
+    for row in rows:
+        row["measured"] = take_steps(row)
+    if os.environ.get("RANK", "0") == "0":
+        with open(path, "w") as file:
+            json.dump(rows, file)
+
+
+def main() -> None:
+    """Predict, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker)
+        return
+    import tempfile
+
+    rows = cases(args.models, args.layouts)
+    done = []
+    for gloo in (False, True):
+        some = [row for row in rows if (row["layout"] == "ddp") == gloo]
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "rows.json")
+            with open(path, "w") as file:
+                json.dump(some, file)
+            command = (
+                [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+                if gloo
+                else [sys.executable]
+            )
+            subprocess.run([*command, os.path.abspath(__file__), "--worker", path], check=True)
+            with open(path) as file:
+                done += json.load(file)
+    for row in done:
+        said = predict(row)
+        row["predicted"], row["when"] = said.total, said.when
+    if args.json:
+        print(json.dumps(done, indent=1))
+        return
+    print(
+        "| model | layout | precision | checkpointing | measured MiB | predicted MiB | error | peak in |\n|---|---|---|---|---:|---:|---:|---|"
+    )
+    errors = []
+    for row in done:
+        error = row["predicted"] / row["measured"] - 1
+        errors.append(abs(error))
+        again = "yes" if row["checkpointing"] else "no"
+        sizes = f"{row['measured'] / 2**20:.2f} | {row['predicted'] / 2**20:.2f} | {error:+.1%}"
+        print(f"| {row['model']} | {row['layout']} | {row['precision']} | {again} | {sizes} | {row['when']} |")
+    print(f"\nError: median {statistics.median(errors):.1%}, worst {max(errors):.1%}, of {len(errors)} rows.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""What one training step allocates beside parameters and optimizer state, measured on fake tensors: shapes are computed, nothing else is.
+
+The step of a model is cut into segments, a forward and a backward one of each unit that FSDP shards and of what lies between
+them. `diagnostics.estimator` adds to each what a layout keeps meanwhile. Of repeated blocks three are run, and the others follow
+from the difference of the second and the third.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
+from accelerate.diagnostics.throughput import COUNTED
+from accelerate.parallel import tensor as tensor_parallel
+from accelerate.precision.amp import precision as precision_row
+from accelerate.runtime import torch_private
+from accelerate.runtime.torch_private import TorchDispatchMode, pytree
+
+_COUNTERS = {**flop_registry, **{packet: shape_wrapper(count) for packet, count in COUNTED.items()}}
+Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]
+
+
+def measure(
+    build: Callable[[], nn.Module],
+    inputs: Inputs,
+    batch: int,
+    sequence: int,
+    precision: str = "no",
+    checkpointing: bool = False,
+    cast: bool = False,
+    tp: int = 1,
+) -> Profile:
+    """Return what one step of a model allocates. Any rank, alone.
+
+    Args:
+        build: returns the model, on any device; best on torch's meta device.
+        inputs: returns the arguments of its forward for a batch and a length of sequences.
+        precision: what `Accelerator(mixed_precision=...)` takes.
+        checkpointing: recompute activations, by the model's `gradient_checkpointing_enable`.
+        cast: parameters are handed to forward in the dtype of the precision, as FSDP does, where otherwise autocast copies them.
+        tp: how many ranks share each layer.
+
+    Raises:
+        ValueError: the model cannot be split or has no checkpointing, or its forward looks at values.
+    """
+    model = build().train()
+    if checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+        raise ValueError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(): it recomputes no activations."
+        )
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if hasattr(model, "config") and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    styles = tensor_parallel.resolve(model, None, tp) if tp > 1 else {}
+    dtype = precision_row(precision).autocast_dtype
+    mode = torch_private.shapes_only()
+    with mode:
+        _fake(model, styles, tp, dtype if cast else None)
+        inventory = inventory_of_model(model, type(model).__name__)
+        units, left_out = _shorten(model)
+        recorder = _Recorder(model)
+        with recorder.watching(model, units, styles, tp), _as_if_real():
+            arguments = inputs(batch, sequence)
+            context = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
+            try:
+                with context:
+                    loss = _loss(model(**arguments))
+                recorder.enter(True, "")
+                loss.backward()
+            except torch_private.looks_at_values() as error:
+                raise ValueError(
+                    f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes alone: {error}."
+                ) from error
+    segments = recorder.segments if not left_out else _lengthen(recorder.segments, units, left_out)
+    return Profile(inventory, tuple(segments), batch * sequence * _keys(model, tp))
+
+
+def _keys(model: nn.Module, tp: int) -> int:
+    """Numbers of the keys and values of a token in all layers, by the configuration of a transformers model."""
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size // tp
+
+
+@contextlib.contextmanager
+def _as_if_real() -> Iterator[None]:
+    """Let transformers take the way of a real run: it takes another one, with masks of its own, where it finds fake tensors."""
+    names = ("is_tracing", "is_fake_tensor")
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
+    places = [(vars(module), name) for module in modules for name in names if callable(vars(module).get(name))]
+    before = [place[name] for place, name in places]
+    try:
+        for place, name in places:
+            place[name] = lambda *_, **__: False
+        yield
+    finally:
+        for (place, name), value in zip(places, before, strict=True):
+            place[name] = value
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    floating = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return floating[0].float().mean()
+
+
+def _fake(model: nn.Module, styles: Mapping[str, Any], tp: int, dtype: torch.dtype | None) -> None:
+    """Put fake tensors in the place of a model's tensors, those that tensor parallelism splits as one rank has them."""
+    made: dict[int, Any] = {}
+    for name, module in list(model.named_modules()):
+        for own, old in list(module._parameters.items()):
+            if old is None:
+                continue
+            if id(old) not in made:
+                shape = list(old.shape)
+                dimension = tensor_parallel.cut_dimension(styles[name], module, own) if name in styles else None
+                if dimension is not None:
+                    shape[dimension] //= tp
+                kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
+                made[id(old)] = (nn.Parameter(torch.empty(shape, dtype=kind), old.requires_grad), old)
+            module._parameters[own] = made[id(old)][0]
+        for own, old in list(module._buffers.items()):
+            if old is not None:
+                module._buffers[own] = torch.empty(old.shape, dtype=old.dtype)
+
+
+_RUN = 3
+
+
+def _shorten(model: nn.Module) -> tuple[list[str], int]:
+    """Leave three of a model's equal blocks, if they are in one list; return the units that are left, and how many were taken out."""
+    blocks = block_names(model)
+    for name, module in model.named_modules():
+        inner = [f"{name}.{number}" for number in range(len(module))] if isinstance(module, nn.ModuleList) else []
+        if len(inner) > _RUN and set(inner) <= set(blocks):
+            shapes = {tuple((own, value.shape) for own, value in block.named_parameters()) for block in module}
+            if len(shapes) == 1:
+                left = len(module) - _RUN
+                del module[_RUN:]
+                return [block for block in blocks if block not in inner[_RUN:]], left
+    return blocks, 0
+
+
+def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Segment]:
+    """Put back the segments of blocks that were taken out after the third one."""
+    *_, second, third = sorted(
+        (unit for unit in units if unit.rpartition(".")[2].isdigit()), key=lambda unit: int(unit.rpartition(".")[2])
+    )
+    stem, _, number = third.rpartition(".")
+    at = {(segment.backward, segment.unit): segment for segment in segments}
+    grown = at[True, third].peak - at[True, second].peak  # what a block leaves for the backward pass
+    kept = at[False, third].end - at[False, second].end
+    longer: list[Segment] = []
+    for position, segment in enumerate(segments):
+        later = segment.backward or (False, third) in {(each.backward, each.unit) for each in segments[:position]}
+        add = count * (grown if segment.backward else kept)
+        if segment.unit != third:
+            # What comes after the blocks in forward and before them in backward has all of their activations below it.
+            before = segment.backward and (True, third) in {(each.backward, each.unit) for each in segments[:position]}
+            shift = add if later and not before else 0
+            longer.append(replace(segment, peak=segment.peak + shift, end=segment.end + shift))
+            continue
+        steps = range(count, -1, -1) if segment.backward else range(count + 1)
+        each = grown if segment.backward else kept
+        longer += [
+            replace(
+                segment,
+                unit=f"{stem}.{int(number) + step}",
+                peak=segment.peak + step * each,
+                end=segment.end + step * each,
+            )
+            for step in steps
+        ]
+    return longer
+
+
+class _Recorder(TorchDispatchMode):
+    """Counts the bytes of storages that are alive, without those that a model had before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.segments: list[Segment] = []
+        self.live: dict[int, tuple[weakref.ref, int]] = {}
+        self.bytes = 0  # activations and temporaries
+        self.held = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        self.known = set(map(torch_private.storage_key, self.held))
+        self.gradients: set[int] = set()
+        self.late: list[tuple[str, tuple[str, int]]] = []
+        self._start(False, "")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count what it returns."""
+        if torch_private.reads_value(func) and args[0].dtype == torch.bool:
+            return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
+        out = _without_limit_of_dtype(func, args, kwargs or {})
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        packet = torch_private.overload_packet(func)
+        counter = _COUNTERS.get(packet)
+        if counter is not None:
+            self.flops += counter(*args, **(kwargs or {}), out_val=out)
+        self.peak = max(self.peak, self.bytes + self.created)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = torch_private.storage_key(storage), storage.nbytes()
+        if key in self.known or key in self.live:
+            return
+        self.live[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+        self.bytes += size
+
+    def _forget(self, key: int) -> None:
+        size = self.live.pop(key)[1]
+        if key in self.gradients:
+            self.gradients.discard(key)
+        else:
+            self.bytes -= size
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """Count a gradient as one from here on; until it is complete it is a temporary."""
+        key = torch_private.storage_key(parameter.grad.untyped_storage())
+        if key in self.live and key not in self.gradients:
+            self.gradients.add(key)
+            self.bytes -= self.live[key][1]
+            self.created += self.live[key][1]
+
+    def _start(self, backward: bool, unit: str) -> None:
+        self.backward, self.unit, self.created, self.flops = backward, unit, 0, 0
+        self.peak, self.split = self.bytes, []
+
+    def _finish(self) -> None:
+        self.segments.append(
+            Segment(self.backward, self.unit, self.peak, self.bytes, self.created, self.flops, tuple(self.split))
+        )
+
+    def enter(self, backward: bool, unit: str) -> None:
+        """Begin the next segment."""
+        if (backward, unit) != (self.backward, self.unit):
+            self._finish()
+            self._start(backward, unit)
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, units: list[str], styles: Mapping[str, Any], tp: int) -> Iterator[None]:
+        """Count inside, with hooks that say where a unit begins and ends."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        modules = dict(model.named_modules())
+        for name in units:
+            handles += self._at_borders(name, modules[name])
+        for name, style in (
+            (name, style) for name, style in styles.items() if name in modules
+        ):  # of blocks that are left
+            handles.append(modules[name].register_forward_hook(_Exchange(self, style, tp)))
+        try:
+            with self:
+                yield
+            self._finish()
+            for unit, pair in self.late:
+                at = next(i for i, each in enumerate(self.segments) if each.backward and each.unit == unit)
+                self.segments[at] = replace(self.segments[at], split=(*self.segments[at].split, pair))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _at_borders(self, name: str, module: nn.Module) -> list[Any]:
+        def began(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.backward:  # it is computed again
+                return
+            self.enter(False, name)
+            for leaf in _tracked((args, kwargs)):
+                leaf.register_hook(left)
+
+        def ended(_: nn.Module, args: Any, output: Any) -> None:
+            if self.backward:
+                return
+            self.enter(False, "")
+            for leaf in _tracked(output):
+                leaf.register_hook(lambda gradient: self.enter(True, name))
+
+        def left(_: torch.Tensor) -> None:
+            if self.unit == name:
+                self.enter(True, "")
+
+        return [module.register_forward_pre_hook(began, with_kwargs=True), module.register_forward_hook(ended)]
+
+
+def _tracked(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _without_limit_of_dtype(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation; grouped products of matrices have shapes for bfloat16 alone, and run for other types too."""
+    if getattr(func, "__name__", "") != "_grouped_mm.default" or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    dtype = args[0].dtype
+    narrow = [
+        leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in args
+    ]
+    return func(*narrow, **kwargs).to(dtype)
+
+
+class _Exchange:
+    """Notes what a layer that is split exchanges among its ranks, and gives its output the size that it has afterwards."""
+
+    def __init__(self, recorder: _Recorder, style: Any, tp: int) -> None:
+        self.recorder, self.style, self.tp = recorder, style, tp
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Be a forward hook of the layer."""
+        if isinstance(self.style, RowwiseParallel):
+            self.recorder.split.append(("all_reduce", output.nbytes))
+            return output
+        if not isinstance(self.style, ColwiseParallel):
+            return output
+        if args[0].requires_grad:
+            # By then the segment of the unit before may have begun.
+            unit, late = self.recorder.unit, self.recorder.late
+            args[0].register_hook(lambda gradient: late.append((unit, ("all_reduce", gradient.nbytes))))
+        if tensor_parallel.keeps_output_cut(self.style):
+            return output
+        whole = torch.cat([output] * self.tp, -1)
+        self.recorder.split.append(("all_gather", whole.nbytes))
+        return whole

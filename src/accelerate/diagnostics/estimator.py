@@ -1,0 +1,392 @@
+"""The one estimator: what a layout of ranks needs of memory, what it sends, and how long a step takes. Pure arithmetic, any rank.
+
+`accelerate plan`, `accelerate estimate-memory` and the advice of a run that is out of memory ask it. What activations need is
+measured by `diagnostics.activations`; without that, the sums are of what is known from shapes alone.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from accelerate.devices.specs import DeviceSpec, Link
+from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
+
+# Numbers that DeepSpeed reduces at a time (reduce_bucket_size), unless its configuration says otherwise.
+_ZERO_BUCKET = 500_000_000
+# The bytes of a number in the forward and backward pass, by mixed_precision.
+COMPUTE_BYTES = {"no": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a training, in the words of `ParallelismConfig` and the plugins; sizes multiply to the number of ranks.
+
+    Attributes:
+        fsdp: parameters are sharded by FSDP2; where it is False, `dp_shard` and `cp` above 1 say so.
+        zero: the ZeRO stage of DeepSpeed over all data-parallel ranks; None without it.
+        reshard: FSDP frees gathered parameters after the forward pass (`fsdp_reshard_after_forward`).
+        checkpointing: activations are computed again in the backward pass.
+        accumulation: micro-batches in a step.
+        micro_batch: samples of a micro-batch, for the ranks that share one.
+        precision: what `mixed_precision` takes.
+        offload: parameters, gradients and optimizer state rest in host memory, which FSDP and ZeRO 3 can.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    sp: int = 1
+    ep: int = 1
+    fsdp: bool = False
+    zero: int | None = None
+    reshard: bool = True
+    checkpointing: bool = False
+    accumulation: int = 1
+    micro_batch: int = 1
+    precision: str = "no"
+    offload: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many processes it is for."""
+        return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.sp
+
+    @property
+    def batches(self) -> int:
+        """How many micro-batches are worked on at a time."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks FSDP shards parameters; 0 without it."""
+        over = self.dp_shard * self.cp * self.sp
+        return over if self.zero is None and (self.fsdp or self.dp_shard * self.cp > 1) else 0
+
+    @property
+    def compute(self) -> int:
+        """Bytes of a number in the passes."""
+        return COMPUTE_BYTES[self.precision]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its peak, by kind; of host memory where they are offloaded.
+
+    Attributes:
+        gathered: parameters that are whole for a time, buckets and buffers of collectives, copies in half precision.
+        activations: with temporaries.
+        host: what rests in the host's memory.
+        when: the segment of the step that has the peak.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int = 0
+    activations: int = 0
+    host: int = 0
+    when: str = ""
+
+    @property
+    def total(self) -> int:
+        """The bytes on the device."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+
+    @property
+    def largest(self) -> str:
+        """The kind that takes the most."""
+        return max(
+            ("parameters", "gradients", "optimizer", "gathered", "activations"), key=lambda kind: getattr(self, kind)
+        )
+
+
+# -- what rests --------------------------------------------------------------------------------------------------------
+
+
+def resting(model: Inventory, layout: Layout) -> Memory:
+    """Return what a rank keeps between steps with Adam, and while a step works "gathered", as far as shapes tell it.
+
+    Half-precision types stand for mixed precision. The rank is the one that needs the most.
+    """
+    compute, ranks = layout.compute, layout.batches
+    trained = sum(item.elements for item in model.parameters)
+    buffers = model.size - 4 * trained
+    if layout.zero is not None:
+        # DeepSpeed lays parameters end to end, and fills up to a multiple of two numbers a rank.
+        part = 2 * math.ceil(trained / (2 * ranks))
+        weights = compute * (part if layout.zero == 3 else trained)
+        gradients = compute * (part if layout.zero >= 2 else trained)
+        exchanged = 2 * (model.largest // 4) if layout.zero == 3 else min(trained, _ZERO_BUCKET)
+        return Memory(weights + buffers, gradients, 12 * part, 0 if ranks == 1 else compute * exchanged)
+    if layout.shards:
+        mine = sum(_padded(item, layout.shards) // layout.shards for item in model.parameters)
+        return Memory(4 * mine + buffers, 4 * mine, 8 * mine, compute * _whole(model, layout.reshard))
+    copies = compute * trained if compute < 4 else 0
+    return Memory(4 * trained + buffers, 4 * trained, 8 * trained, copies + (0 if ranks == 1 else 4 * trained))
+
+
+def _padded(item: Item, ranks: int) -> int:
+    """Numbers of a tensor that FSDP cuts along the first dimension: the first rank has the most rows, and others are filled up."""
+    rows, *row = item.shape or (1,)
+    return math.ceil(rows / ranks) * ranks * math.prod(row)
+
+
+def _whole(model: Inventory, again: bool) -> int:
+    """Numbers that are whole at once under FSDP: weights of blocks, and the gradients of the block that was computed last."""
+    counted = Counter[str]()
+    for item in model.parameters:
+        counted[item.block] += item.elements
+    root = counted.pop("", 0)
+    blocks = sorted(counted.values(), reverse=True)
+    # The next block is fetched while one is computed; what is outside of blocks stays, for it is used first and last.
+    return root + sum(blocks[:2] if again else blocks) + max([root, *blocks])
+
+
+# -- the peak of a step ------------------------------------------------------------------------------------------------
+
+
+def memory(profile: Profile, layout: Layout) -> Memory:
+    """Return what the rank that needs the most has at the peak of a step, for a profile of the layout's micro-batch and split.
+
+    The profile is of a pass in which parameters are cast where FSDP casts them (`measure(cast=...)`).
+    """
+    rest = resting(profile.inventory, layout)
+    moments = _sharded_moments if layout.shards else _whole_moments
+    found = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest)]
+    best = max(found, key=lambda moment: moment.total)
+    if not layout.offload:
+        return best
+    host = rest.parameters + rest.gradients + rest.optimizer
+    return Memory(0, 0, 0, best.gathered, best.activations, host, best.when)
+
+
+def _optimizer_step(model: Inventory, layout: Layout, rest: Memory) -> Memory:
+    """Adam's temporaries beside all gradients: where torch steps tensor by tensor, twice the largest."""
+    ranks = max(layout.shards, 1)
+    sizes = [4 * _padded(item, ranks) // ranks for item in model.parameters]
+    replicas = layout.zero is None and not layout.shards and layout.batches > 1
+    buckets = rest.gradients if replicas else 0
+    return Memory(
+        rest.parameters, rest.gradients, rest.optimizer, buckets, 2 * max(sizes, default=0), when="optimizer"
+    )
+
+
+def _whole_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
+    """Yield the peak of each segment where a rank has whole parameters: one process, DDP, tensor parallelism, ZeRO below 3."""
+    replicas = layout.zero is None and layout.batches > 1
+    working = rest.gradients if replicas else 0 if layout.zero is None else rest.gathered
+    partial = layout.zero is not None and layout.zero >= 2
+    gradients = rest.gradients if layout.accumulation > 1 or partial else 0
+    for segment in profile.segments:
+        peak = segment.peak - (segment.created if partial else 0)
+        yield Memory(rest.parameters, gradients, rest.optimizer, working, peak, when=_when(segment))
+        if not (layout.accumulation > 1 or partial):
+            gradients += segment.created
+
+
+def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
+    """Yield the peak of each segment under FSDP2, whose units are gathered, computed and reduced one after the other.
+
+    A gathered unit is received in one buffer and copied out of it: in forward the buffer stays until the next unit's, in backward
+    it is that of the unit before, fetched ahead. In backward the buffer of the last reduction stays as well.
+    """
+    sizes = Counter[str]()
+    for item in profile.inventory.parameters:
+        sizes[item.block] += _padded(item, layout.shards)
+    unit = {name: layout.compute * size for name, size in sizes.items()}
+    root = unit.get("", 0)
+    held = 0 if layout.reshard else sum(unit.values()) - root
+    order = [
+        segment.unit for segment in profile.segments if not segment.backward and segment.unit in unit and segment.unit
+    ]
+    before = dict(zip(order[1:], order, strict=False))
+    sharded = rest.gradients if layout.accumulation > 1 else 0
+    whole = sum(unit.values()) if layout.accumulation > 1 else 0  # no_sync keeps whole gradients
+    received, reduced, of_root = root, 0, 0
+    for segment in profile.segments:
+        own, name = unit.get(segment.unit, 0) if segment.unit else 0, segment.unit
+        if not segment.backward:
+            received = own or received
+            gathered = root + received + (own if layout.reshard else held)
+            yield Memory(rest.parameters, sharded + whole, rest.optimizer, gathered, segment.peak, when=_when(segment))
+            continue
+        ahead = (
+            0
+            if not layout.reshard
+            else (unit[before[name]] if name in before else 0)
+            if name
+            else unit.get(order[-1], 0)
+            if order and not reduced
+            else 0
+        )
+        gathered = root + (own if layout.reshard else held) + ahead + reduced
+        yield Memory(
+            rest.parameters, sharded + whole + of_root, rest.optimizer, gathered, segment.peak, when=_when(segment)
+        )
+        if name:
+            # The gradients of the unit are copied into a buffer, which replaces that of the reduction before.
+            gathered = root + ahead + own + (0 if layout.reshard else held)
+            yield Memory(
+                rest.parameters,
+                sharded + of_root + segment.created,
+                rest.optimizer,
+                gathered,
+                segment.end,
+                when=_when(segment),
+            )
+            reduced = own
+            sharded += own // layout.compute * 4 // layout.shards if layout.accumulation == 1 else 0
+            if layout.dp_replicate > 1 and layout.compute < 4:
+                sharded += own // layout.shards  # what copies exchange stays until the pass ends, beside the fp32 gradients
+        else:
+            of_root += segment.created
+    yield Memory(rest.parameters, sharded + of_root, rest.optimizer, root, 0, when="reduction")
+
+
+def _when(segment: Segment) -> str:
+    return f"{'backward' if segment.backward else 'forward'} of {segment.unit or 'what is outside of blocks'}"
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank exchanges in a step over one dimension of the mesh by one kind of collective.
+
+    Attributes:
+        ranks: how many take part.
+        stride: how many ranks lie between neighbours of the group.
+        bytes: of the whole tensors: what an all-gather returns, a reduce-scatter takes, an all-reduce has.
+    """
+
+    dimension: str
+    collective: str
+    ranks: int
+    stride: int
+    bytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a ring."""
+        rounds = 2 if self.collective == "all_reduce" else 1
+        return rounds * self.bytes * (self.ranks - 1) / self.ranks
+
+
+def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
+    """Return what a rank exchanges in a step, for a profile as `memory` takes it: DDP, FSDP2, HSDP, tensor and context parallelism, ZeRO."""
+    model, compute, windows = profile.inventory, layout.compute, layout.accumulation
+    trained = sum(item.elements for item in model.parameters)
+    inner = layout.tp * layout.sp * layout.cp
+    found: list[tuple[str, str, int, int, float]] = []
+    if layout.shards:
+        sizes = Counter[str]()
+        for item in model.parameters:
+            sizes[item.block] += _padded(item, layout.shards)
+        all_units, again = sum(sizes.values()), sum(sizes.values()) - sizes.get("", 0)
+        gathered = windows * compute * (all_units + (again if layout.reshard else 0))
+        stride = layout.tp
+        found.append(("dp_shard", "all_gather", layout.shards, stride, gathered))
+        found.append(("dp_shard", "reduce_scatter", layout.shards, stride, compute * all_units))
+        found.append(
+            (
+                "dp_replicate",
+                "all_reduce",
+                layout.dp_replicate,
+                stride * layout.shards,
+                compute * all_units // layout.shards,
+            )
+        )
+    elif layout.zero is not None:
+        ranks = layout.batches
+        reduction = "all_reduce" if layout.zero < 2 else "reduce_scatter"
+        found.append(
+            ("dp_replicate", reduction, ranks, inner, compute * trained * (windows if layout.zero >= 2 else 1))
+        )
+        found.append(
+            ("dp_replicate", "all_gather", ranks, inner, compute * trained * (2 * windows if layout.zero == 3 else 1))
+        )
+    else:
+        buffers = model.size - 4 * trained
+        found.append(("dp_replicate", "all_reduce", layout.dp_replicate, inner, 4 * trained))
+        found.append(("dp_replicate", "broadcast", layout.dp_replicate, inner, buffers))
+    split = Counter[str]()
+    for name, size in (pair for segment in profile.segments for pair in segment.split):
+        split[name] += size * windows
+    found += [("tp", name, layout.tp, 1, size) for name, size in split.items()]
+    if layout.cp > 1:
+        keys = windows * compute * profile.keys * layout.cp  # keys and values of all ranks, forward and backward
+        found += [
+            ("cp", "all_gather", layout.cp, layout.tp, 2 * keys),
+            ("cp", "reduce_scatter", layout.cp, layout.tp, keys),
+        ]
+    return [Transfer(*row[:4], int(row[4])) for row in found if row[2] > 1 and row[4]]
+
+
+# -- how long it takes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The devices that a layout runs on: so many machines with so many ranks each.
+
+    Attributes:
+        between: the link between machines.
+        efficiency: what of the peak rate a pass reaches; an assumption.
+        overlap: what of the time of a pass hides exchanges of data parallelism; an assumption.
+    """
+
+    device: DeviceSpec
+    per_node: int
+    between: Link
+    efficiency: float = 0.5
+    overlap: float = 0.7
+
+    def crosses(self, transfer: Transfer) -> bool:
+        """Say whether a group reaches over several machines."""
+        return transfer.ranks * transfer.stride > self.per_node
+
+    def seconds(self, transfer: Transfer) -> float:
+        """Return how long an exchange takes alone."""
+        return transfer.sent / (self.between if self.crosses(transfer) else self.device.node).bytes_per_second
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An estimate of a step, in seconds: arithmetic, exchanges that a pass waits for, and those that it does not hide."""
+
+    arithmetic: float
+    waiting: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        """The seconds of a step."""
+        return self.arithmetic + self.waiting + self.exposed
+
+    @property
+    def limit(self) -> str:
+        """What takes the most."""
+        parts = {
+            "arithmetic": self.arithmetic,
+            "exchanges within layers": self.waiting,
+            "exchanges of data parallelism": self.exposed,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_seconds(profile: Profile, layout: Layout, fleet: Fleet) -> StepTime:
+    """Return an estimate of the time of a step: floating-point operations at the stated efficiency, bytes over the stated links.
+
+    Exchanges of tensor and context parallelism are waited for. Those of data parallelism hide behind the stated part of a pass.
+    """
+    rate = fleet.device.flops.get(layout.precision, fleet.device.flops["no"]) * fleet.efficiency
+    arithmetic = profile.flops * layout.accumulation / rate
+    sent = traffic(profile, layout)
+    waiting = sum(fleet.seconds(each) for each in sent if each.dimension in ("tp", "cp"))
+    hidden = sum(fleet.seconds(each) for each in sent if each.dimension not in ("tp", "cp"))
+    if layout.offload:  # weights come from the host and gradients go there
+        hidden += 2 * memory(profile, layout).host / 4 / 32e9
+    return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

@@ -1,0 +1,175 @@
+"""Plans: which layouts fit and which do not, the file that launching takes, and the estimate beside what torch allocates."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.commands import plan
+from accelerate.commands.config import config_utils
+from accelerate.devices import specs
+from accelerate.diagnostics.activations import measure
+from accelerate.diagnostics.estimator import Layout, memory, resting
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "num_hidden_layers": 5}
+LLAMA |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class Block(nn.Module):
+    """A layer that keeps its input for the backward pass."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return torch.sigmoid(self.layer(x))
+
+
+class Net(nn.Module):
+    """Equal blocks."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, count=6, width=64):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(count)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def batch(size, sequence):
+    return {"x": torch.ones(size, sequence, 64)}
+
+
+def factory():
+    return Net(), batch
+
+
+def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
+    """By hand: each block keeps its output, 64 numbers a token, for itself and the next one."""
+    profile = measure(Net, batch, 2, 8)
+    kept = 4 * 64 * 16
+    forward = [segment for segment in profile.segments if not segment.backward and segment.unit]
+    assert [segment.unit for segment in forward] == [f"blocks.{number}" for number in range(6)]
+    # The input of the first block is the batch; a product is there until its sigmoid is.
+    assert [segment.end for segment in forward] == [kept * (2 + number) for number in range(6)]
+    assert [segment.peak - segment.end for segment in forward] == [kept] * 6
+    assert profile.flops == 6 * 2 * 16 * 64 * 64 * 3 - 2 * 16 * 64 * 64, "the batch needs no gradient"
+    whole = measure(lambda: Net(3), batch, 2, 8)
+    assert measure(Net, batch, 4, 8).segments == profile.extended(measure(Net, batch, 1, 8), 4).segments
+    assert len(whole.segments) == len(profile.segments) - 6
+
+
+def test_a_peak_has_what_rests_beside_activations():
+    profile = measure(Net, batch, 2, 8)
+    rest = resting(profile.inventory, Layout())
+    parameters = 4 * 6 * 64 * 64
+    assert (rest.parameters, rest.gradients, rest.optimizer) == (parameters, parameters, 2 * parameters)
+    one, ddp, sharded = (memory(profile, layout) for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=4)))
+    assert ddp.total - one.total == ddp.gathered == parameters, "the buckets"
+    assert (sharded.parameters, sharded.optimizer) == (parameters // 4, parameters // 2)
+    assert one.total >= 4 * parameters
+    assert memory(profile, Layout(dp_shard=4, offload=True)).host == parameters
+
+
+def test_what_cannot_be_measured():
+    class Looks(Net):
+        def forward(self, x):
+            return x.sum() if x.sum().item() > 0 else x.mean()
+
+    with pytest.raises(ValueError, match="looks at values"):
+        measure(Looks, batch, 1, 1)
+    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
+        measure(Net, batch, 1, 1, checkpointing=True)
+
+
+def test_table_of_devices():
+    assert specs.device_spec("H100-80GB").memory == 80 * 10**9
+    with pytest.raises(ValueError, match="'k80' is not in the table; choose one of b200-180gb"):
+        specs.device_spec("k80")
+    with pytest.raises(ValueError, match="choose one of infiniband-ndr"):
+        specs.link("x")
+    assert all("http" in row.source and "http" in row.node.source for row in specs.DEVICES.values())
+    assert specs.peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and specs.peak_flops("Tesla V100-SXM2-32GB") == 125e12
+    assert specs.peak_flops("NVIDIA H100 PCIe") is specs.peak_flops("GeForce") is None
+
+
+def words(model, *more):
+    return ("plan", str(model), "--gpus", "4", "--gpu", "l4-24gb", "--global_batch", "8", *more)
+
+
+@pytest.fixture
+def llama(place):
+    pytest.importorskip("transformers")
+    (place / "llama").mkdir()
+    (place / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    (place / "train.py").touch()
+    return "llama"
+
+
+def test_plan_of_a_configuration_and_the_file_that_launch_takes(accelerate, llama, place):
+    status, out, err = accelerate(*words(llama, "--gpus", "2", "--sequence", "32", "--write", "plan.yaml"))
+    assert status == 0, err
+    for part in ("layout", "DDP 2", "FSDP2 2", "ZeRO 3, 2 ranks", "tp_size=2", "cp_size=2", "plan.yaml: "):
+        assert part in out or part == out
+    status, out, err = accelerate("launch", "--config_file", "plan.yaml", "--cpu", "--dry-run", "train.py")
+    assert status == 0 and "num_processes" in out, err
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_replicate=2, dp_shard=2, fsdp=True, checkpointing=True),
+        Layout(dp_shard=2, cp=2, fsdp=True, offload=True),
+        Layout(dp_shard=2, tp=2, fsdp=True, precision="bf16"),
+        Layout(dp_replicate=4, zero=2, accumulation=4),
+        Layout(dp_replicate=4),
+    ],
+    ids=plan.name_of,
+)
+def test_the_file_of_each_kind_of_layout_is_taken(accelerate, place, layout):
+    (place / "train.py").touch()
+    config_utils.write("plan.yaml", plan.configuration(layout, 2))
+    here = ["--cpu"] if layout == Layout(dp_replicate=4) else []  # MULTI_GPU needs GPUs
+    status, out, err = accelerate("launch", *here, "--config_file", "plan.yaml", "--dry-run", "train.py")
+    assert status == 0, err
+    named = {
+        "zero_stage": layout.zero,
+        "parallelism_config_cp_size": layout.cp,
+        "parallelism_config_tp_size": layout.tp,
+    }
+    for name, value in named.items():
+        assert value in (None, 1) or any(name in line and str(value) in line for line in out.splitlines()), out
+
+
+def test_plan_says_why_layouts_do_not_fit(accelerate, place, monkeypatch):
+    """A model from a function, of which one layer is as large as the device."""
+    (place / "own.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(1024, 1024)\n\n    def forward(self, x):\n        return self.layer(x)\n\n\n"
+        "class Own(nn.Sequential):\n    _no_split_modules = ('Block',)\n\n\n"
+        "def wide():\n    return Own(Block(), Block()), lambda batch, sequence: {'input': torch.ones(batch, sequence * 10**6, 1024)}\n"
+    )
+    monkeypatch.syspath_prepend(place)
+    status, out, err = accelerate(*words("own:wide", "--sequence", "16", "--write", "x.yaml"))
+    assert status == 2 and "No layout fits" in err and not (place / "x.yaml").exists()
+    assert (
+        "DDP 4: activations" in out
+        and "use cp_size=2" in out
+        and "tp_size is 2, but Own has no tensor-parallel plan" in out
+    )
+
+
+def test_what_is_refused(refused, place):
+    assert "choose one of b200" in refused("plan", "x", "--gpus", 1, "--gpu", "k80", "--global_batch", 1)
+    assert "--nodes=2 does not divide" in refused(
+        "plan", "x", "--gpus", 3, "--gpu", "l4-24gb", "--nodes", 2, "--global_batch", 1
+    )
+    assert "--gpus is 0" in refused("plan", "x", "--gpus", 0, "--gpu", "l4-24gb", "--global_batch", 1)
+    assert "no arithmetic" in refused("plan", "x", "--gpus", 1, "--gpu", "v100-32gb", "--global_batch", 1)
+    assert "gives no model" in refused(*words("no.such:thing"))
