@@ -239,7 +239,8 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
             reduced = own
             sharded += own // layout.compute * 4 // layout.shards if layout.accumulation == 1 else 0
             if layout.dp_replicate > 1 and layout.compute < 4:
-                sharded += own // layout.shards  # what copies exchange stays until the pass ends, beside the fp32 gradients
+                # What copies exchange stays until the pass ends, beside the fp32 gradients.
+                sharded += own // layout.shards
         else:
             of_root += segment.created
     yield Memory(rest.parameters, sharded + of_root, rest.optimizer, root, 0, when="reduction")
