@@ -55,6 +55,8 @@ EXTRAS = {
         "optuna",
         "bitsandbytes",
         "pytest-mock",
+        # The schemas of Kubernetes, offline.
+        "kubernetes-validate",
     ],
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
