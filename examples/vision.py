@@ -1,8 +1,8 @@
 """A small vision transformer on handwritten digits, with warm-up, clipping, exact evaluation, the best model kept, and a resume.
 
 An 8 x 8 picture is 16 patches of 2 x 2 pixels. The loop is that of any image classifier: augmentation in the data set, a schedule that counts
-optimizer steps, an evaluation after each epoch, the best weights exported. Started again after a kill it goes on from its last
-epoch.
+optimizer steps, an evaluation after each epoch, the best weights exported. Stopped by a scheduler's signal it saves, ends with status
+75, and goes on when it is started again.
 
     accelerate launch --cpu --num_processes 2 --mixed_precision bf16 examples/vision.py
 
@@ -100,7 +100,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    project = ProjectConfiguration(options.out, automatic_checkpoint_naming=True, total_limit=2)
+    project = ProjectConfiguration(
+        options.out, automatic_checkpoint_naming=True, total_limit=2, save_on_signal=["SIGTERM", "SIGUSR1"]
+    )
     accelerator = Accelerator(project_config=project)
     set_seed(0)
     train, held_out = train_test_split(range(1797), test_size=360, random_state=0)
