@@ -60,6 +60,7 @@ EXTRAS = {
     ],
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
+    "ray": ["ray[train]"],
     "benchmarks": ["matplotlib", "transformers>=4.46"],
     "sagemaker": ["sagemaker>=2,<3", "boto3"],
     "rich": ["rich"],
