@@ -39,7 +39,7 @@ def make_pairs() -> Dataset:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/dpo"))
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     tokenizer = train_tokenizer(list(pydoc_data.topics.topics.values()))
     arguments = DPOConfig(

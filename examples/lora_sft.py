@@ -39,7 +39,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     set_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ends, tie_word_embeddings=False))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), **sizes, **ends, tie_word_embeddings=False, initializer_range=0.1)
+    )
 
 
 def make_rows() -> Dataset:
@@ -100,7 +102,7 @@ def main() -> None:
     loaded = PeftModel.from_pretrained(make_model(tokenizer), options.out / "adapter").to(state.device)
     again = loss_of(loaded, tokenizer, rows)
     state.print(f"losses {losses}; {100 * share:.0f} % of the parameters train; loss of the loaded model {again:.4f}")
-    shown = losses[-1] < losses[0] and share < 1 / 3 and abs(again - trained) < 1e-4
+    shown = losses[-1] < losses[0] - 0.1 and share < 1 / 3 and abs(again - trained) < 1e-4
     if state.is_main_process:
         print(
             f"loss fell, under a third of the parameters train, adapter saved and loaded with the same loss: {shown}",
