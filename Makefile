@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-trackers test-upstream test-scale test-crash bench bench-peer docs reference pictures size interface clean
+	test-deepspeed test-ray test-trackers test-upstream test-scale test-crash bench bench-peer docs reference pictures size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -97,6 +97,12 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	.venv-trackers/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[testing,trackers]'
 	@touch $@
 
+.venv-ray/.ready: setup.py constraints.txt
+	@echo "setting up .venv-ray (once)"
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[testing,ray]'
+	@touch $@
+
 .cache/upstream/%/.ready: $(VENV)/.ready
 	$(BIN)/python tools/fetch_sources.py --out .cache/upstream $*
 	@touch $@
@@ -146,6 +152,9 @@ test-deepspeed: .venv-deepspeed/.ready ## DeepSpeed's tests, in an environment o
 
 test-trackers: .venv-trackers/.ready ## a real run of each tracker, offline, in an environment of its own: their libraries patch what they meet
 	.venv-trackers/bin/python -m pytest tests/interop/test_trackers.py $(ARGS)
+
+test-ray: .venv-ray/.ready ## Ray Train with our Accelerator inside, a worker killed, in an environment of its own: it starts servers
+	PATH="$(CURDIR)/.venv-ray/bin:$$PATH" .venv-ray/bin/python -m pytest -k ray tests/interop/test_examples.py $(ARGS)
 
 test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)
@@ -199,4 +208,4 @@ interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-torch-* .venv-trackers .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-ray .venv-torch-* .venv-trackers .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

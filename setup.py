@@ -55,9 +55,12 @@ EXTRAS = {
         "optuna",
         "bitsandbytes",
         "pytest-mock",
+        # The schemas of Kubernetes, offline.
+        "kubernetes-validate",
     ],
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
+    "ray": ["ray[train]"],
     "benchmarks": ["matplotlib", "transformers>=4.46"],
     "sagemaker": ["sagemaker>=2,<3", "boto3"],
     "rich": ["rich"],

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -207,6 +209,22 @@ def test_output_comes_to_the_cell_in_whole_lines(kernel, request):
     assert not error
     for rank in (0, 1):
         assert f"[{rank}] printed by {rank}\n" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [True], ids=["reads descriptors"], indirect=True)
+def test_the_notebook_of_the_examples_runs(kernel, tmp_path):
+    notebook = json.loads((Path(__file__).parents[2] / "examples" / "train.ipynb").read_text("utf-8"))
+    kernel.run(f"import os; os.chdir({str(tmp_path)!r})")
+    said = ""
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [], "stored without outputs"
+            out, error = kernel.run("".join(cell["source"]))
+            assert not error, error
+            said = out or said
+    promised = re.search(r"^Prints: (.+)$", "".join(notebook["cells"][0]["source"]), re.M)[1]
+    assert said.strip().rpartition("\n")[2] == promised
 
 
 @pytest.mark.parametrize("kernel", [True], ids=["reads descriptors"], indirect=True)
