@@ -3,10 +3,13 @@
 import os
 import tempfile
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from accelerate.checkpoint.save import WRITERS, Save, SavePlan
 from accelerate.checkpoint.storage import refuse_unreadable
-from accelerate.runtime import simulated
+from accelerate.runtime import simulated, torch_private
 
 _NOTE = "save_state wrote nothing, and load_state read nothing: tensors keep the values that they have."
 
@@ -34,7 +37,7 @@ class MeasuredSave(Save):
     def finish(self, writers: int = WRITERS) -> None:
         """Remember what would have been written."""
         self.settle()
-        files = self.plan.sizes()
+        files = _sizes(self.plan)
         for folder, _, names in os.walk(self._scratch.name):
             paths = [os.path.join(folder, name) for name in names]
             files |= {os.path.relpath(path, self._scratch.name): os.path.getsize(path) for path in paths}
@@ -42,6 +45,17 @@ class MeasuredSave(Save):
         run = simulated.current()
         run.saves.append(simulated.Written(self.storage.location, files))
         run.notes[_NOTE] = None
+
+
+def _sizes(plan: SavePlan) -> dict[str, int]:
+    """Return about how many bytes each file takes; of a folder of shards all that this rank has, of which replicas write a part each."""
+    leaves = {name: torch_private.pytree.tree_leaves(held) for name, held in plan.contents().items()}
+    return {name: sum(map(_bytes_of, values)) for name, values in leaves.items()}
+
+
+def _bytes_of(value: Any) -> int:
+    local = torch_private.local_part(value)
+    return local.nbytes if isinstance(local, torch.Tensor) else len(value) if isinstance(value, bytes) else 0
 
 
 def load(location: str) -> None:

@@ -109,7 +109,7 @@ class SavePlan(os.PathLike[str]):
     def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
         """Write the files durably, `writers` at a time; return the entries. All ranks of `group` if any has shards.
 
-        A second call writes what was added since, and returns all entries. An interpreter that is about to exit starts no more threads, so what may run then takes one writer.
+        A second call writes what was added since. An interpreter that is about to exit starts no more threads, so it takes one writer.
         """
         (jobs, self._jobs), (states, self._shards) = (self._jobs, {}), (self._shards, {})
         for name, state in states.items():
@@ -131,19 +131,12 @@ class SavePlan(os.PathLike[str]):
         """Whether there are shards to be written."""
         return bool(self._shards)
 
-    def sizes(self) -> dict[str, int]:
-        """Return about how many bytes each file takes; of a folder of shards all that this rank has, of which replicas write a part each."""
-        contents = {file: obj for file, (_, obj, _) in self._jobs.items()} | self._shards
-        leaves = {name: torch_private.pytree.tree_leaves(obj) for name, obj in contents.items()}
-        return {name: sum(map(_bytes_of, values)) for name, values in leaves.items()}
+    def contents(self) -> dict[str, Any]:
+        """Return what each file, and each folder of shards, is to hold."""
+        return {file: obj for file, (_, obj, _) in self._jobs.items()} | self._shards
 
     def _create_in(self, folder: str) -> formats.Create:
         return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
-
-
-def _bytes_of(value: Any) -> int:
-    local = torch_private.local_part(value)
-    return local.nbytes if isinstance(local, torch.Tensor) else len(value) if isinstance(value, bytes) else 0
 
 
 # -- what is put into it -----------------------------------------------------------------------------------------------
