@@ -701,6 +701,8 @@ class Accelerator(Processes):
     def accumulate(self, *models: nn.Module, num_items: Any = None) -> contextlib.AbstractContextManager:
         """Return the context of one micro-batch: in it, prepared optimizers step only when their window closes.
 
+        The forward pass belongs into it, too: under DDP it decides whether the backward pass exchanges gradients.
+
         Args:
             *models: The prepared models trained in it, whose gradients stay local until the window closes.
             num_items: How many items (tokens, say) this rank's loss is the mean of. Given for every micro-batch, the

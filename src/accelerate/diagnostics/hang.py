@@ -179,7 +179,10 @@ class Watcher:
 
     def _frame(self) -> FrameType | None:
         frames = sys._current_frames()
-        return frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
+        try:
+            return frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
+        finally:
+            frames.clear()  # it holds the frame of this call, too: a cycle that would keep what all threads had at hand
 
     def _look(self) -> RankStatus:
         """Say what the watched thread does."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 
 import pytest
 import torch.distributed as dist
@@ -197,6 +198,28 @@ def test_a_forked_copy_leaves_no_word(store, watched, monkeypatch):
     watcher.end()
     assert watcher._thread.is_alive() and not ask(store, [1], 2)[1].ended
     monkeypatch.undo()
+
+
+def test_what_the_training_thread_held_goes_without_the_garbage_collector(store, watched):
+    """A dict of all stacks holds the one that asked for it, too: each look kept gradients and gathered parameters."""
+
+    class Gradient:
+        pass
+
+    def step():
+        gradient = Gradient()
+        assert ask(store, [1], 2)[1].answered
+        return weakref.ref(gradient)
+
+    watcher = watched(1)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = step()
+        watcher.stop()
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_holder_of_the_store_ends_after_the_others_know(monkeypatch):
