@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-ray test-trackers test-upstream test-scale test-crash bench bench-peer docs reference pictures size interface clean
+	test-deepspeed test-ray test-trackers test-upstream test-site test-scale test-crash bench bench-peer docs reference pictures size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -111,6 +111,10 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 	$(PIP) -e '.[docs]'
 	@touch $@
 
+$(VENV)/.ready-site: $(VENV)/.ready
+	$(PIP) -e '.[site]'
+	@touch $@
+
 $(VENV)/.ready-bench: $(VENV)/.ready
 	$(PIP) -e '.[benchmarks]'
 	@touch $@
@@ -178,6 +182,9 @@ test-versions-%: .venv-torch-%/.ready
 
 test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
 	$(PYTEST) tests/interop/test_upstream.py $(ARGS)
+
+test-site: $(VENV)/.ready-site ## the site in headless Chromium: links, navigation, search, copy buttons, console, phone; needs chromium and chromedriver
+	$(PYTEST) -m slow tests/interop/test_site.py $(ARGS)
 
 test-scale: $(VENV)/.ready-bench ## what many ranks cost: store traffic, sampling, manifests, object stores; writes docs/scale.md
 	$(BIN)/python tests/scale/run.py $(ARGS)

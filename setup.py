@@ -22,6 +22,7 @@ TRACKERS = [
     "pillow",
 ]
 STORES = ["fsspec"]
+DOCS = ["mkdocs-material", "mkdocs-redirects", "mkdocstrings[python]"]
 MENUS = ["questionary>=2"]
 TESTING = [
     # pytest 9.2 hides from xdist 3.8 which tests belong together, and they share expensive fixtures.
@@ -43,7 +44,9 @@ EXTRAS = {
     "testing": TESTING,
     "test_trackers": TENSORBOARD,
     "trackers": TRACKERS,
-    "docs": ["mkdocs-material", "mkdocs-redirects", "mkdocstrings[python]"],
+    "docs": DOCS,
+    # The site in a browser; Chromium and chromedriver come from the operating system.
+    "site": [*DOCS, "selenium>=4.30"],
     "transformers": ["transformers>=4.46"],
     "interop": [
         "transformers>=4.46",
