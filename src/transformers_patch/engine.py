@@ -196,7 +196,7 @@ def status() -> list[Status]:
 
     Example:
         >>> import transformers_patch
-        >>> [patch.name for patch in transformers_patch.status()][:4]
+        >>> [patch.name for patch in transformers_patch.status()][:5]
         ['training_args', 'save_checkpoint', 'build', 'train', 'last_checkpoint']
     """
     with _lock:

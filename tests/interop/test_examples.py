@@ -25,7 +25,7 @@ LARGER = [
     name for name in ("lm.py", "vision.py", "stream_mix.py", "lora_sft.py", "dpo.py") if (EXAMPLES / name).exists()
 ]
 # What a newcomer runs first; the others take minutes together.
-BASIC = {f"by_feature/{name}.py" for name in ("first", "migrate_after", "equal_batches", "metrics", "resume")}
+BASIC = {f"by_feature/{name}.py" for name in ("first", "resume")}
 RAY = "clusters/ray_train.py"  # `make test-ray`: in an environment of its own
 PROGRAMS = [*FEATURES, *LARGER, RAY]
 LINES = {"by_feature": 120, ".": 300, "clusters": 300}

@@ -24,7 +24,7 @@ def unmeant(found):
     return "\n".join(str(verdict) for verdict in found if not verdict.equal and not verdict.meant)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_differs_that_is_not_meant(processes):
     need_peer()
     assert not unmeant(compare.compared(processes, whole=False))
