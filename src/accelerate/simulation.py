@@ -105,7 +105,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
         _answer_for_others(last)
         if rank.shapes_only:
             _move_shapes(last)
-            last.enter_context(torch_private.sharding_shapes())
+        last.enter_context(torch_private.sharding_for_one())
         last.enter_context(rank.memory.watching())
         last.enter_context(rank)
         yield

@@ -148,8 +148,8 @@ def is_shape(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def sharding_shapes() -> Iterator[None]:
-    """Let `fully_shard` split parameters of `shapes_only` into few tensors: it makes one for each rank, to take one of them."""
+def sharding_for_one() -> Iterator[None]:
+    """Let `fully_shard` split parameters into few tensors: it makes one for each rank, to take one of them."""
     try:
         home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
         split = home._chunk_with_empty
@@ -158,12 +158,14 @@ def sharding_shapes() -> Iterator[None]:
         return
 
     def parts_of(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
-        if not is_shape(tensor):
-            return split(tensor, count, dim)
         length = tensor.shape[dim]
-        size = -(-length // count)
+        size = max(1, -(-length // count))
         full, rest = divmod(length, size)
-        parts = [tensor.narrow(dim, 0, size)] * full + [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
+        if is_shape(tensor):  # all alike
+            parts = [tensor.narrow(dim, 0, size)] * full
+        else:
+            parts = [tensor.narrow(dim, start, size) for start in range(0, full * size, size)]
+        parts += [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
         return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
 
     home._chunk_with_empty = parts_of
