@@ -31,7 +31,7 @@ CALLED: dict[str, str] = {
     **dict.fromkeys(
         [
             *["SingleProcess", "TensorParallel"],
-            *["checkpoint_command_parser", "diagnose_command_parser", "stacks_command_parser"],
+            *["checkpoint_command_parser", "diagnose_command_parser", "plan_command_parser", "stacks_command_parser"],
         ],
         "our registries, which hold names",
     ),

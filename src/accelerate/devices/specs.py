@@ -15,14 +15,12 @@ class Link:
 
     Attributes:
         bytes_per_second: that one rank sends, in one direction.
-        latency: seconds that a message takes beside its bytes; an assumption, for makers state none.
         source: where the number is published.
     """
 
     name: str
     bytes_per_second: float
     source: str
-    latency: float = 5e-6
 
 
 @dataclass(frozen=True)
@@ -71,18 +69,14 @@ LINKS = {
             "infiniband-ndr",
             50 * _G,
             "NVIDIA Quantum-2 InfiniBand: 400 Gb/s, https://www.nvidia.com/en-us/networking/quantum2/",
-            1e-5,
         ),
         Link(
             "infiniband-hdr",
             25 * _G,
             "NVIDIA Quantum InfiniBand: 200 Gb/s, https://www.nvidia.com/en-us/networking/infiniband-switching/",
-            1e-5,
         ),
-        Link(
-            "ethernet-100g", 12.5 * _G, "IEEE 802.3bj/bm: 100 Gb/s, https://standards.ieee.org/ieee/802.3/10422/", 3e-5
-        ),
-        Link("ethernet-25g", 3.125 * _G, "IEEE 802.3by: 25 Gb/s, https://standards.ieee.org/ieee/802.3/10422/", 3e-5),
+        Link("ethernet-100g", 12.5 * _G, "IEEE 802.3bj/bm: 100 Gb/s, https://standards.ieee.org/ieee/802.3/10422/"),
+        Link("ethernet-25g", 3.125 * _G, "IEEE 802.3by: 25 Gb/s, https://standards.ieee.org/ieee/802.3/10422/"),
     )
 }
 
