@@ -293,6 +293,10 @@ def plan_command(args: argparse.Namespace) -> None:
     for name in ("gpus", "nodes", "sequence", "global_batch"):
         if getattr(args, name) < 1:
             raise LaunchError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    if not 0 < args.efficiency <= 1 or not 0 <= args.overlap <= 1:
+        raise LaunchError(
+            f"--efficiency is {args.efficiency} and --overlap {args.overlap}; pass parts of 1, the first above 0."
+        )
     if args.gpus % args.nodes:
         raise LaunchError(
             f"--gpus is {args.gpus}, which --nodes={args.nodes} does not divide; name all GPUs of all machines."

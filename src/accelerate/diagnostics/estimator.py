@@ -14,6 +14,8 @@ from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
 
 # Numbers that DeepSpeed reduces at a time (reduce_bucket_size), unless its configuration says otherwise.
 _ZERO_BUCKET = 500_000_000
+# Bytes a second between a device and its host, in one direction: PCIe 4.0 x16.
+_HOST_LINK = 32e9
 # The bytes of a number in the forward and backward pass, by mixed_precision.
 COMPUTE_BYTES = {"no": 4, "fp16": 2, "bf16": 2}
 
@@ -389,5 +391,5 @@ def step_seconds(profile: Profile, layout: Layout, fleet: Fleet) -> StepTime:
     waiting = sum(fleet.seconds(each) for each in sent if each.dimension in ("tp", "cp"))
     hidden = sum(fleet.seconds(each) for each in sent if each.dimension not in ("tp", "cp"))
     if layout.offload:  # weights come from the host and gradients go there
-        hidden += 2 * memory(profile, layout).host / 4 / 32e9
+        hidden += 2 * memory(profile, layout).host / 4 / _HOST_LINK
     return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

@@ -171,5 +171,8 @@ def test_what_is_refused(refused, place):
         "plan", "x", "--gpus", 3, "--gpu", "l4-24gb", "--nodes", 2, "--global_batch", 1
     )
     assert "--gpus is 0" in refused("plan", "x", "--gpus", 0, "--gpu", "l4-24gb", "--global_batch", 1)
+    parts = ["plan", "x", "--gpus", 1, "--gpu", "l4-24gb", "--global_batch", 1]
+    assert "--efficiency is 0.0 and" in refused(*parts, "--efficiency", 0)
+    assert "--overlap 1.5; pass parts of 1" in refused(*parts, "--overlap", 1.5)
     assert "no arithmetic" in refused("plan", "x", "--gpus", 1, "--gpu", "v100-32gb", "--global_batch", 1)
     assert "gives no model" in refused(*words("no.such:thing"))
