@@ -1,11 +1,12 @@
 """Memory as `accelerate.diagnostics.estimator` predicts it, and as torch's allocator counts it in real steps on CPUs.
 
-    python benchmarks/estimates.py [--models llama bert] [--json]
+    python benchmarks/estimates.py [--models llama bert] [--layouts one ddp] [--json]
 
 Each row is a model, a layout, a precision, with checkpointing or without. A real run takes four steps with AdamW; torch's profiler sees
 each allocation and release on rank 0, and the most bytes of the last two steps, in the one that has less, are the measured peak. DDP
 runs under gloo, whose threads let go of a buffer when they come to it: hence the step that has less. The others run as rank 0 of
-several on torch's fake process group, which sends nothing: all memory is as in a run with the other ranks. Needs transformers.
+several on torch's fake process group, which sends nothing: all memory is as in a run with the other ranks. With `BENCHMARK_DEVICE=cuda`
+models are eight times as wide, the allocator of the GPU counts, and DDP is left out. Needs transformers.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import torch
 from torch import nn
 
 MODELS = ("llama", "gpt2", "mixtral", "bert", "vit", "unet")
-BATCH, SEQUENCE = 2, 64
+CPU = os.environ.get("BENCHMARK_DEVICE", "cpu") == "cpu"
+BATCH, SEQUENCE, WIDTH, HEADS = (2, 64, 128, 4) if CPU else (4, 512, 1024, 16)
 
 
 class Double(nn.Module):
@@ -65,8 +67,13 @@ def build(name: str) -> nn.Module:
     """Return a small model; the size of its blocks, embeddings and activations is of one order."""
     import transformers as t
 
-    common = {"hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 344}
-    llama = {**common, "vocab_size": 1000, "num_key_value_heads": 2}
+    common = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 5,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 43 * WIDTH // 16,
+    }
+    llama = {**common, "vocab_size": 1000, "num_key_value_heads": HEADS // 2, "max_position_embeddings": SEQUENCE}
     if name == "llama":
         return t.LlamaForCausalLM(t.LlamaConfig(**llama))
     if name == "mixtral":
@@ -74,11 +81,17 @@ def build(name: str) -> nn.Module:
     if name == "gpt2":
         return t.GPT2LMHeadModel(
             t.GPT2Config(
-                n_embd=128, n_layer=5, n_head=4, vocab_size=1000, n_positions=256, bos_token_id=0, eos_token_id=0
+                n_embd=WIDTH,
+                n_layer=5,
+                n_head=HEADS,
+                vocab_size=1000,
+                n_positions=max(256, SEQUENCE),
+                bos_token_id=0,
+                eos_token_id=0,
             )
         )
     if name == "bert":
-        return t.BertForMaskedLM(t.BertConfig(**common, vocab_size=1000))
+        return t.BertForMaskedLM(t.BertConfig(**common, vocab_size=1000, max_position_embeddings=512))
     if name == "vit":
         return t.ViTForImageClassification(t.ViTConfig(**common, image_size=64, patch_size=8))
     return UNet()
@@ -140,7 +153,7 @@ def predict(case: dict) -> int:
 
 
 def take_steps(case: dict) -> int:
-    """Take three steps, and return the most bytes that torch had allocated in the third."""
+    """Take four steps, and return the most bytes that torch had allocated in the last two, in the one that has less."""
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile, record_function
     from torch.testing._internal.distributed import fake_pg
@@ -161,7 +174,7 @@ def take_steps(case: dict) -> int:
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
             )
-        accelerator = Accelerator(cpu=True, mixed_precision=case["precision"], **options)
+        accelerator = Accelerator(cpu=CPU, mixed_precision=case["precision"], **options)
         torch.manual_seed(0)
         model = build(case["model"]).train()
         if case["checkpointing"]:
@@ -169,22 +182,32 @@ def take_steps(case: dict) -> int:
         if hasattr(model, "config"):
             model.config.use_cache = False
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        on_device = []
         for number in range(4):
             gc.collect()  # cycles of the step before are no part of this one
+            batch = {
+                name: value.to(accelerator.device) for name, value in inputs(case["model"], BATCH, SEQUENCE).items()
+            }
+            if not CPU:
+                torch.cuda.reset_peak_memory_stats()
             with record_function(f"step {number}"):
-                output = model(**inputs(case["model"], BATCH, SEQUENCE))
+                output = model(**batch)
                 loss = output["loss"]
                 del output
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
                 del loss
+            if not CPU:
+                on_device.append(torch.cuda.max_memory_allocated())
         accelerator.free_memory()
         del model, optimizer
     AcceleratorState._reset_state(reset_partial_state="RANK" not in os.environ)
     GradientState._reset_state()
     if dist.is_initialized() and "RANK" not in os.environ:
         dist.destroy_process_group()
+    if not CPU:
+        return min(on_device[2:])
     events = found.profiler.kineto_results.events()
     sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     peaks = []
@@ -234,6 +257,8 @@ def main() -> None:
     done = []
     for gloo in (False, True):
         some = [row for row in rows if (row["layout"] == "ddp") == gloo]
+        if not some or (gloo and not CPU):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "rows.json")
             with open(path, "w") as file:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from device import CPU, DEVICE, finish
 from torch import nn
 
 from accelerate import Accelerator
@@ -32,7 +33,7 @@ def blocks(megabytes, value):
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
-    return model
+    return model.to(DEVICE)
 
 
 def adamw(model, value=None):
@@ -54,8 +55,10 @@ def clock(task):
     """Return the seconds of a task in which all ranks take part."""
     if dist.is_initialized():
         dist.barrier()
+    finish()
     start = time.perf_counter()
     task()
+    finish()
     if dist.is_initialized():
         dist.barrier()
     return time.perf_counter() - start
@@ -149,14 +152,16 @@ def background(accelerator, megabytes, folder, repeats):
     """Save while the training goes on: how long that stops, and how long its steps take meanwhile. Ours alone."""
     model, optimizer = accelerator.prepare(*stepped(megabytes))
     state = [*model.parameters(), *(value for kept in optimizer.state.values() for value in kept.values())]
-    copies = [tensor.detach().clone() for tensor in state]
-    rows = torch.ones(64, model[0].in_features if isinstance(model, nn.Sequential) else model.module[0].in_features)
+    copies = [tensor.detach().cpu().clone() for tensor in state]
+    width = model[0].in_features if isinstance(model, nn.Sequential) else model.module[0].in_features
+    rows = torch.ones(64, width, device=DEVICE)
 
     def step():
         start = time.perf_counter()
         optimizer.zero_grad()
         accelerator.backward(model(rows).square().mean())
         optimizer.step()
+        finish()
         return time.perf_counter() - start
 
     blocked, copied, alone, meanwhile = [], [], [], []
@@ -164,9 +169,11 @@ def background(accelerator, megabytes, folder, repeats):
         settled(accelerator, folder)
         for copy, tensor in zip(copies, state, strict=True):
             copy.copy_(tensor.detach())  # as memory that a copy has used before
+        finish()
         start = time.perf_counter()
         for copy, tensor in zip(copies, state, strict=True):
             copy.copy_(tensor.detach())
+        finish()
         copied.append(time.perf_counter() - start)
         alone += [step() for _ in range(10)]
         stopped = clock(lambda: accelerator.save_state(str(folder), blocking=False))
@@ -188,7 +195,7 @@ def shards(accelerator, megabytes, folder, repeats):
     """Save and load shards beside plain torch.distributed.checkpoint and one fsync. Under torchrun, ours alone."""
     model = blocks(megabytes, 1.0)
     model, optimizer = accelerator.prepare(model, adamw(model))
-    accelerator.backward(model(torch.ones(1, model[0].in_features)).square().mean())
+    accelerator.backward(model(torch.ones(1, model[0].in_features, device=DEVICE)).square().mean())
     optimizer.step()  # makes the moments of the shards
     state = {"model": model.state_dict(), "optimizer": {str(k): v for k, v in optimizer.state_dict()["state"].items()}}
     local = [value.to_local() for value in [*model.parameters(), *_moments(optimizer)]]
@@ -237,7 +244,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if arguments.phase == "shards" else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=CPU, fsdp_plugin=plugin)
     figures = phases[arguments.phase](accelerator, arguments.megabytes, Path(arguments.folder), arguments.repeats)
     if accelerator.is_main_process:
         print(json.dumps(figures), flush=True)

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from device import CPU, DEVICE, finish
 
 from accelerate import Accelerator, DataLoaderConfiguration
 
@@ -20,14 +21,15 @@ def timed(call):
     start = time.perf_counter()
     for _ in range(CALLS):
         call()
+    finish()
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
 def main():
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
-    pair = {"a": torch.ones(16, 8), "b": torch.ones(16)}
-    outputs = {key: torch.empty((32, *value.shape[1:])) for key, value in pair.items()}
-    number = torch.ones(16, 8)
+    accelerator = Accelerator(cpu=CPU, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    pair = {"a": torch.ones(16, 8, device=DEVICE), "b": torch.ones(16, device=DEVICE)}
+    outputs = {key: value.new_empty((32, *value.shape[1:])) for key, value in pair.items()}
+    number = torch.ones(16, 8, device=DEVICE)
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(8 * CALLS, 8), batch_size=4))
 
     def raw_gather():

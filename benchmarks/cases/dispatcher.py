@@ -7,6 +7,7 @@ import time
 import warnings
 
 import torch
+from device import CPU, finish
 
 from accelerate import Accelerator, DataLoaderConfiguration
 
@@ -32,11 +33,12 @@ ROW = torch.ones(8)
 def per_step(loader):
     start = time.perf_counter()
     count = sum(1 for _ in loader)
+    finish()
     return (time.perf_counter() - start) / count * 1e6
 
 
 def main():
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    accelerator = Accelerator(cpu=CPU, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     kinds = {
         "small tensor (us)": (torch.randn(8 * STEPS, 8), STEPS),
         "dict of 4 (us)": (Rows(8 * STEPS), STEPS),

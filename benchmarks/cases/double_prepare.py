@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from device import CPU
 from torch import nn
 
 from accelerate import Accelerator
@@ -43,7 +44,7 @@ def main():
     parser.add_argument("--folder", required=True)
     parser.add_argument("--twice", action="store_true")
     arguments = parser.parse_args()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=CPU)
     model = Blocks(arguments.megabytes)
     prepared = accelerator.prepare(model)
     if arguments.twice:

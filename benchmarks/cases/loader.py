@@ -6,6 +6,7 @@ import time
 import warnings
 
 import torch
+from device import CPU, finish
 
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 
@@ -33,6 +34,7 @@ def per_batch(loader):
     count = 0
     for _ in loader:
         count += 1
+    finish()
     return (time.perf_counter() - start) / count * 1e6
 
 
@@ -43,7 +45,7 @@ def compare(accelerator, make):
 
 
 def main():
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=CPU)
     tensors = torch.randn(4 * BATCHES, 8)
     plain, prepared = compare(accelerator, lambda: torch.utils.data.DataLoader(tensors, batch_size=4))
     figures = {"plain loader, tensors (us)": plain, "prepared, tensors (us)": prepared}
@@ -56,7 +58,7 @@ def main():
     figures["skip 1,000,000 batches (ms)"] = (time.perf_counter() - start) * 1e3
 
     accelerator.free_memory()
-    dispatching = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    dispatching = Accelerator(cpu=CPU, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     loader = dispatching.prepare(torch.utils.data.DataLoader(tensors, batch_size=4))
     figures["dispatched, one process (us)"] = statistics.median(per_batch(loader) for _ in range(REPEATS))
     print(json.dumps(figures))

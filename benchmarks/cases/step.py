@@ -6,6 +6,7 @@ import time
 import warnings
 
 import torch
+from device import CPU, DEVICE, finish
 from torch import nn
 
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ torch.set_num_threads(1)
 
 
 def parts():
-    model = nn.Linear(8, 1)
+    model = nn.Linear(8, 1, device=DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     loader = torch.utils.data.DataLoader(torch.randn(4 * STEPS, 8), batch_size=4)
@@ -25,7 +26,7 @@ def parts():
 
 def plain(model, optimizer, scheduler, loader):
     for batch in loader:
-        loss = model(batch).sum()
+        loss = model(batch.to(DEVICE)).sum()
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -59,7 +60,7 @@ def accumulated(accelerator):
 
 def plain_window(model, optimizer, scheduler, loader):
     for number, batch in enumerate(loader, 1):
-        loss = model(batch).sum() / 4
+        loss = model(batch.to(DEVICE)).sum() / 4
         loss.backward()
         if number % 4 == 0:
             optimizer.step()
@@ -70,11 +71,12 @@ def plain_window(model, optimizer, scheduler, loader):
 def microseconds(run, objects):
     start = time.perf_counter()
     run(*objects)
+    finish()
     return (time.perf_counter() - start) / STEPS * 1e6
 
 
 def main():
-    step, window = Accelerator(cpu=True), None
+    step, window = Accelerator(cpu=CPU), None
     loops = {"plain": (plain, parts()), "prepared": (prepared(step), step.prepare(*parts()))}
     figures = {name: [] for name in loops}
     for _ in range(REPEATS):

@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from device import CPU
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -155,14 +156,14 @@ def main():
         max_grad_norm=0.0,
         logging_strategy="no",
         report_to=[],
-        use_cpu=True,
+        use_cpu=CPU,
         disable_tqdm=True,
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
     )
     model = Blocks(arguments.megabytes)
     if arguments.twice:
-        model = Accelerator(cpu=True).prepare(model)
+        model = Accelerator(cpu=CPU).prepare(model)
     clock = Clock(arguments.way)
     trainer = Timed(model, settings, train_dataset=[{"scale": [1.0]}] * 4096, callbacks=[clock])
     trainer.clock = clock
