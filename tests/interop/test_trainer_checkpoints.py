@@ -32,7 +32,8 @@ def found(processes, tmp_path_factory):
 def test_stock_and_ours_resume_from_each_other_bit_for_bit(found, processes):
     assert found["same losses"] and found["ours from stock"] and found["stock from ours"] and found["patched"]
     stock, ours = map(set, found["names"])
-    assert ours - stock == ADDED and stock <= ours and found["world size"] == processes
+    parts = {"accelerate_manifest_parts"} if processes > 1 else set()  # each rank hashes its own files
+    assert ours - stock == ADDED | parts and stock <= ours and found["world size"] == processes
     assert found["rotated"] == ["checkpoint-8"]
 
 

@@ -92,11 +92,6 @@ class SavePlan(os.PathLike[str]):
         """Add a file that is its bytes."""
         self._jobs[file] = (formats.write_bytes, data, {})
 
-    def add_written(self, file: str) -> None:
-        """Add a file that lies in the folder by then, so that this rank hashes it."""
-        path = os.path.join(self.folder, *file.split("/"))
-        self._jobs[file] = (lambda file, path, rank, create: formats.describe(path, rank)), path, {}
-
     def add_shards(self, name: str, state: dict[str, Any]) -> None:
         """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks."""
         self._shards[name] = state
@@ -111,20 +106,25 @@ class SavePlan(os.PathLike[str]):
 
         A second call writes what was added since. An interpreter that is about to exit starts no more threads, so it takes one writer.
         """
-        (jobs, self._jobs), (states, self._shards) = (self._jobs, {}), (self._shards, {})
+        states, self._shards = self._shards, {}
         for name, state in states.items():
             from accelerate.checkpoint import shards  # here: with torch's planner
 
             written = shards.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
             self._written |= {f"{name}/{file}": entry for file, entry in written.items()}
 
-        def one(file: str) -> FileEntry:
-            write, obj, options = jobs[file]
-            return write(file, obj, rank=self.rank, create=self.create, **options)
-
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
-        self._written |= zip(jobs, durable.each(one, jobs, writers), strict=True)
+        durable.each(self.write_file, list(self._jobs), writers)
         return self._written
+
+    def write_file(self, file: str) -> None:
+        """Write one of the files durably, before the others. Any rank, alone."""
+        write, obj, options = self._jobs.pop(file)
+        self._written[file] = write(file, obj, rank=self.rank, create=self.create, **options)
+
+    def forget(self, file: str) -> None:
+        """Leave a file that was written, and that other code has changed since, to the leader, which hashes what no rank lists."""
+        self._written.pop(file)
 
     @property
     def has_shards(self) -> bool:

@@ -11,15 +11,17 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from transformers import TrainerCallback
 
 import accelerate.comm
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.save import Background, Save, snapshot, unlisted
+from accelerate.checkpoint.save import Background, Save, SavePlan, snapshot, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from transformers_patch import preempt
-from transformers_patch.checkpoints import choose, ranks, sharded, streams
+from transformers_patch.checkpoints import capture, choose, ranks, sharded, streams
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +43,16 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
     """
     wait(trainer)
     beside = {_IN_BACKGROUND: in_background or vars(trainer).get(_IN_BACKGROUND, False)}
-    with _shadowed(trainer, **sharded.readers(trainer, wait), **beside):
+    with capture.shadowed(trainer, **sharded.readers(trainer, wait), **beside):
         folder = choose.resolved(trainer, asked)
         if folder:
             sharded.refuse(trainer, folder)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
         loader = streams.loader_of(trainer, folder, begun, ranks.together)
-        with preempt.watching(trainer), _shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}):
+        with (
+            preempt.watching(trainer),
+            capture.shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}),
+        ):
             result = run(folder)
         wait(trainer)
     return result
@@ -70,7 +75,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
 
     While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
     removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background a thread writes
-    the shards, which were copied, hashes what the Trainer has written, brings all to the disk and publishes.
+    what was copied (see `capture`), brings all to the disk and publishes.
 
     Args:
         trainer: The Trainer.
@@ -96,8 +101,8 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     staged, goes_on = save.plan.folder, _goes_on(trainer, save)
     methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": flight.pushes.append}
     try:
-        with _shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
-            save.attempt(lambda: _written(write, staged))
+        with capture.shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
+            stamps = save.attempt(lambda: _written(trainer, write, save.plan, goes_on))
         flight.pushes = [place] * len(flight.pushes)
         save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))
         if goes_on:
@@ -109,8 +114,10 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
             save.shards = accelerate.comm.side_group(apart=True)
         if trainer.control.should_save:
             _call_back(trainer, save, place)
+        save.attempt(lambda: capture.look_again(save.plan, stamps))
         # A subclass may save elsewhere, or nothing.
-        exists = save.barrier.any_of(save.leads and bool(os.listdir(staged)), save.problem)
+        held = bool(save.plan.contents())
+        exists = save.barrier.any_of(held or save.leads and bool(os.listdir(staged)), save.problem)
         if exists and goes_on:
             flight.background.start(lambda: save.finish(writers=1), what=place)
             return
@@ -171,27 +178,19 @@ def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
     return save
 
 
-def _written(write: Callable[[], Any], staged: str) -> None:
-    """Let the Trainer write. Of a full disk torch and safetensors say that a writer failed; here the system's reason is raised."""
+def _written(trainer: Any, write: Callable[[], Any], plan: SavePlan, goes_on: bool) -> dict[str, capture.Stamp]:
+    """Let the Trainer write, and return the stamps of what the plan wrote. Of a full disk torch and safetensors say that a writer failed; here the system's reason is raised."""
+    reader = capture.reader_among(trainer.callback_handler.callbacks, TrainerCallback) if goes_on else None
+    if reader is not None:
+        capture.say_once(reader)
     try:
-        write()
+        with contextlib.nullcontext({}) if reader else capture.into(plan, waits=goes_on) as stamps:
+            write()
+        return stamps
     except Exception as error:
-        if isinstance(error, OSError) and error.errno or shutil.disk_usage(staged).free > _LEAST:
+        if isinstance(error, OSError) and error.errno or shutil.disk_usage(plan.folder).free > _LEAST:
             raise
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), staged) from error
-
-
-@contextlib.contextmanager
-def _shadowed(obj: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of an object be others for a block, whatever its class has."""
-    former = {name: vars(obj)[name] for name in values if name in vars(obj)}
-    vars(obj).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(obj).pop(name, None)
-        vars(obj).update(former)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), plan.folder) from error
 
 
 def _make_way(storage: CheckpointStorage) -> None:

@@ -4,7 +4,6 @@ They are written into the plan of the save, so each rank writes and hashes its o
 `accelerate.checkpoint.layouts` knows, into any other. What DeepSpeed's engines write and read stays theirs.
 """
 
-import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +23,9 @@ def is_split(trainer: Any) -> bool:
 def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
     """Return the Trainer's methods, by name, that let a plan take what ranks have parts of. All ranks call them."""
     write = trainer._save_optimizer_and_scheduler
-    if trainer.is_deepspeed_enabled:
-        return {"_save_optimizer_and_scheduler": lambda folder: (write(folder), _add_own(trainer, plan))[0]}
     if trainer.is_fsdp_enabled:  # it calls accelerate's functions, which take a plan for a folder
         return {"_save_optimizer_and_scheduler": lambda folder: write(plan)}
-    if not is_split(trainer):
+    if trainer.is_deepspeed_enabled or not is_split(trainer):
         return {}
 
     def save_rest(folder: str) -> None:
@@ -43,15 +40,6 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
         whole = trainer.accelerator.get_state_dict
         methods["save_model"] = lambda folder, **rest: trainer._save(folder, state_dict=whole(trainer.model))
     return methods
-
-
-def _add_own(trainer: Any, plan: SavePlan) -> None:
-    """Let each rank hash what its engine wrote."""
-    folder, rank = f"global_step{trainer.model_wrapped.global_steps}", trainer.args.process_index
-    for begin, what in itertools.product(("", "bf16_"), ("model", "optim")):
-        name = f"{folder}/{begin}zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt"
-        if os.path.isfile(os.path.join(plan, name)):
-            plan.add_written(name)
 
 
 def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:

@@ -99,17 +99,16 @@ def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
         plan.write()
 
 
-def test_a_plan_that_is_written_twice_returns_all_entries(tmp_path):
+def test_a_plan_writes_some_files_before_others_and_leaves_those_that_were_changed(tmp_path):
     plan = SavePlan(str(tmp_path), rank=3)
+    plan.add_bytes("second", b"2")
     plan.add_bytes("first", b"1")
-    assert set(plan.write()) == {"first"} and f"{plan}/first" == str(tmp_path / "first")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "engine").write_bytes(b"2")
-    (tmp_path / "first").unlink()
-    plan.add_written("folder/engine")  # other code wrote it, on this rank
-    entries = plan.write()
-    assert entries["folder/engine"] == formats.describe(tmp_path / "folder" / "engine", 3)
-    assert set(entries) == {"first", "folder/engine"} and not (tmp_path / "first").exists()
+    plan.write_file("first")
+    assert f"{plan}/first" == str(tmp_path / "first") and not (tmp_path / "second").exists()
+    (tmp_path / "first").write_bytes(b"other")  # other code's
+    plan.forget("first")
+    assert set(plan.contents()) == {"second"} and set(plan.write()) == set(plan.write()) == {"second"}
+    assert plan.write()["second"] == formats.describe(tmp_path / "second", 3)
 
 
 def on_two_ranks(monkeypatch, play):

@@ -25,7 +25,7 @@ from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
 from transformers_patch import UnsupportedVersion, registry
-from transformers_patch.checkpoints import CheckpointMixin, choose, get_last_checkpoint, ranks, streams
+from transformers_patch.checkpoints import CheckpointMixin, capture, choose, get_last_checkpoint, ranks, streams
 
 STOCK = {
     "model.safetensors",
@@ -483,6 +483,65 @@ def test_the_training_goes_on_while_a_checkpoint_is_published(tmp_path, beside, 
     assert trainer.losses == whole.losses and not vars(trainer).keys() & {"_saves_in_background", "_load_best_model"}
     assert all(choose.flaw(folder, deep=True) == "" for folder in (tmp_path / "run").iterdir())
     assert names(tmp_path / "run") == names(tmp_path / "blocking")
+
+
+def test_what_is_written_beside_the_training_is_what_a_save_that_waits_writes(tmp_path, beside, monkeypatch):
+    """Weights and optimizer change before they are written: the copy of them is what the disk gets."""
+    build(tmp_path / "blocking", Own).train()
+    steps, two_steps_later, waited = [], threading.Event(), []
+
+    def look(args):
+        steps.append(1)
+        if len(steps) == 6:
+            two_steps_later.set()
+
+    def late(path, *rest, **options):
+        saves.extend([1] if path == "optimizer.pt" else [])
+        if path == "optimizer.pt" and len(saves) == 2:
+            waited.append(two_steps_later.wait(20))
+        return write(path, *rest, **options)
+
+    saves, write = [], formats.write_torch
+    monkeypatch.setattr(formats, "write_torch", late)
+    build(tmp_path / "run", beside, [Looks(look)]).train()
+    assert waited == [True]
+    for step in (2, 4, 6, 8):
+        ours, theirs = (tmp_path / name / f"checkpoint-{step}" for name in ("run", "blocking"))
+        for name in ("optimizer.pt", "rng_state.pth", "scheduler.pt"):
+            assert same(torch.load(ours / name, weights_only=False), torch.load(theirs / name, weights_only=False))
+        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+
+
+def same(one, other):
+    """Whether nested states have the same bits."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other))) if hasattr(one, "shape") else one == other
+
+
+class Reads(TrainerCallback):
+    """As callbacks do that upload a checkpoint."""
+
+    def __init__(self, **settings):
+        vars(self).update(settings)
+        self.found = []
+
+    def on_save(self, args, state, control, **rest):
+        self.found.append(set(os.listdir(pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}"))))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reads"), [({}, True), ({"_log_model": False}, False), ({"_log_model": "all"}, True)]
+)
+def test_a_callback_that_may_read_finds_all_files(tmp_path, beside, warned, settings, reads):
+    capture.say_once.cache_clear()
+    callback = Reads(**settings)
+    build(tmp_path, beside, [callback]).train()
+    assert [found >= STOCK for found in callback.found] == [reads] * 3 + [True]  # the last save waits in any case
+    assert sum("`Reads.on_save` may read them" in text for text in warned()) == reads
+    assert all(choose.flaw(tmp_path / f"checkpoint-{step}", deep=True) == "" for step in (2, 4, 6, 8))
 
 
 def test_a_save_that_fails_beside_the_training_is_reported_by_the_next_one(tmp_path, beside, hashing):
