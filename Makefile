@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-ray test-trackers test-upstream test-site test-scale test-crash bench bench-peer docs reference pictures size interface clean
+	test-deepspeed test-ray test-trackers test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -165,6 +165,9 @@ test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests mar
 
 test-gpu: $(VENV)/.ready ## the tests marked gpu; needs one GPU, some need two
 	$(PYTEST) -m gpu tests $(ARGS)
+
+gpu-day: $(VENV)/.ready-transformers $(PEER)/.ready ## on a machine with GPUs: tests, conformance, precisions, benchmarks, docs/gpu.md
+	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
 
 test-interop: $(VENV)/.ready-interop $(PEER)/.ready ## the interop tests alone
 	$(PYTEST) -m 'not slow and not gpu' tests/interop $(ARGS)

@@ -10,6 +10,7 @@ models are eight times as wide, the allocator of the GPU counts, and DDP is left
 """
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -165,7 +166,8 @@ def take_steps(case: dict) -> int:
     if ranks > 1 and "RANK" not in os.environ:
         dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=ranks)
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if CPU else contextlib.nullcontext()
+    with watched as found:
         sizes = LAYOUTS[case["layout"]][1]
         options = {}
         if len(sizes) > 1 or "tp" in sizes:

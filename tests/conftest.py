@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             words = [item.module.__name__, *(f"{name}={parameters.get(name)}" for name in shared)]
             item.add_marker(pytest.mark.xdist_group(" ".join(words)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those that are marked `gpu`: what these check is the same on each machine."""
+    asked_for = "gpu" in config.option.markexpr.replace("not gpu", "")
+    if not asked_for and any(Path("/dev").glob("nvidia[0-9]*")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -45,7 +45,7 @@ class Words(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", default="no", choices=("no", "fp16", "bf16", "fp8"))
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     handlers = []

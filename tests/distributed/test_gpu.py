@@ -1,7 +1,12 @@
 """What needs a GPU: run with `make test-gpu`; some of it needs one, some two."""
 
+import os
+import sys
+
 import pytest
 import torch
+
+from distributed.conftest import SCRIPTS, done
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -57,6 +62,7 @@ def test_one_gpu_shards(version, offload):
         losses.append(loss.item())
     assert losses[-1] < losses[0] and "bfloat16" in str(accelerator.precision_report(model))
     assert accelerator.get_state_dict(model)["0.weight"].shape == (8, 8)
+    accelerator.end_training()
 
 
 @one_gpu
@@ -78,17 +84,25 @@ def test_one_gpu_says_what_holds_its_memory_and_writes_a_snapshot(tmp_path):
     assert "8-bit optimizer" in text and "cache: " in text
 
 
-@one_gpu
-def test_two_processes_share_one_gpu_over_gloo(launch):
-    done = launch("share_gpu.py", processes=2, cpu=False, environment={"CUDA_VISIBLE_DEVICES": "0"})
-    assert "ok shared" in done.stdout
+def by_torchrun(*words, **environment):
+    """Start a script on two processes of one GPU, which our launcher refuses: torch's does not count devices."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1", **environment}
+    return done([*command, str(SCRIPTS / words[0]), *words[1:]], env=variables)
 
 
 @one_gpu
-def test_two_processes_on_one_gpu_over_nccl_is_an_error_that_names_the_way_out(launch):
+def test_two_processes_share_one_gpu_over_gloo():
+    ended = by_torchrun("share_gpu.py")
+    assert ended.returncode == 0 and "ok shared" in ended.stdout, ended.stderr[-3000:]
+
+
+@one_gpu
+def test_two_processes_on_one_gpu_over_nccl_are_errors_that_name_the_way_out(launch):
     how = {"processes": 2, "cpu": False, "succeeds": False, "environment": {"CUDA_VISIBLE_DEVICES": "0"}}
-    done = launch("several.py", "check_operations.py", **how)
-    assert "gloo" in done.stderr + done.stdout
+    assert "Ask for at most 1" in launch("share_gpu.py", **how).stderr
+    ended = by_torchrun("share_gpu.py", BACKEND="nccl")
+    assert ended.returncode != 0 and "gloo" in ended.stderr + ended.stdout
 
 
 @two_gpus

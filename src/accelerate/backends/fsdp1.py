@@ -11,6 +11,7 @@ from torch import nn
 from accelerate.backends.sharded import Sharded, note_memory
 from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
+from accelerate.devices import row
 from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency
@@ -172,7 +173,10 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
         "param_init_fn": initialise,
         # The wrapper leaves them where they are.
         "ignored_modules": [module.to(accelerator.device) for module in ignored],
-        "device_id": accelerator.device,
+        # A lone process's device has no index, of which torch warns.
+        "device_id": row(accelerator.device.type).current()
+        if accelerator.device.index is None
+        else accelerator.device,
         "device_mesh": mesh,
     }
 

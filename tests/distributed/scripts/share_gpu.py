@@ -1,4 +1,6 @@
-"""Two processes on one GPU: gloo, asked for by name, shares the device."""
+"""Two processes on one GPU: gloo, asked for by name, shares the device. `BACKEND` names another one."""
+
+import os
 
 import torch
 
@@ -6,7 +8,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 
 
 def main():
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend=os.environ.get("BACKEND", "gloo"))])
     assert accelerator.device == torch.device("cuda", 0) and accelerator.num_processes == 2
     inner = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))

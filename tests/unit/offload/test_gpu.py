@@ -42,16 +42,19 @@ def test_offloaded_models_give_the_same_bits(home, prefetch, model, inputs, tmp_
         assert torch.equal(model.to(0)(inputs.to(0)).cpu(), plain)
 
 
-def test_what_does_not_fit_waits_in_memory_and_on_disk(model, inputs, tmp_path):
+def test_what_does_not_fit_waits_in_memory_and_on_disk(tmp_path):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)]).eval()
+    inputs = torch.randn(4, 4096)
     with torch.inference_mode():
         plain = model.to(0)(inputs.to(0)).cpu()
         model.to("cpu")
         block = compute_module_sizes(model)["0"]
         device_map = infer_auto_device_map(model, {0: 3 * block, "cpu": 4 * block})
         assert set(device_map.values()) == {0, "cpu", "disk"}
+        others = torch.cuda.memory_allocated()  # the workspace of matrix products is as large as half a block
         torch.cuda.reset_peak_memory_stats()
         dispatch_model(model, device_map, offload_dir=tmp_path)
         for _ in range(3):
             assert torch.equal(model(inputs), plain)
         # Two blocks stay there, one computes, and one is ahead.
-        assert torch.cuda.max_memory_allocated() < 5 * block
+        assert torch.cuda.max_memory_allocated() - others < 5 * block
