@@ -156,27 +156,25 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     """Return the arguments of torch's wrapper."""
     from torch.distributed.fsdp import ShardingStrategy
 
-    plugin = accelerator.state.fsdp_plugin
+    plugin, device = accelerator.state.fsdp_plugin, accelerator.device
     strategy = plugin.sharding_strategy or plugin.reshard_after_forward
     mesh = _mesh(accelerator, strategy)
     if mesh is not None and mesh.ndim == 2 and strategy.name in _HYBRID:
         strategy = getattr(ShardingStrategy, _HYBRID[strategy.name])
     initialise = plugin.param_init_fn
     if initialise is not None:
-        initialise = fsdp_utils.ensure_weights_retied(initialise, model, accelerator.device)
+        initialise = fsdp_utils.ensure_weights_retied(initialise, model, device)
     ignored = fsdp_utils.chosen_modules(plugin.ignored_modules, model)
     return {
         **{name: getattr(plugin, name) for name in _HANDED_ON},
         "sharding_strategy": strategy,
-        "cpu_offload": plugin.cpu_offload if accelerator.device.type != "cpu" else None,
+        "cpu_offload": plugin.cpu_offload if device.type != "cpu" else None,
         "mixed_precision": plugin.mixed_precision_policy,
         "param_init_fn": initialise,
         # The wrapper leaves them where they are.
-        "ignored_modules": [module.to(accelerator.device) for module in ignored],
-        # A lone process's device has no index, of which torch warns.
-        "device_id": row(accelerator.device.type).current()
-        if accelerator.device.index is None
-        else accelerator.device,
+        "ignored_modules": [module.to(device) for module in ignored],
+        # The device of a lone process has no index, of which torch warns.
+        "device_id": row(device.type).current() if device.type != "cpu" and device.index is None else device,
         "device_mesh": mesh,
     }
 
