@@ -26,6 +26,7 @@ def imported(path):
 # The only files that need this fork's accelerate: nothing imports them before `checkpoints.available` has said that it is there.
 STAGES = ("preempt.py", *(f"checkpoints/{name}.py" for name in ("capture", "choose", "save", "sharded", "streams")))
 OURS = (
+    "accelerate.backends.deepspeed",
     "accelerate.checkpoint",
     "accelerate.data",
     "accelerate.runtime",

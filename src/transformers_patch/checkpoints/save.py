@@ -43,16 +43,12 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
     """
     wait(trainer)
     beside = {_IN_BACKGROUND: in_background or vars(trainer).get(_IN_BACKGROUND, False)}
-    with capture.shadowed(trainer, **sharded.readers(trainer, wait), **beside):
+    with capture.shadowed(trainer, **sharded.readers(trainer, wait), **beside), sharded.engines(trainer):
         folder = choose.resolved(trainer, asked)
-        if folder:
-            sharded.refuse(trainer, folder)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
         loader = streams.loader_of(trainer, folder, begun, ranks.together)
-        with (
-            preempt.watching(trainer),
-            capture.shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}),
-        ):
+        passes = capture.shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None})
+        with preempt.watching(trainer), passes:
             result = run(folder)
         wait(trainer)
     return result
