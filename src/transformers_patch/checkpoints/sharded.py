@@ -16,7 +16,7 @@ from transformers import Trainer
 from accelerate.checkpoint import layouts, load, manifest, state
 from accelerate.checkpoint.save import SavePlan
 from accelerate.utils import fsdp_utils
-from transformers_patch.checkpoints.capture import shadowed
+from transformers_patch.symbols import shadowed
 
 
 def is_split(trainer: Any) -> bool:
