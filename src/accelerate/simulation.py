@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from accelerate import simulation_checkpoints
 from accelerate._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
@@ -28,6 +29,7 @@ from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, lab
 from accelerate.diagnostics.collectives import CollectiveRecorder
 from accelerate.runtime import ranks, simulated, torch_private
 from accelerate.simulation_report import Facts, text_of
+from accelerate.training import restoring, saving
 
 _COPIES = (
     "Other ranks are made up: what they send are copies of what this rank sends, so losses and weights mean nothing."
@@ -112,7 +114,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
 
 
 def _answer_for_others(last: contextlib.ExitStack) -> None:
-    """Replace, for a time, functions of torch that need other processes even where the group is a fake one."""
+    """Replace, for a time, what needs other processes even where the group is a fake one: functions of torch, and checkpoints."""
     new_group, init, objects = dist.new_group, dist.init_process_group, dist.broadcast_object_list
 
     def broadcast_object_list(
@@ -129,9 +131,11 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         "init_process_group": lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
         "broadcast_object_list": broadcast_object_list,
     }
-    for name, function in replaced.items():
-        last.callback(setattr, dist, name, getattr(dist, name))
-        setattr(dist, name, function)
+    places = [(dist, name, function) for name, function in replaced.items()]
+    places += [(saving, "SAVE", simulation_checkpoints.MeasuredSave), (restoring, "READ", simulation_checkpoints.read)]
+    for place, name, function in places:
+        last.callback(setattr, place, name, getattr(place, name))
+        setattr(place, name, function)
 
 
 def _move_shapes(last: contextlib.ExitStack) -> None:

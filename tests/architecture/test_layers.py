@@ -23,7 +23,7 @@ LAYERS: list[str] = [
     "diagnostics.estimator",
     "backends",
     "training accelerator",
-    "local_sgd inference simulation simulation_report launch launchers utils.launch",
+    "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers utils.launch",
     "commands",
     "test_utils",
 ]

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate.checkpoint import manifest, measure
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
-from accelerate.runtime import simulated
 from accelerate.training import readers
 from accelerate.training.prepared import Facade
 from accelerate.training.readers import Readers
@@ -54,9 +53,18 @@ def load_state(
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     storage = _storage(accelerator, input_dir)
-    search = _Search(accelerator, storage, latest or input_dir is None, readers.wished())
-    if simulated.current() is not None:
-        return _measured(search, missing_ok)
+    search = Search(accelerator, storage, latest or input_dir is None, readers.wished())
+    return READ(search, problem, options, model_options, missing_ok)
+
+
+def _read(
+    search: "Search",
+    problem: Exception | None,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
+    missing_ok: bool,
+) -> Path | str | None:
+    accelerator, storage, load_kwargs = search.accelerator, search.storage, options["load_kwargs"]
     deciding = {**model_options, "strict": not model_options.get("strict", True), "load_kwargs": load_kwargs}
     group, replaced = Group.of(accelerator, storage), 0
     while True:
@@ -64,7 +72,7 @@ def load_state(
         barrier.begin()
         # What failed in the background on one rank alone is raised on all of them.
         answer = barrier.share(search.answer() if group.rank == 0 and problem is None else None, problem=problem)
-        if (refusal := _refusal(answer)) is not None:
+        if (refusal := refused(answer)) is not None:
             barrier.leave()
             # One that cannot be read is no reason to begin anew, and to save over it.
             if missing_ok and answer["nothing"]:
@@ -99,20 +107,8 @@ def load_state(
     return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
 
 
-def _measured(search: "_Search", missing_ok: bool) -> Path | str | None:
-    """Find what a simulated run would load, also among what it would have saved; nothing changes."""
-    here = search.storage.location
-    saved = [save.location for save in simulated.current().saves]
-    saved = [one for one in saved if one == here or (search.latest and os.path.dirname(one) == here)]
-    answer = {"location": saved[-1], "following": None} if saved else search.answer()
-    if (refusal := _refusal(answer)) is not None:
-        if missing_ok and answer["nothing"]:
-            return None
-        raise refusal
-    measure.load(answer["location"])
-    if answer["following"] is not None:
-        search.accelerator.project_configuration.iteration = answer["following"]
-    return Path(answer["location"]) if isinstance(search.storage, LocalStorage) else answer["location"]
+# What reads the checkpoint that a search finds; `accelerate.simulation` has another.
+READ: Callable[..., Path | str | None] = _read
 
 
 def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:
@@ -131,7 +127,7 @@ def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage
 
 
 @dataclass
-class _Search:
+class Search:
     """Finds the checkpoint to load: the leader alone, but for `pass_over`.
 
     Attributes:
@@ -225,7 +221,8 @@ def _no(kind: type[Exception], text: str, nothing: bool = False) -> dict[str, An
     return {"error": kind.__name__, "text": text[:20_000], "nothing": nothing}
 
 
-def _refusal(answer: dict[str, Any]) -> Exception | None:
+def refused(answer: dict[str, Any]) -> Exception | None:
+    """Return what a search's answer refuses with, if it found nothing that can be loaded. Any rank, alone."""
     kinds = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError, DamagedCheckpoint)}
     return kinds[answer["error"]](answer["text"]) if "error" in answer else None
 
@@ -261,7 +258,7 @@ class _Chosen:
     readers: Readers | None = None
 
     @classmethod
-    def of(cls, search: _Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
+    def of(cls, search: Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
         """Return what the leader of all ranks has chosen, as it lies on the disk of this rank's machine. All ranks."""
         storage, problems = storage_of(answer["location"]), []
         folder, save, following = answer["folder"], answer["save"], answer["following"]

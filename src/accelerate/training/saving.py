@@ -17,13 +17,11 @@ from accelerate.backends.base import Backend
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
-from accelerate.checkpoint.measure import MeasuredSave
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
-from accelerate.runtime import simulated
 from accelerate.training.prepared import Facade
 from accelerate.utils import other
 from accelerate.utils.constants import (
@@ -38,6 +36,8 @@ from accelerate.utils.modeling import convert_file_size_to_int, has_offloaded_pa
 logger = logging.getLogger(__name__)
 
 Folder = str | os.PathLike[str]
+# What saves a run's checkpoint; `accelerate.simulation` has another.
+SAVE: type[Save] = Save
 
 
 # -- a run's checkpoint --------------------------------------------------------------------------------------------
@@ -63,8 +63,7 @@ def save_state(
     storage = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
     backend = accelerator._backend
-    kind = Save if simulated.current() is None else MeasuredSave
-    save = kind(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
+    save = SAVE(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True

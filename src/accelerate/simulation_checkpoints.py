@@ -1,15 +1,17 @@
-"""A save of a simulated run: this rank's files are planned and measured, and nothing is published."""
+"""Checkpoints of a simulated run: this rank's files are planned and measured, and nothing is published or read."""
 
 import os
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerate.checkpoint.save import WRITERS, Save, SavePlan
-from accelerate.checkpoint.storage import refuse_unreadable
+from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
 from accelerate.runtime import simulated, torch_private
+from accelerate.training.restoring import Search, refused
 
 _NOTE = "save_state wrote nothing, and load_state read nothing: tensors keep the values that they have."
 
@@ -58,8 +60,20 @@ def _bytes_of(value: Any) -> int:
     return local.nbytes if isinstance(local, torch.Tensor) else len(value) if isinstance(value, bytes) else 0
 
 
-def load(location: str) -> None:
-    """Remember that a checkpoint would have been read."""
-    run = simulated.current()
-    run.loads.append(location)
+def read(
+    search: Search, problem: Exception | None, options: Any, model_options: Any, missing_ok: bool
+) -> Path | str | None:
+    """Find what would be loaded, also among what would have been saved; nothing changes."""
+    run, here = simulated.current(), search.storage.location
+    saved = [save.location for save in run.saves]
+    saved = [one for one in saved if one == here or (search.latest and os.path.dirname(one) == here)]
+    answer = {"location": saved[-1], "following": None} if saved else search.answer()
+    if (refusal := refused(answer)) is not None:
+        if missing_ok and answer["nothing"]:
+            return None
+        raise refusal
+    run.loads.append(answer["location"])
     run.notes[_NOTE] = None
+    if answer["following"] is not None:
+        search.accelerator.project_configuration.iteration = answer["following"]
+    return Path(answer["location"]) if isinstance(search.storage, LocalStorage) else answer["location"]
