@@ -131,6 +131,7 @@ def cases(models: list[str], layouts: list[str]) -> list[dict]:
 
 def predict(case: dict) -> int:
     """Return the predicted peak of a row."""
+    from accelerate.devices.specs import device_spec
     from accelerate.diagnostics.activations import measure
     from accelerate.diagnostics.estimator import Layout, memory
 
@@ -149,8 +150,9 @@ def predict(case: dict) -> int:
         case["checkpointing"],
         cast=layout.shards > 0,
         tp=layout.tp,
+        gpu=not CPU,
     )
-    return memory(profile, layout)
+    return memory(profile, layout, None if CPU else device_spec("h200-141gb"))
 
 
 def take_steps(case: dict) -> int:

@@ -201,21 +201,18 @@ def estimates(day: Day) -> Figures:
     models = ["--models", "llama", *["gpt2", "bert"] * (not REHEARSED)]
     layouts = ["--layouts", "one", *["fsdp2", "tp"] * (not REHEARSED)]
     text = day.run("estimates", [sys.executable, str(HERE / "estimates.py"), *models, *layouts, "--json"], 240)
-    rows = json.loads(text[text.rindex("\n[") :] if "\n[" in text else text[text.index("[") :])
-    errors = {
-        f"{row['model']}, {row['layout']}, {row['precision']}{', checkpointing' * row['checkpointing']}": row[
-            "predicted"
-        ]
-        / row["measured"]
-        - 1
-        for row in rows
-    }
-    sizes = sorted(abs(error) for error in errors.values())
-    figures: Figures = {
-        "median error of the peak (%)": {"ours": 100 * statistics.median(sizes)},
-        "worst error of the peak (%)": {"ours": 100 * sizes[-1]},
-    }
-    return figures | {f"{name} (%)": {"ours": 100 * error} for name, error in errors.items()}
+    return said_and_measured(json.loads(text[text.index("[\n") :]))
+
+
+def said_and_measured(rows: list[dict]) -> Figures:
+    """Return the errors of rows of `estimates.py`."""
+    figures, sizes = {}, []
+    for row in rows:
+        error = 100 * (row["predicted"] / row["measured"] - 1)
+        sizes.append(abs(error))
+        name = f"{row['model']}, {row['layout']}, {row['precision']}{', checkpointing' * row['checkpointing']}"
+        figures[name] = {"ours": f"{row['measured'] / 2**20:,.0f} MiB, said {error:+.1f} %"}
+    return {"median error (%)": {"ours": statistics.median(sizes)}, "worst error (%)": {"ours": max(sizes)}, **figures}
 
 
 def device(day: Day) -> Figures:
@@ -275,6 +272,7 @@ def number(value: float | str) -> str:
 def page(results: dict) -> Iterator[str]:
     """Yield the parts of the page."""
     yield "# Measured on GPUs"
+    yield results.get("note", "")
     yield (
         "Written by `make gpu-day`: " + ", ".join(f"{name} {said}" for name, said in results["versions"].items()) + "."
     )
@@ -322,8 +320,8 @@ def main() -> int:
         print(f"{name}: {part.get('error', 'done')} ({part['seconds']} s)", flush=True)
         if not REHEARSED:
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            PAGE.write_text("\n\n".join(page(results)) + "\n")
-    text = "\n\n".join(page(results))
+            PAGE.write_text("\n\n".join(filter(None, page(results))) + "\n")
+    text = "\n\n".join(filter(None, page(results)))
     print(text, flush=True)
     (arguments.logs / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     return int(any("error" in part for name, part in results["parts"].items() if name != "several"))

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -53,3 +53,16 @@ class Patch:
 
     def _owner(self, module: ModuleType) -> Any:
         return getattr(module, self.owner, None) if self.owner else module
+
+
+@contextmanager
+def shadowed(obj: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of an object be others for a block, whatever its class has."""
+    former = {name: vars(obj)[name] for name in values if name in vars(obj)}
+    vars(obj).update(values)
+    try:
+        yield
+    finally:
+        vars(obj).update(former)  # at once: of a module other threads may look the name up
+        for name in values.keys() - former.keys():
+            vars(obj).pop(name, None)

@@ -145,6 +145,14 @@ def test_deepspeed_runs_resume_with_equal_losses(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_deepspeed_run_goes_on_by_another_strategy_and_the_other_way(tmp_path):
+    need("transformers", "deepspeed")
+    cases = ["zero2:ddp", "ddp:zero2", "zero3:fsdp2+sharded", "fsdp2+sharded:zero3", "zero2:zero3", "zero3:fsdp1+full"]
+    found = figures(SCRIPT, tmp_path, 2, True, *cases)
+    assert all(found[case].get("worst", 1) < 1e-5 for case in cases), found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [["zero2", "zero2+async"], ["zero3+gather", "zero3+async"]])
 def test_every_killed_deepspeed_run_goes_on_with_the_same_losses(cases, tmp_path):
     need("transformers", "deepspeed")

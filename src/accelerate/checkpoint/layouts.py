@@ -3,13 +3,15 @@
 - whole: ``model.safetensors`` or ``pytorch_model.bin``, or several files with an index; ``optimizer.bin``, which numbers its parameters.
   FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them. Transformers' Trainer has an ``optimizer.pt`` with numbers.
 - sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.shards`).
-- zero: a folder `pytorch_model` of DeepSpeed's files, a model with its optimizer (`checkpoint.zero`). Only its engines write it.
+- zero: a folder `pytorch_model` of DeepSpeed's files, a model with its optimizer (`checkpoint.zero`); the Trainer's is `global_stepN`. Only its
+  engines write it. It has the float32 weights where the files beside it have those of half precision, so it comes first.
 
 Parameters have the names that the user wrote (see `checkpoint.state`), so each strategy reads what any other wrote, on any number of
 ranks. Everything is read before anything changes.
 """
 
 import glob
+import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 Kind = Literal["model", "optimizer"]
 
+# In folders of `save_state`, and of transformers' Trainer, which has one engine.
 _ENGINE_FILE = re.compile(rf"({MODEL_NAME}(?:_\d+)?)/.*_model_states\.pt")
+_TRAINERS_ENGINE_FILE = re.compile(r"(global_step\d+)/.*_model_states\.pt")
 
 # -- where they lie ----------------------------------------------------------------------------------------------------
 
@@ -143,9 +147,9 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     if kind == "model":
         safe, pickled = whole_names(index)
         whole += safe if any(file in files for file in safe) else pickled
-    found: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
+    found: list[tuple[str, Layout]] = [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
+    found += [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
     found += [(file, "full") for file in whole if file in files]
-    found += [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
     of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
     if not found and (local := [file for file in of_ranks if file in files]):
         raise ValueError(
@@ -159,6 +163,8 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
 def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
     """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
     found = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
+    if index == 0 and (trainers := {match[1] for match in map(_TRAINERS_ENGINE_FILE.fullmatch, files) if match}):
+        return max(trainers, key=lambda name: (len(name), name))
     if kind == "model":
         return name if (name := manifest.engine_folder(index)) in found else None
     return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
@@ -173,7 +179,8 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         # What a killed save has put aside counts.
         aside = os.path.relpath(LocalStorage(os.path.join(folder, shards)).fetch(), os.path.realpath(folder))
         name = shards if os.path.isdir(os.path.join(folder, shards)) else aside
-        files = {*os.listdir(folder), *glob.glob(f"{MODEL_NAME}*/*_model_states.pt", root_dir=folder)}
+        engines = (glob.glob(f"{name}*/*_model_states.pt", root_dir=folder) for name in (MODEL_NAME, "global_step"))
+        files = {*os.listdir(folder), *itertools.chain(*engines)}
         if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
             files.add(f"{shards}/{manifest.METADATA}")
     found = candidates(folder, files, kind, index)

@@ -144,7 +144,7 @@ class Profiles:
         key = (layout.tp, layout.cp, layout.checkpointing, layout.shards > 0 or layout.zero is not None)
         if key not in self._found:
             tp, cp, again, cast = key
-            options = {"precision": self._precision, "checkpointing": again, "cast": cast, "tp": tp}
+            options = {"precision": self._precision, "checkpointing": again, "cast": cast, "tp": tp, "gpu": True}
             try:
                 one, two = (measure(*self._arguments, batch, self._sequence // cp, **options) for batch in (1, 2))
                 self._found[key] = (one, two)
@@ -207,7 +207,7 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int) ->
                 if least is None:
                     least = Choice(layout, why=str(error))
                 break
-            needs = memory(profile, layout)
+            needs = memory(profile, layout, fleet.device)
             if needs.total > room:
                 if least is None or least.memory is None or needs.total < least.memory.total:
                     least = Choice(layout, needs, why=_advice(needs, layout, fleet))

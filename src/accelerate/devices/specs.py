@@ -34,6 +34,8 @@ class DeviceSpec:
         node: the link among the devices of one machine.
         per_node: how many devices a machine usually has.
         source: where the numbers are published.
+        workspace: bytes that matrix products keep: two of cuBLAS, for the threads of the forward and of the backward pass
+            (https://docs.nvidia.com/cuda/cublas/#cublassetworkspace).
     """
 
     name: str
@@ -44,6 +46,7 @@ class DeviceSpec:
     source: str
     per_node: int = 8
     words: tuple[str, ...] = ()
+    workspace: int = 2 * (8 << 20)
 
 
 def _flops(half: float, single: float, bf16: bool = True) -> dict[str, float]:
@@ -61,6 +64,7 @@ def _nvlink(generation: int, total: int) -> Link:
 
 _PCIE4 = Link("PCIe 4.0 x16", 32 * _G, "https://pcisig.com/specifications")
 _FABRIC = Link("Infinity Fabric", 448 * _G, "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html")
+_HOPPER = 2 * (32 << 20)
 # Between machines, of one device: a network card each.
 LINKS = {
     link.name: link
@@ -91,6 +95,7 @@ DEVICES: dict[str, DeviceSpec] = {
             _nvlink(5, 1800),
             f"NVIDIA DGX B200 datasheet, {_NVIDIA}/dgx-b200/",
             words=("B200",),
+            workspace=_HOPPER,
         ),
         DeviceSpec(
             "h200-141gb",
@@ -100,6 +105,7 @@ DEVICES: dict[str, DeviceSpec] = {
             _nvlink(4, 900),
             f"NVIDIA H200 datasheet (SXM), {_NVIDIA}/h200/",
             words=("H200",),
+            workspace=_HOPPER,
         ),
         DeviceSpec(
             "h100-80gb",
@@ -109,6 +115,7 @@ DEVICES: dict[str, DeviceSpec] = {
             _nvlink(4, 900),
             f"NVIDIA H100 datasheet (SXM), {_NVIDIA}/h100/",
             words=("H100",),
+            workspace=_HOPPER,
         ),
         DeviceSpec(
             "a100-80gb",

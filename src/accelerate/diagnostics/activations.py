@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from accelerate.diagnostics import gpu_kernels
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.diagnostics.throughput import COUNTED
 from accelerate.parallel import tensor as tensor_parallel
@@ -37,6 +38,7 @@ def measure(
     checkpointing: bool = False,
     cast: bool = False,
     tp: int = 1,
+    gpu: bool = False,
 ) -> Profile:
     """Return what one step of a model allocates. Any rank, alone.
 
@@ -47,6 +49,7 @@ def measure(
         checkpointing: recompute activations, by the model's `gradient_checkpointing_enable`.
         cast: parameters are handed to forward in the dtype of the precision, as FSDP does, where otherwise autocast copies them.
         tp: how many ranks share each layer.
+        gpu: as a GPU's kernels allocate, where those of the CPU do otherwise.
 
     Raises:
         ValueError: the model cannot be split or has no checkpointing, or its forward looks at values.
@@ -68,7 +71,8 @@ def measure(
         inventory = inventory_of_model(model, type(model).__name__)
         units, left_out = _shorten(model)
         recorder = _Recorder(model)
-        with recorder.watching(model, units, styles, tp), _as_if_real():
+        device = gpu_kernels.as_on_gpus() if gpu else contextlib.nullcontext()
+        with recorder.watching(model, units, styles, tp), _as_if_real(), device:
             arguments = inputs(batch, sequence)
             context = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
             try:

@@ -7,7 +7,7 @@ measured by `diagnostics.activations`; without that, the sums are of what is kno
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelerate.devices.specs import DeviceSpec, Link
 from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
@@ -149,29 +149,37 @@ def _whole(model: Inventory, again: bool) -> int:
 # -- the peak of a step ------------------------------------------------------------------------------------------------
 
 
-def memory(profile: Profile, layout: Layout) -> Memory:
+def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -> Memory:
     """Return what the rank that needs the most has at the peak of a step, for a profile of the layout's micro-batch and split.
 
-    The profile is of a pass in which parameters are cast where FSDP casts them (`measure(cast=...)`).
+    The profile is of a pass in which parameters are cast where FSDP casts them (`measure(cast=...)`), and on a device as its kernels
+    allocate (`measure(gpu=True)`); without one the ranks are processes on a CPU.
     """
     rest = resting(profile.inventory, layout)
     moments = _sharded_moments if layout.shards else _whole_moments
-    found = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest)]
+    found = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest, device)]
     best = max(found, key=lambda moment: moment.total)
+    if device is not None:
+        best = replace(best, activations=best.activations + device.workspace)
     if not layout.offload:
         return best
     host = rest.parameters + rest.gradients + rest.optimizer
     return Memory(0, 0, 0, best.gathered, best.activations, host, best.when)
 
 
-def _optimizer_step(model: Inventory, layout: Layout, rest: Memory) -> Memory:
-    """Adam's temporaries beside all gradients: where torch steps tensor by tensor, twice the largest."""
+def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: DeviceSpec | None) -> Memory:
+    """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
     ranks = max(layout.shards, 1)
     sizes = [4 * _padded(item, ranks) // ranks for item in model.parameters]
     replicas = layout.zero is None and not layout.shards and layout.batches > 1
     buckets = rest.gradients if replicas else 0
     return Memory(
-        rest.parameters, rest.gradients, rest.optimizer, buckets, 2 * max(sizes, default=0), when="optimizer"
+        rest.parameters,
+        rest.gradients,
+        rest.optimizer,
+        buckets,
+        sum(sizes) if device is not None and layout.zero is None else 2 * max(sizes, default=0),
+        when="optimizer",
     )
 
 

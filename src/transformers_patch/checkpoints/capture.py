@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 from accelerate.checkpoint.save import SavePlan
+from transformers_patch.symbols import shadowed
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +29,6 @@ _SAVE_FILE = (
 # By these names the callbacks of transformers keep whether they upload checkpoints.
 _UPLOADS = ("_log_model", "_log_artifacts", "_log_checkpoints", "_should_upload_checkpoint", "sync_checkpoints")
 Stamp = tuple[int, int, int]  # of a file: which it is, its size, when it was written
-
-
-@contextlib.contextmanager
-def shadowed(obj: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of an object be others for a block, whatever its class has."""
-    former = {name: vars(obj)[name] for name in values if name in vars(obj)}
-    vars(obj).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(obj).pop(name, None)
-        vars(obj).update(former)
 
 
 @contextlib.contextmanager

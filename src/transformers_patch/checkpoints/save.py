@@ -22,6 +22,7 @@ from accelerate.checkpoint.save import Background, Save, SavePlan, snapshot, unl
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from transformers_patch import preempt
 from transformers_patch.checkpoints import capture, choose, ranks, sharded, streams
+from transformers_patch.symbols import shadowed
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +44,12 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
     """
     wait(trainer)
     beside = {_IN_BACKGROUND: in_background or vars(trainer).get(_IN_BACKGROUND, False)}
-    with capture.shadowed(trainer, **sharded.readers(trainer, wait), **beside):
+    with shadowed(trainer, **sharded.readers(trainer, wait), **beside), sharded.engines(trainer):
         folder = choose.resolved(trainer, asked)
-        if folder:
-            sharded.refuse(trainer, folder)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
         loader = streams.loader_of(trainer, folder, begun, ranks.together)
-        with (
-            preempt.watching(trainer),
-            capture.shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None}),
-        ):
+        passes = shadowed(trainer, get_train_dataloader=loader, **{streams.STREAM: None})
+        with preempt.watching(trainer), passes:
             result = run(folder)
         wait(trainer)
     return result
@@ -101,7 +98,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     staged, goes_on = save.plan.folder, _goes_on(trainer, save)
     methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": flight.pushes.append}
     try:
-        with capture.shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
+        with shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
             stamps = save.attempt(lambda: _written(trainer, write, save.plan, goes_on))
         flight.pushes = [place] * len(flight.pushes)
         save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))

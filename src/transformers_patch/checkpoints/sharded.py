@@ -1,17 +1,22 @@
 """What the Trainer does not save or read by itself: models of which ranks have parts, and checkpoints of another strategy.
 
 They are written into the plan of the save, so each rank writes and hashes its own part, and are read by names: any layout that
-`accelerate.checkpoint.layouts` knows, into any other. What DeepSpeed's engines write and read stays theirs.
+`accelerate.checkpoint.layouts` knows, into any other, DeepSpeed's engines included.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+
+from transformers import Trainer
 
 from accelerate.checkpoint import layouts, load, manifest, state
 from accelerate.checkpoint.save import SavePlan
 from accelerate.utils import fsdp_utils
+from transformers_patch.symbols import shadowed
 
 
 def is_split(trainer: Any) -> bool:
@@ -77,9 +82,11 @@ def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
 
     Of some models, as those with experts, files have other names than the model: transformers converts them, but not in its Trainer.
     """
-    model, knows = trainer.model, trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # by accelerate's functions
-    found = None if knows or not os.path.isdir(folder) else layouts.find(load.with_manifest(folder), kind)
-    if found is None:
+    model, leaves = trainer.model, trainer.is_deepspeed_enabled or not os.path.isdir(folder)
+    found = None if leaves else layouts.find(load.with_manifest(folder), kind)
+    if found is not None and found.layout == "zero":
+        return "accelerate"
+    if found is None or trainer.is_fsdp_enabled:  # which calls accelerate's functions
         return "trainer"
     is_shards = found.name.startswith(layouts.FSDP_MODEL_NAME)
     if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
@@ -100,12 +107,17 @@ def _convert(model: Any, folder: str) -> None:
     model.load_state_dict(values, strict=False)
 
 
-def refuse(trainer: Any, folder: str) -> None:
-    """Raise ValueError, on all ranks, for a checkpoint with DeepSpeed's files that is resumed without it, or the other way."""
-    has_engines = os.path.isfile(os.path.join(folder, "latest"))
-    if has_engines != bool(trainer.is_deepspeed_enabled):
-        saved, here = ("by", "without") if has_engines else ("without", "with")
-        raise ValueError(
-            f"{folder!r} was saved {saved} DeepSpeed, and this run trains {here} it: neither reads the other's optimizer. Resume as it was "
-            "saved, or begin a new run with its weights."
-        )
+@contextlib.contextmanager
+def engines(trainer: Any) -> Iterator[None]:
+    """Let DeepSpeed's engines take what any strategy wrote, for a block, and run no code of a file. All ranks."""
+    if not trainer.is_deepspeed_enabled:
+        yield
+        return
+    from accelerate.backends.deepspeed import checkpoint
+
+    def read(engine: Any, folder: str, load_module_strict: bool = True) -> None:
+        path = load.with_manifest(folder)
+        state.together(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).finish()
+
+    with shadowed(sys.modules[Trainer.__module__], deepspeed_load_checkpoint=read):
+        yield

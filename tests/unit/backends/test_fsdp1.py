@@ -62,12 +62,12 @@ def test_every_option_of_the_plugin_arrives(options):
 
 def test_what_only_devices_can_do_goes_there(options):
     accelerator = sharding(1, cpu_offload=True, sync_module_states=True)
-    accelerator.state.device = torch.device("meta")  # stands for one that is not the host
+    accelerator.state.device = torch.device("meta", 0)  # stands for one that is not the host
     with pytest.raises((ValueError, RuntimeError)):  # of torch, which sends states between devices only
         accelerator.prepare(net())
     assert options["cpu_offload"].offload_params is True
     assert options["sync_module_states"] is True
-    assert options["device_id"] == torch.device("meta")
+    assert options["device_id"] == torch.device("meta", 0)
 
 
 @pytest.mark.parametrize("given", [r"blocks\.0\.b|head", "list", "one"])
@@ -75,7 +75,7 @@ def test_ignored_modules(options, given):
     model = net(tied=False)
     ignored = {"list": [model.blocks[0].b, model.head], "one": model.head}.get(given, given)
     accelerator = sharding(1, ignored_modules=ignored, use_orig_params=True)
-    accelerator.state.device = torch.device("meta")
+    accelerator.state.device = torch.device("meta", 0)
     accelerator.prepare(model)
     wanted = [model.head] if given == "one" else [model.blocks[0].b, model.head]
     assert options["ignored_modules"] == wanted
