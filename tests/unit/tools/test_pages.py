@@ -155,6 +155,18 @@ def test_commands_are_shell_and_their_options_exist():
     assert checked.returncode == 0, checked.stderr
 
 
+def test_programs_that_pages_show_print_what_their_docstrings_promise():
+    shown = 0
+    for page in DOCUMENTS:
+        section = (ROOT / page).read_text("utf-8").partition("\n## The whole program")[2]
+        for said in re.finditer(r"^\$ (.*examples/(\S+\.py).*)\n\.\.\.\n(.+)$", section, re.M):
+            command, program, last = said.groups()
+            promise = ast.get_docstring(ast.parse((ROOT / "examples" / program).read_text("utf-8")))
+            assert f"    {command}\n" in f"{promise}\n" and f"Prints: {last}" in promise, (page, command, last)
+            shown += 1
+    assert shown > 30
+
+
 def test_every_member_of_the_accelerator_is_taught():
     teachers = [page for page in DOCUMENTS if pathlib.Path(page).stem not in NO_TEACHERS]
     texts = [(ROOT / page).read_text("utf-8") for page in teachers]
