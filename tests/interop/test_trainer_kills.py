@@ -41,10 +41,18 @@ def alive(process):
     return process.poll() is None
 
 
+def words_of(child):
+    """The command line of a process; one that has ended meanwhile has none."""
+    try:
+        return child.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def end(process, whole):
     """Kill the launcher and its ranks, or one rank alone, which the launcher then ends the others for."""
     children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child for child in children if any("trainer_kills" in word for word in child.cmdline())]
+    ranks = [child for child in children if any("trainer_kills" in word for word in words_of(child))]
     for victim in [psutil.Process(process.pid), *children] if whole or not ranks else ranks[:1]:
         if victim.is_running():
             victim.send_signal(signal.SIGKILL)
