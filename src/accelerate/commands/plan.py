@@ -310,6 +310,8 @@ def plan_command(args: argparse.Namespace) -> None:
         raise LaunchError(
             f"--mixed_precision is {precision}, for which {device.name} has no arithmetic; use {' or '.join(device.flops)}."
         )
+    if args.measure:
+        device = _measured(device)
     fleet = Fleet(device, args.gpus // args.nodes, between, args.efficiency, args.overlap)
     build, inputs = load(args.model, args.trust_remote_code)
     found = plan(
@@ -338,6 +340,20 @@ def plan_command(args: argparse.Namespace) -> None:
         )
 
 
+def _measured(device: specs.DeviceSpec) -> specs.DeviceSpec:
+    """Return the row with rates of this machine's device; LaunchError if that is another kind."""
+    from accelerate.devices import table as devices
+    from accelerate.diagnostics.ceilings import measured
+
+    here = devices.detect()
+    name = here.namespace().get_device_name() if here.type != "cpu" else "the CPU"
+    if not any(word in name for word in device.words):
+        raise LaunchError(
+            f"--measure takes the rates of this machine's device, which is {name}, and --gpu is {device.name}; leave it out, or name the kind that is here."
+        )
+    return measured(device, here.current())
+
+
 def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
     rows = [
         (
@@ -360,8 +376,10 @@ def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
     if rows:
         right = [name for name in _COLUMNS if name not in ("layout", "limit")]
         print(table(_COLUMNS, rows[:_SHOWN], right, rule=True))
+    rates = f"{fleet.device.flops[args.mixed_precision] / 1e12:,.0f} TFLOP/s and {fleet.device.bandwidth / 1e12:.2f} TB/s of memory"
+    print(f"\nDevice: {rates}, {fleet.device.source}.")
     print(
-        f"\nStep: estimated, with {fleet.efficiency:.0%} of the peak rate, and {fleet.overlap:.0%} of a pass hiding exchanges of data "
+        f"Step: estimated, with {fleet.efficiency:.0%} of the peak rate, and {fleet.overlap:.0%} of a pass hiding exchanges of data "
         f"parallelism.\nMemory: of one rank at its peak; {RESERVE:.0%} of the device is left for driver, collectives and fragments."
     )
     left_out = [each for each in found if each.why]
@@ -388,6 +406,9 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes."
     )
     parser.add_argument("--link", default="infiniband-ndr", help=f"What connects machines: {', '.join(specs.LINKS)}.")
+    parser.add_argument(
+        "--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's."
+    )
     parser.add_argument("--efficiency", type=float, default=0.5, help="What of the peak rate a pass reaches.")
     parser.add_argument(
         "--overlap", type=float, default=0.7, help="What of a pass hides exchanges of data parallelism."

@@ -1,6 +1,8 @@
 """Plans: which layouts fit and which do not, the file that launching takes, and the estimate beside what torch allocates."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 
 from accelerate.commands import plan
 from accelerate.commands.config import config_utils
-from accelerate.devices import specs
+from accelerate.devices import specs, table
+from accelerate.diagnostics import ceilings
 from accelerate.diagnostics.activations import measure
 from accelerate.diagnostics.estimator import Layout, memory, resting
 
@@ -176,3 +179,18 @@ def test_what_is_refused(refused, place):
     assert "--overlap 1.5; pass parts of 1" in refused(*parts, "--overlap", 1.5)
     assert "no arithmetic" in refused("plan", "x", "--gpus", 1, "--gpu", "v100-32gb", "--global_batch", 1)
     assert "gives no model" in refused(*words("no.such:thing"))
+
+
+def test_rates_are_measured_where_a_device_of_the_kind_is_here(accelerate, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    line = ["plan", str(tmp_path), *["--gpus", "2", "--gpu", "h100-80gb", "--global_batch", "4", "--sequence", "64"]]
+    status, _, told = accelerate(*line, "--measure")
+    assert status == 2 and "which is the CPU, and --gpu is h100-80gb" in told
+    here = SimpleNamespace(type="cuda", current=lambda: torch.device("cpu"))
+    here.namespace = lambda: SimpleNamespace(get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(table, "detect", lambda: here)
+    monkeypatch.setattr(ceilings, "measured", partial(ceilings.measured, side=64, copied=1 << 16))
+    status, printed, told = accelerate(*line, "--measure")
+    assert status == 0 and "measured on this machine" in printed, told
+    assert "989 TFLOP/s" not in printed and "989 TFLOP/s" in accelerate(*line)[1]
