@@ -143,8 +143,7 @@ def resolved(trainer: Any, asked: Any) -> Any:
     folder = os.fspath(trainer.args.output_dir if asked is True else asked)
     barrier = SaveBarrier("train", os.path.realpath(folder), group, default_store())
     barrier.begin()
-    problem, number = None, sys.maxsize
-    leads = barrier.leader() == group.rank
+    problem, number, leads = None, sys.maxsize, barrier.leader() == group.rank
     try:
         if asked is True and leads:
             number = _newest_number(folder)
