@@ -38,17 +38,17 @@ class Exact(Trainer):
 
 def kill_in_save() -> None:
     """See to it that this process is killed when half of the optimizer of a checkpoint is on the disk."""
-    save = torch.save
+    write = Trainer._save_optimizer_and_scheduler
 
-    def half(state: Any, file: Any, *args: Any, **options: Any) -> None:
-        if not str(file).endswith(os.path.join(f"checkpoint-{KILLED_IN}", "optimizer.pt")):
-            save(state, file, *args, **options)
+    def half(self: Trainer, folder: str) -> None:
+        if not folder.endswith(f"checkpoint-{KILLED_IN}"):
+            write(self, folder)
             return
-        save(state, whole := io.BytesIO(), *args, **options)
-        Path(file).write_bytes(whole.getvalue()[: whole.tell() // 2])
+        torch.save(self.optimizer.state_dict(), whole := io.BytesIO())
+        Path(folder, "optimizer.pt").write_bytes(whole.getvalue()[: whole.tell() // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.save = half
+    Trainer._save_optimizer_and_scheduler = half
 
 
 def train(folder: str, patched: bool = False, saves: bool = True, killed: bool = False, resume: bool = False) -> None:

@@ -84,9 +84,7 @@ def _fit(trainer: Any, folder: str, world: int, batch: int) -> None:
         raise ValueError(f"{what}; {here}, which does not divide it. Numbers of ranks that do: {fit or 'none'}.")
     steps = batch // at_once
     if getattr(trainer, "is_deepspeed_enabled", False):
-        raise ValueError(
-            f"{what}; {here}. Pass gradient_accumulation_steps={steps}, so that DeepSpeed's engine keeps it."
-        )
+        raise ValueError(f"{what}; {here}. Pass gradient_accumulation_steps={steps}, so DeepSpeed's engine keeps it.")
     logger.warning("%s; %s: gradient_accumulation_steps is %d now, which keeps it.", what, here, steps)
     args.gradient_accumulation_steps = steps
 

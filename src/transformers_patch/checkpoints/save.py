@@ -250,9 +250,8 @@ def _call_back(trainer: Any, save: Save, place: str) -> None:
 
 def _link(staged: str, place: str) -> bool:
     """Let a free place lead to what is staged; say whether it does."""
-    with contextlib.suppress(
-        OSError, NotImplementedError
-    ):  # it is not free; or a system, or file system, without links
+    # It is not free; or a system, or file system, without links.
+    with contextlib.suppress(OSError, NotImplementedError):
         os.symlink(staged, place)
         return True
     return False

@@ -22,7 +22,7 @@ STREAM = "_stream_of_checkpoints"
 class Passes:
     """The loader of a stream, which counts passes and batches. It begins with pass `number`, after `batches`.
 
-    `restore` gives the generators back, where nothing of that pass is left: releases before 5 do so with its first batch.
+    `restore` lets the run go on where nothing of that pass is left: releases before 5 give the generators back with its first batch.
     """
 
     def __init__(self, loader: Any, number: int | None, batches: int, restore: Callable[[], Any]) -> None:
@@ -67,13 +67,21 @@ def loader_of(trainer: Any, folder: Any, begun: Any, together: Callable[[Any], i
 
     def get_train_dataloader() -> Any:
         loader = make()
+        stream = isinstance(loader, DataLoader) and hasattr(loader, "set_epoch") and adapter.is_stream(loader)
         # One with a length has epochs, as every other loader.
-        plain = not (isinstance(loader, DataLoader) and hasattr(loader, "set_epoch") and adapter.is_stream(loader))
-        if plain or adapter.known_length(len, loader) is not None:
-            return loader
-        batches = samples // together(trainer)
-        passes = Passes(loader, number, batches, lambda: trainer._load_rng_state(folder))
-        vars(trainer)[STREAM] = passes
-        return passes
+        if stream and adapter.known_length(len, loader) is None:
+            loader = vars(trainer)[STREAM] = Passes(loader, number, samples // together(trainer), restore)
+        return loader
+
+    def restore() -> None:
+        trainer._load_rng_state(folder)
+        handler, stops = trainer.callback_handler, trainer.control.should_training_stop
+
+        def on_epoch_end(args: Any, state: Any, control: Any) -> Any:
+            del handler.on_epoch_end  # it is for this epoch alone
+            control.should_training_stop = stops  # release 4.46 has set it, as no step was taken
+            return handler.on_epoch_end(args, state, control)
+
+        handler.on_epoch_end = on_epoch_end
 
     return get_train_dataloader

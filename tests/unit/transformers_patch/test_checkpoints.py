@@ -687,6 +687,20 @@ def test_a_stream_goes_on_in_the_pass_that_it_was_in(tmp_path, kind, step):
         assert again.losses == whole.losses[8:]
 
 
+class Ends(TrainerCallback):
+    """Stops a run before its first step."""
+
+    def on_epoch_begin(self, args, state, control, **rest):
+        control.should_training_stop = True
+
+
+def test_a_stream_at_the_end_of_a_pass_stops_where_a_callback_stops_it(tmp_path, kind):
+    streaming(tmp_path, kind).train()
+    resumed = streaming(tmp_path, kind, callbacks=[Ends()])
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+    assert not hasattr(resumed, "losses") and "on_epoch_end" not in vars(resumed.callback_handler)
+
+
 def test_a_stream_goes_on_with_accumulation(tmp_path, kind):
     whole = streaming(tmp_path, kind, gradient_accumulation_steps=2)
     whole.train()
