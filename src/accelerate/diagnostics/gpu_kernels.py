@@ -69,7 +69,7 @@ def _attention(real: Callable[..., Any]) -> Callable[..., Any]:
     return scaled_dot_product_attention
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
     """Keep a mask of a byte for each number; the CPU's keeps one of the numbers' dtype."""
     return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
 
