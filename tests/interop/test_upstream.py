@@ -24,11 +24,14 @@ NEWEST = "accelerate-1.15.0"
 ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
 # The second pull request for transformers: a release, and the name that the exporter knows the patch by.
 TRAINERS = [f"{release} trainer-checkpoints" for release in TRANSFORMERS]
+# The third one, whose fault is another one in older releases.
+LOSSES = ["transformers-5.23.0 auxiliary-loss"]
 # The file that each patch adds its tests in, and how many there are.
 TESTS = {
     "accelerate": ("tests/test_double_prepare.py", 20),
     "transformers": ("tests/trainer/test_accelerator_state.py", 12),
     "trainer-checkpoints": ("tests/trainer/test_trainer_staging.py", 12),
+    "auxiliary-loss": ("tests/trainer/test_trainer_auxiliary_loss.py", 4),
 }
 IDENTITY = ["-c", "user.name=Applier", "-c", "user.email=applier@example.org", "-c", "commit.gpgsign=false"]
 AUTHOR, DATE = "Ada Lovelace <ada@example.org>", "2026-01-31T12:00:00+00:00"
@@ -241,6 +244,52 @@ if not rank:
 trainer.accelerator.wait_for_everyone()
 os._exit(0)
 """
+# How often the auxiliary loss of experts counts in the Trainer's loss, and what a model without experts logs;
+# docs/upstream/auxiliary-loss.md has what it printed.
+COUNTED = """\
+import json, os, sys
+import torch, transformers
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+
+WEIGHT, WINDOWS = 0.02, (1, 2, 4)
+sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+def run(model, rows, window, **options):
+    parallel = {"ddp_backend": "gloo"} if "RANK" in os.environ else {}
+    arguments = TrainingArguments(
+        sys.argv[1], use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1, optim="sgd",
+        per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=window, **parallel, **options,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
+    return steps, trainer.evaluate()["eval_loss"]
+
+torch.manual_seed(0)
+ids = torch.randint(3, 32, (16, 12))
+rows = [{"input_ids": row, "labels": row} for row in ids]
+mixtral = MixtralForCausalLM(MixtralConfig(**sizes, **experts, router_aux_loss_coef=WEIGHT))
+with torch.no_grad():
+    output = mixtral(input_ids=ids[:1], labels=ids[:1])
+auxiliary = WEIGHT * output.aux_loss.item()
+
+def times(loss):
+    return round((loss - output.loss.item()) / auxiliary + 1, 3)
+
+training = []
+for window in WINDOWS:
+    steps, evaluated = run(mixtral, rows[:1] * 16, window, max_steps=1, learning_rate=0.0)
+    training.append(times(steps[0][0]))
+llama = run(LlamaForCausalLM(LlamaConfig(**sizes)), rows, 2, max_steps=4, learning_rate=0.1)
+if os.environ.get("RANK", "0") == "0":
+    seen = {"file": transformers.__file__, "training": training, "evaluation": times(evaluated), "without experts": llama}
+    print(json.dumps(seen), flush=True)
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+os._exit(0)
+"""
 
 
 @dataclass(frozen=True)
@@ -317,7 +366,7 @@ def release(request, tmp_path_factory):
     git(found.patched, "apply", "--check", "--whitespace=error", str(patch))
     git(found.patched, "am", "--quiet", str(patch))
     removed = git(found.patched, "diff", "--numstat", "HEAD~1").split()[1::3]
-    assert removed == ["0"] * (4 if patch_name else 3), "it only adds lines"
+    assert removed == ["0"] * (4 if patch_name == "trainer-checkpoints" else 3), "it only adds lines"
     return found
 
 
@@ -334,7 +383,7 @@ def script(tmp_path):
     return write
 
 
-@of(*ACCELERATES, *TRANSFORMERS, *TRAINERS)
+@of(*ACCELERATES, *TRANSFORMERS, *TRAINERS, *LOSSES)
 def test_the_exported_tests_pass_on_the_patched_package_alone(release):
     path, count = TESTS[release.patch or release.package]
     words = ["-m", "unittest", "discover", "-p", Path(path).name, "-s"]
@@ -427,3 +476,16 @@ def test_ordinary_runs_of_the_trainer_leave_the_same_files(release, script, tmp_
 
     before, after = numbers(release.source), numbers(release.patched)
     assert before == after and len(before["figures"]) > 20
+
+
+@of(*LOSSES)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_auxiliary_loss_counts_once(release, script, tmp_path, processes):
+    program = [script(COUNTED), str(tmp_path / "arguments")]
+    before, after = (
+        release.figures(tree, *program, processes=processes) for tree in (release.source, release.patched)
+    )
+    assert before["training"] == pytest.approx([processes * window for window in (1, 2, 4)], abs=2e-3)
+    assert before["evaluation"] == pytest.approx(processes, abs=2e-3)
+    assert [*after["training"], after["evaluation"]] == pytest.approx([1.0] * 4, abs=2e-3)
+    assert before["without experts"] == after["without experts"] and len(after["without experts"][0]) == 4

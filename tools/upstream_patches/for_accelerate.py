@@ -37,11 +37,9 @@ def edit(root: Path) -> dict[str, str]:
     file = SourceFile(root, ACCELERATOR)
     if "_prepared_objects" in file.text:
         raise UnknownSource(f"the change is already in {root}: found `_prepared_objects` in {ACCELERATOR}.")
-    imports = [node for node in file.tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
-    line = file.only([node for node in imports if node.module == "utils.other"], "an import from `.utils.other`")
+    line = file.import_from("utils.other")
     file.add_below(line, "from .utils.prepared import PreparedObjects, find_prepared, remember\n")
-    classes = [node for node in file.tree.body if isinstance(node, ast.ClassDef) and node.name == "Accelerator"]
-    cls = file.only(classes, "the class `Accelerator`")
+    cls = file.cls("Accelerator")
     _add_below_lists(file, file.method(cls, "__init__"), "self._prepared_objects = PreparedObjects()\n")
     _add_below_lists(file, file.method(cls, "free_memory"), "self._prepared_objects.clear()\n")
     _add_at_start(file, file.method(cls, "prepare"), "self._prepared_objects.begin_call()\n")

@@ -46,11 +46,11 @@ def edit(root: Path) -> dict[str, str]:
     for file, path in ((trainer, TRAINER), (utils, UTILS)):
         if "trainer_staging" in file.text:
             raise UnknownSource(f"the change is already in {root}: found `trainer_staging` in {path}.")
-    line = _import_from(trainer, "trainer_utils")
-    trainer.add_above(line, "from .trainer_staging import publish_checkpoint, stage_checkpoint\n")
-    utils.add_above(_import_from(utils, "utils"), "from .trainer_staging import pass_over_unfinished\n")
-    classes = [node for node in trainer.tree.body if isinstance(node, ast.ClassDef) and node.name == "Trainer"]
-    _stage(trainer, trainer.method(trainer.only(classes, "the class `Trainer`"), "_save_checkpoint"))
+    trainer.add_above(
+        trainer.import_from("trainer_utils"), "from .trainer_staging import publish_checkpoint, stage_checkpoint\n"
+    )
+    utils.add_above(utils.import_from("utils"), "from .trainer_staging import pass_over_unfinished\n")
+    _stage(trainer, trainer.method(trainer.cls("Trainer"), "_save_checkpoint"))
     functions = [node for node in utils.tree.body if getattr(node, "name", "") == "get_last_checkpoint"]
     function = utils.only(functions, "the function `get_last_checkpoint`")
     lists = _assignments(function, "checkpoints", ast.ListComp)
@@ -59,11 +59,6 @@ def edit(root: Path) -> dict[str, str]:
         raise utils.refuse("`get_last_checkpoint(folder)`", ast.unparse(function.args))
     utils.add_below(listed, "checkpoints = pass_over_unfinished(folder, checkpoints)\n")
     return {TRAINER: trainer.changed(), UTILS: utils.changed()}
-
-
-def _import_from(file: SourceFile, module: str) -> ast.ImportFrom:
-    found = [node for node in file.tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
-    return file.only([node for node in found if node.module == module], f"an import from `.{module}`")
 
 
 def _assignments(function: ast.FunctionDef, name: str, kind: type[ast.expr]) -> list[ast.stmt]:

@@ -67,8 +67,7 @@ def edit(root: Path) -> dict[str, str]:
     guards = [node for node in file.tree.body if _imports_states(node)]
     guard = file.only(guards, "`if is_accelerate_available():` that imports PartialState from accelerate.state")
     file.add_below(guard.body[-1], "from .utils import accelerator_state\n")
-    classes = [node for node in file.tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
-    cls = file.only(classes, "the class `TrainingArguments`")
+    cls = file.cls("TrainingArguments")
     fields = [node for node in cls.body if isinstance(node, ast.AnnAssign) and _calls(node, "field")]
     if not fields:
         raise file.refuse("fields of the dataclass `TrainingArguments`", "none")

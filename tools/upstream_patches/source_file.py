@@ -42,6 +42,16 @@ class SourceFile:
             raise self.refuse(what, len(found) or "none")
         return found[0]
 
+    def import_from(self, module: str) -> ast.ImportFrom:
+        """Return the one import at the top of the file from a module of the same package."""
+        found = [node for node in self.tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
+        return self.only([node for node in found if node.module == module], f"an import from `.{module}`")
+
+    def cls(self, name: str) -> ast.ClassDef:
+        """Return the one class of the file with this name."""
+        classes = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        return self.only(classes, f"the class `{name}`")
+
     def method(self, cls: ast.ClassDef, name: str) -> ast.FunctionDef:
         """Return the one method of a class with this name."""
         methods = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == name]
