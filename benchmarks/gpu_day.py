@@ -264,6 +264,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def went_wrong(part: dict) -> bool:
+    """Say whether a part did not run, a test or a check of it failed, or one of the packages."""
+    rows = part.get("figures", {})
+    said = [str(row.get("ours", "")) for row in rows.values()]
+    return (
+        "error" in part or not {"failed", "error", "errors"}.isdisjoint(rows) or any(", not " in one for one in said)
+    )
+
+
 def number(value: float | str) -> str:
     """Return a figure as a cell of a table."""
     return value if isinstance(value, str) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -324,7 +333,7 @@ def main() -> int:
     text = "\n\n".join(filter(None, page(results)))
     print(text, flush=True)
     (arguments.logs / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    return int(any("error" in part for name, part in results["parts"].items() if name != "several"))
+    return int(any(went_wrong(part) for name, part in results["parts"].items() if name != "several" or gpus() > 1))
 
 
 if __name__ == "__main__":

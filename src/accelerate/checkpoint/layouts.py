@@ -179,7 +179,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         # What a killed save has put aside counts.
         aside = os.path.relpath(LocalStorage(os.path.join(folder, shards)).fetch(), os.path.realpath(folder))
         name = shards if os.path.isdir(os.path.join(folder, shards)) else aside
-        engines = (glob.glob(f"{name}*/*_model_states.pt", root_dir=folder) for name in (MODEL_NAME, "global_step"))
+        engines = (glob.glob(f"{start}*/*_model_states.pt", root_dir=folder) for start in (MODEL_NAME, "global_step"))
         files = {*os.listdir(folder), *itertools.chain(*engines)}
         if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
             files.add(f"{shards}/{manifest.METADATA}")
