@@ -248,7 +248,7 @@ def _sharing(parameter: Any, ranks: int) -> Callable[[Any], None]:
 PATCHES = {
     "loss": Patch(
         "Trainer", "compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-        ("label_smoother", "model_accepts_loss_kwargs", "num_processes", "get_tp_size"), _loss),
+        ("label_smoother", "model_accepts_loss_kwargs", "num_processes", "get_tp_size"), _loss, mended="aux"),
     "loss_items": Patch(
         "Trainer", "_get_num_items_in_batch", ("self", "batch_samples", "device"),
         ("average_tokens_across_devices", "get_tp_size"), _items),

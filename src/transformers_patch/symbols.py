@@ -22,6 +22,7 @@ class Patch:
         parameters: Those that it begins with.
         reads: Names that its code must read, because the replacement acts on them.
         replacement: Returns what takes the place of the function that it gets.
+        mended: A piece of the names that its code reads where a release has the repair, which would then be made twice.
     """
 
     owner: str
@@ -29,6 +30,7 @@ class Patch:
     parameters: tuple[str, ...]
     reads: tuple[str, ...]
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+    mended: str = ""
 
     def examine(self, module: ModuleType) -> Finding:
         """Compare the symbol of a module with the shape that the replacement relies on."""
@@ -40,8 +42,11 @@ class Patch:
         if tuple(inspect.signature(found).parameters)[: len(self.parameters)] != self.parameters:
             expected = ", ".join(self.parameters)
             problems.append(f"{self.name} takes {inspect.signature(found)}, not ({expected}, ...)")
-        if missing := [name for name in self.reads if name not in names_in(found.__code__)]:
+        names = names_in(found.__code__)
+        if missing := [name for name in self.reads if name not in names]:
             problems.append(f"{self.name} does not use {', '.join(missing)}")
+        if self.mended and (already := sorted(name for name in names if self.mended in name)):
+            problems.append(f"{self.name} has the repair already, or another one: it uses {', '.join(already)}")
         return Finding(tuple(problems), needed=True)
 
     def install(self, module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStack) -> None:

@@ -103,6 +103,23 @@ class Model(torch.nn.Module):
         vars(self).update(numbers)
 
 
+def test_a_trainer_that_counts_the_auxiliary_loss_once_is_refused():
+    """As with the pull request that `tools/upstream_patches` writes: both together would take too much away."""
+
+    class Trainer:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            names = (
+                self.label_smoother,
+                self.model_accepts_loss_kwargs,
+                self.accelerator.num_processes,
+                self.get_tp_size(),
+            )
+            return average_auxiliary_loss(self, model, names)  # noqa: F821
+
+    found = PATCHES["loss"].examine(types.SimpleNamespace(Trainer=Trainer, __name__="trainer"))
+    assert found.problems == ("compute_loss has the repair already, or another one: it uses average_auxiliary_loss",)
+
+
 def test_the_weight_is_found_where_models_keep_it():
     plain = transformers.LlamaConfig()
     assert auxiliary_weight(Model(plain)) is None and auxiliary_weight(torch.nn.Linear(1, 1)) is None
