@@ -9,8 +9,10 @@ import contextlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
+
+from transformers_patch.symbols import shadowed
 
 __all__ = ["CheckpointMixin", "available", "get_last_checkpoint"]
 
@@ -36,22 +38,37 @@ def usable(depth: int = 3) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def resumable(given: Sequence[Any]) -> Iterator[None]:
-    """Let a Trainer be built with a model that arrives sharded: it refuses to save the optimizer, which is done here. Any rank, alone.
-
-    `given` are the values that it is built with.
-    """
-    args = next((value for value in given if hasattr(value, "save_only_model")), None)
+def build(run: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> None:
+    """Let a Trainer be built by `run`, with a model that arrives sharded too: it refuses to save the optimizer, which is done here."""
+    given = [*args, *options.values()]
+    arguments = next((value for value in given if hasattr(value, "save_only_model")), None)
     arrives = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in given)
-    if args is None or not arrives or not available():
-        yield
-        return
-    former, args.save_only_model = args.save_only_model, True
-    try:
-        yield
-    finally:
-        args.save_only_model = former
+    changes = arguments is not None and arrives and available()
+    with shadowed(arguments, save_only_model=True) if changes else contextlib.nullcontext():
+        run(*args, **options)
+
+
+def train(
+    run: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any
+) -> Any:
+    """Let a Trainer train by `run`, from a whole checkpoint, and publish the ones that it saves. All ranks."""
+    if not usable(depth=4):
+        return run(resume_from_checkpoint, *args, **options)
+    from transformers_patch import engine
+    from transformers_patch.checkpoints import save
+
+    mixed = isinstance(trainer, CheckpointMixin)
+    beside = trainer.checkpoints == "async" if mixed else engine.saves_in_background()
+    return save.train(trainer, resume_from_checkpoint, lambda folder: run(folder, *args, **options), beside)
+
+
+def save_checkpoint(run: Callable[..., Any], trainer: Any, model: Any, trial: Any, *args: Any, **options: Any) -> Any:
+    """Let a Trainer save by `run` into a staged folder, which is published. All ranks."""
+    if not available():  # `train` has said so
+        return run(model, trial, *args, **options)
+    from transformers_patch.checkpoints import save
+
+    return save.save_checkpoint(trainer, trial, lambda: run(model, trial, *args, **options))
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -111,8 +128,7 @@ class CheckpointMixin:
     checkpoints: bool | Literal["async"] = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        with resumable([*args, *options.values()]):
-            super().__init__(*args, **options)
+        build(super().__init__, self, *args, **options)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train, as the Trainer does; all ranks call it.
@@ -129,18 +145,7 @@ class CheckpointMixin:
             DamagedCheckpoint: The checkpoint that was named is not whole.
             ValueError: There is none; or a rank does not see it.
         """
-        run = super().train  # type: ignore[misc]
-        if not usable():
-            return run(resume_from_checkpoint, *args, **options)
-        from transformers_patch.checkpoints import save
+        return train(super().train, self, resume_from_checkpoint, *args, **options)  # type: ignore[misc]
 
-        beside = self.checkpoints == "async"
-        return save.train(self, resume_from_checkpoint, lambda folder: run(folder, *args, **options), beside)
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **options: Any) -> Any:
-        write = super()._save_checkpoint  # type: ignore[misc]
-        if not available():  # `train` has said so
-            return write(model, trial, *args, **options)
-        from transformers_patch.checkpoints import save
-
-        return save.save_checkpoint(self, trial, lambda: write(model, trial, *args, **options))
+    def _save_checkpoint(self, *args: Any, **options: Any) -> Any:
+        return save_checkpoint(super()._save_checkpoint, self, *args, **options)  # type: ignore[misc]

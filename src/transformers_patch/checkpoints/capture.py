@@ -18,7 +18,8 @@ import torch
 from accelerate.checkpoint.save import SavePlan
 from transformers_patch.symbols import shadowed
 
-logger = logging.getLogger(__name__)
+# Warns at the first save of many.
+say_once = functools.cache(logging.getLogger(__name__).warning)
 
 # Where libraries look safetensors' function up; the first is the function's own place.
 _SAVE_FILE = (
@@ -94,12 +95,3 @@ def reader_among(callbacks: list[Any], base: type) -> str | None:
         if not settings or any(getattr(setting, "is_enabled", setting) for setting in settings):
             return kind.__name__
     return None
-
-
-@functools.cache
-def say_once(reader: str) -> None:
-    """Warn that a callback makes saves in the background wait for more than a copy."""
-    logger.warning(
-        "checkpoints='async' lets the training wait until files are written, though not for the disk: `%s.on_save` may read them.",
-        reader,
-    )

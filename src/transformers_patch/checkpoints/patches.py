@@ -4,54 +4,38 @@ A replacement calls what it replaces: none of the Trainer's code is copied.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers_patch import checkpoints
 from transformers_patch.symbols import Patch
 
 
-def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _save_checkpoint(self: Any, model: Any, trial: Any, *args: Any, **options: Any) -> None:
-        from transformers_patch.checkpoints import save
+def _around(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes, of a Trainer's method, one that lets a hook call it."""
 
-        save.save_checkpoint(self, trial, lambda: original(self, model, trial, *args, **options))
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **options: Any) -> Any:
+            return hook(partial(original, self), self, *args, **options)
 
-    return _save_checkpoint
+        return method
 
-
-def _training(original: Callable[..., Any]) -> Callable[..., Any]:
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        from transformers_patch import engine
-        from transformers_patch.checkpoints import save
-
-        def run(folder: Any) -> Any:
-            return original(self, folder, *args, **options)
-
-        return save.train(self, resume_from_checkpoint, run, engine.saves_in_background())
-
-    return train
-
-
-def _building(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        with checkpoints.resumable([*args, *options.values()]):
-            original(self, *args, **options)
-
-    return __init__
+    return replacement
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_last_checkpoint(folder: Any) -> str | None:
-        return checkpoints.get_last_checkpoint(folder)
-
-    return get_last_checkpoint
+    return lambda folder: checkpoints.get_last_checkpoint(folder)
 
 
 _WRITES = ("_get_output_dir", "save_model", "_push_from_checkpoint", "save_to_json")
 # By the names of their entries in the registry.
 PATCHES = {
-    "save_checkpoint": Patch("Trainer", "_save_checkpoint", ("self", "model", "trial"), _WRITES, _saving),
-    "build": Patch("Trainer", "__init__", ("self", "model", "args"), (), _building),
-    "train": Patch("Trainer", "train", ("self", "resume_from_checkpoint"), ("get_last_checkpoint",), _training),
+    "save_checkpoint": Patch(
+        "Trainer", "_save_checkpoint", ("self", "model", "trial"), _WRITES, _around(checkpoints.save_checkpoint)
+    ),
+    "build": Patch("Trainer", "__init__", ("self", "model", "args"), (), _around(checkpoints.build)),
+    "train": Patch(
+        "Trainer", "train", ("self", "resume_from_checkpoint"), ("get_last_checkpoint",), _around(checkpoints.train)
+    ),
     "last_checkpoint": Patch("", "get_last_checkpoint", ("folder",), ("listdir",), _choosing),
 }

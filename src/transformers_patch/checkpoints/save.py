@@ -10,11 +10,11 @@ import errno
 import logging
 import os
 import shutil
-import warnings
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import accelerate.comm
 from accelerate.checkpoint.manifest import NAME, Manifest
@@ -44,7 +44,8 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
     """
     wait(trainer)
     beside = {_IN_BACKGROUND: in_background or vars(trainer).get(_IN_BACKGROUND, False)}
-    with shadowed(trainer, **sharded.readers(trainer, wait), **beside), sharded.engines(trainer):
+    engines = shadowed(sys.modules[Trainer.__module__], **sharded.engines(trainer))
+    with shadowed(trainer, **sharded.readers(trainer, wait), **beside), engines:
         folder = choose.resolved(trainer, asked)
         begun = ranks.keep(trainer, folder).get("stream") if folder else None
         loader = streams.loader_of(trainer, folder, begun, ranks.together)
@@ -141,7 +142,7 @@ class _Flight:
 
     def settle(self, reason: str | None = None) -> RuntimeError | None:
         """Wait until the save under way has ended, and return why it failed, once. Any rank, alone."""
-        problem = self.background.settle(reason) if self.background.pending else None
+        problem = self.background.settle(reason)
         self.pushes = self.pushes if problem is None else []
         return problem
 
@@ -160,7 +161,7 @@ def _goes_on(trainer: Any, save: Save) -> bool:
     """Say whether the training goes on while a checkpoint is hashed and published: not after its last step."""
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
     if asked and not save.barrier.in_background:
-        warnings.warn("checkpoints='async' saves at once here: these ranks have no store to meet in.", stacklevel=2)
+        capture.say_once("checkpoints='async' saves at once here: these ranks have no key-value store.")
     return bool(asked and save.barrier.in_background)
 
 
@@ -179,7 +180,10 @@ def _written(trainer: Any, write: Callable[[], Any], plan: SavePlan, goes_on: bo
     """Let the Trainer write, and return the stamps of what the plan wrote. Of a full disk torch and safetensors say that a writer failed; here the system's reason is raised."""
     reader = capture.reader_among(trainer.callback_handler.callbacks, TrainerCallback) if goes_on else None
     if reader is not None:
-        capture.say_once(reader)
+        capture.say_once(
+            f"checkpoints='async' lets the training wait until files are written, though not for the disk: `{reader}.on_save` "
+            "may read them."
+        )
     try:
         with contextlib.nullcontext({}) if reader else capture.into(plan, waits=goes_on) as stamps:
             write()

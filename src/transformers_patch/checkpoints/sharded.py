@@ -4,19 +4,14 @@ They are written into the plan of the save, so each rank writes and hashes its o
 `accelerate.checkpoint.layouts` knows, into any other, DeepSpeed's engines included.
 """
 
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-from transformers import Trainer
 
 from accelerate.checkpoint import layouts, load, manifest, state
 from accelerate.checkpoint.save import SavePlan
 from accelerate.utils import fsdp_utils
-from transformers_patch.symbols import shadowed
 
 
 def is_split(trainer: Any) -> bool:
@@ -107,17 +102,13 @@ def _convert(model: Any, folder: str) -> None:
     model.load_state_dict(values, strict=False)
 
 
-@contextlib.contextmanager
-def engines(trainer: Any) -> Iterator[None]:
-    """Let DeepSpeed's engines take what any strategy wrote, for a block, and run no code of a file. All ranks."""
-    if not trainer.is_deepspeed_enabled:
-        yield
-        return
-    from accelerate.backends.deepspeed import checkpoint
+def engines(trainer: Any) -> dict[str, Callable[..., None]]:
+    """Return the functions of transformers' module, by name, by which DeepSpeed's engines take what any strategy wrote, and run no code of a file."""
 
     def read(engine: Any, folder: str, load_module_strict: bool = True) -> None:
+        from accelerate.backends.deepspeed import checkpoint
+
         path = load.with_manifest(folder)
         state.together(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).finish()
 
-    with shadowed(sys.modules[Trainer.__module__], deepspeed_load_checkpoint=read):
-        yield
+    return {"deepspeed_load_checkpoint": read} if trainer.is_deepspeed_enabled else {}
