@@ -44,7 +44,7 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import gradients, metrics, preemption, prepare, restoring, saving, setup
+from accelerate.training import conditional, gradients, metrics, preemption, prepare, restoring, saving, setup
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -445,6 +445,28 @@ class Accelerator(Processes):
             >>> model = accelerator.prepare_model(torch.nn.Linear(2, 1))
         """
         return prepare.prepare_model(self, model, device_placement, evaluation_mode)
+
+    def conditional(self, module: nn.Module, given: str, inputs: Any) -> None:
+        """Declare a part of a model that some ranks may leave out of a step, where others would wait for them. All ranks, before `prepare`.
+
+        Under FSDP2 the ranks agree with one number for each declared module in each forward, for which the host waits. If some call the
+        module, the others call it too, with `inputs` and without gradients; so its parts must be called before other blocks that
+        are sharded, and several such modules in the order in which they are declared. DDP finds unused parameters by itself.
+
+        Args:
+            module: The part, which belongs to a model that is not prepared yet.
+            given: The argument of the whole model's forward without which the part is not called: None or an empty tensor.
+            inputs: A tensor, or a tuple of arguments, that the part can be called with.
+
+        Raises:
+            ValueError: The model is prepared already, or the strategy is another one.
+
+        Example:
+            >>> model = torch.nn.ModuleDict({"text": torch.nn.Linear(2, 1), "pictures": torch.nn.Linear(4, 1)})
+            >>> Accelerator(cpu=True).conditional(model["pictures"], given="pictures", inputs=torch.zeros(1, 4))
+        """
+        ready = inputs if isinstance(inputs, tuple) else (inputs,)
+        conditional.declare(self, conditional.Conditional(module, given, ready))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare one optimizer. All ranks.

@@ -12,7 +12,10 @@ QUICK = [
     (2, f"check_collective_errors.py {TRAINING}"),
     (2, LOADERS),
     (2, OF_TRANSFORMERS),
-    (2, "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py"),
+    (
+        2,
+        "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py",
+    ),
     (3, STATES),
 ]
 SLOW = [
@@ -25,7 +28,7 @@ SLOW = [
     (3, "check_pippy.py check_ slow_"),
     (4, "check_long_sequences.py check_pippy.py check_ slow_"),
     (4, "check_norms.py check_estimator.py check_ four_"),
-    (4, "check_sharded.py check_adapters.py four_"),
+    (4, "check_sharded.py check_adapters.py check_conditional.py four_"),
     (3, SHARDS),
     (4, f"{SHARDS} meshes_"),
 ]

@@ -227,7 +227,8 @@ class Finding:
             first = min(line for line, _ in places.values())
             past = f"{_names(rank for rank in places if places[rank][0] > first)} went past the line of the others: "
         backward = any("backward" in each.inside for each in statuses)
-        unused = backward * ", or a parameter that not every rank's loss uses"
+        declare = "declare its module with accelerator.conditional"
+        unused = backward * f", or a parameter that not every rank's loss uses ({declare})"
         return f"{past}a branch on rank, another order of calls, unequal batches, an early exit of a loop{unused}"
 
 

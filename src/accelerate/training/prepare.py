@@ -29,7 +29,7 @@ from accelerate.precision import amp, four_bit, master
 from accelerate.precision.amp import precision
 from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.training import prepared
+from accelerate.training import conditional, prepared
 from accelerate.training.prepared import Entry, Facade
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from accelerate.utils.memory import release_memory
@@ -346,6 +346,8 @@ def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
     backend = resolve(accelerator.state)
     backend.check(accelerator, (model,))
     accelerator._prepare_device_mesh()
+    if accelerator.prepared.conditional:
+        conditional.install(accelerator, model)
     return backend.wrap_model(accelerator, model)
 
 

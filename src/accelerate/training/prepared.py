@@ -69,6 +69,7 @@ class PreparedObjects:
         self.schedulers: list[Any] = []
         self.dataloaders: list[Any] = []
         self.custom_objects: list[Any] = []
+        self.conditional: list[Any] = []
         self.engines: list[Any] = []
         self.sequence_context: Callable | None = None
         self.logged: set[str] = set()
@@ -103,7 +104,15 @@ class PreparedObjects:
 
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""
-        for known in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.engines, self.replicated):
+        for known in (
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            self.dataloaders,
+            self.engines,
+            self.replicated,
+            self.conditional,
+        ):
             known.clear()
         self._entries.clear()
         self.moved.clear()
