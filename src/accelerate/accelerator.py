@@ -868,18 +868,20 @@ class Accelerator(Processes):
         """The communicator of the Accelerator's own state, which outlives a reset of the shared one."""
         return comm.for_type(self.state.distributed_type)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *, differentiable: bool = False) -> Any:
         """Gather tensors from all ranks, concatenated along their first dimension in rank order. All ranks.
 
         Args:
             tensor: A tensor, or lists, tuples and dicts of tensors, nested; the same shapes on every rank
                 (``pad_across_processes`` helps). A tensor without dimensions counts as one of length 1.
+            differentiable: Whether backward goes through, as a loss over the samples of all ranks needs. A rank's gradient is then the
+                sum over the losses of all ranks, which all call backward; the gather and its backward cost an all-reduce more.
 
         Example:
             >>> Accelerator(cpu=True).gather(torch.tensor([1, 2]))
             tensor([1, 2])
         """
-        return operations.gather_with(self._communicator, tensor)
+        return operations.gather_with(self._communicator, tensor, differentiable)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather predictions and labels of an evaluation loop, without the samples that fill up its last batch. All ranks.

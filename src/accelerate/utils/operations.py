@@ -68,12 +68,28 @@ def _prepare(communicator: Communicator, operation: str, data: Any, module: str 
         )
 
 
-def gather_with(communicator: Communicator, tensor: Any) -> Any:
+def gather_with(communicator: Communicator, tensor: Any, differentiable: bool = False) -> Any:
     """Do what `gather` does, with a given communicator."""
     if communicator.world_size == 1:
         return tensor
     _prepare(communicator, "gather", tensor)
+    if differentiable:
+        return over_leaves(lambda leaf: _Gathered.apply(leaf, communicator), tensor)
     return communicator.all_gather(tensor)
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks; each rank's gradient is the sum of those that the losses of all ranks have for its tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+        ctx.communicator, ctx.shape = communicator, tensor.shape
+        return communicator.all_gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = ctx.communicator.all_reduce(gradient, "sum", "the backward pass of gather")
+        return total.chunk(ctx.communicator.world_size)[ctx.communicator.rank].reshape(ctx.shape), None
 
 
 def gather(tensor: Any) -> Any:

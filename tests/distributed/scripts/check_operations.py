@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from expect import raised
 
-from accelerate import comm
+from accelerate import Accelerator, comm
 from accelerate.process import PartialState
 from accelerate.utils import operations as ops
 
 Pair = namedtuple("Pair", "x y")
 RANK, SIZE, DEVICE = PartialState().process_index, PartialState().num_processes, PartialState().device
 EVERYONE = list(range(SIZE))
+ACCELERATOR = Accelerator()
 
 
 def check_gather() -> None:
@@ -33,6 +34,29 @@ def check_gather() -> None:
     assert ops.gather(torch.ones(0, 4, device=DEVICE)).shape == (0, 4)
     assert ops.gather_object([RANK, {"r": RANK}]) == [item for r in EVERYONE for item in (r, {"r": r})]
     assert ops.gather_object(["x" * 10_000 * (RANK + 1)]) == ["x" * 10_000 * (r + 1) for r in EVERYONE]
+
+
+def check_gather_with_gradients() -> None:
+    """A loss over the samples of all ranks: the mean of the gradients over the ranks is that of one process with all samples."""
+    rows = torch.randn(2 * SIZE, 3, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    mine = rows[2 * RANK : 2 * RANK + 2]
+    weight = torch.nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(6)).to(DEVICE))
+
+    def contrast(own: torch.Tensor, everyone: torch.Tensor, first: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(
+            own @ everyone.T, torch.arange(first, first + len(own), device=DEVICE)
+        )
+
+    (expected,) = torch.autograd.grad(contrast(rows @ weight, rows @ weight, 0), weight)
+    for whole in (True, False):  # each rank has the loss of all samples, or that of its own against all
+        own = mine @ weight
+        gathered = ACCELERATOR.gather({"a": own, "b": own.sum()}, differentiable=True)
+        assert torch.equal(gathered["a"], ACCELERATOR.gather(own)) and gathered["b"].shape == (SIZE,)
+        loss = contrast(gathered["a"], gathered["a"], 0) if whole else contrast(own, gathered["a"], 2 * RANK)
+        (found,) = torch.autograd.grad(loss, weight)
+        torch.testing.assert_close(ops.reduce(found, "mean"), expected)
+    (slope,) = torch.autograd.grad((ops.gather_with(comm.current(), weight.sum(), True) * (RANK + 1)).sum(), weight)
+    assert slope.unique().tolist() == [sum(range(1, SIZE + 1))]
 
 
 def check_reduce_and_broadcast() -> None:
