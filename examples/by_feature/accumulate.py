@@ -3,7 +3,7 @@
 Global batch = micro-batch x accumulation steps x ranks. Inside `accumulate(model)` the prepared optimizer steps, and gradients are
 exchanged, only with the last micro-batch; `sync_gradients` says when that is, for clipping, logging and checkpoints. The program
 compares the weights with those of a plain loop over whole batches. `GradientAccumulationPlugin(exact=True)` would weigh the last,
-shorter window of an epoch by its real length; here the data divide.
+shorter accumulation step of an epoch by its real length; here the data divide.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/accumulate.py
 

@@ -13,14 +13,26 @@ Prints: half the bytes a step, losses within 2 % of the float32 exchange and not
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 
+class Exchanged(TorchDispatchMode):
+    """Counts the bytes of the tensors that all-reduces are called with."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if "allreduce_" in str(function):
+            self.total += sum(tensor.nbytes for tensor in arguments[0])
+        return function(*arguments, **(keywords or {}))
+
+
 def train(hook: str) -> tuple[list[float], int]:
-    """Train an epoch; return the mean loss of each step and the bytes of gradients that a rank exchanges in one."""
+    """Train an epoch; return the mean loss of each step and the bytes of gradients that a rank exchanges in the last."""
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
     set_seed(0)
     digits = load_digits()
@@ -31,22 +43,21 @@ def train(hook: str) -> tuple[list[float], int]:
     losses = []
     for images, targets in loader:
         loss = nn.functional.cross_entropy(model(images), targets)
-        accelerator.backward(loss)
+        with Exchanged() as exchanged:
+            accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    dtype = torch.float16 if hook == "fp16" else torch.float32
-    exchanged = sum(parameter.numel() * dtype.itemsize for parameter in model.parameters() if parameter.requires_grad)
-    accelerator.print(f"comm_hook {hook}: {exchanged} bytes of gradients a step, last loss {losses[-1]:.4f}")
+    accelerator.print(f"comm_hook {hook}: {exchanged.total} bytes of gradients a step, last loss {losses[-1]:.4f}")
     accelerator.free_memory()
-    return losses, exchanged
+    return losses, exchanged.total
 
 
 def main() -> None:
     plain, plain_bytes = train("no")
     compressed, fewer_bytes = train("fp16")
     close = all(abs(ours - theirs) < 0.02 * theirs for ours, theirs in zip(compressed, plain, strict=True))
-    shown = close and compressed != plain and 2 * fewer_bytes == plain_bytes
+    shown = close and compressed != plain and 2 * fewer_bytes == plain_bytes > 0
     accelerator = Accelerator()
     accelerator.print(f"half the bytes a step, losses within 2 % of the float32 exchange and not equal to it: {shown}")
     accelerator.end_training()

@@ -21,12 +21,19 @@ from distributed.conftest import LAUNCH_ON_CPU, done, plain_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FEATURES = sorted(path.relative_to(EXAMPLES).as_posix() for path in (EXAMPLES / "by_feature").glob("*.py"))
-LARGER = [
-    name for name in ("lm.py", "vision.py", "stream_mix.py", "lora_sft.py", "dpo.py") if (EXAMPLES / name).exists()
-]
+LARGER = ["lm.py", "vision.py", "denoise.py", "stream_mix.py", "lora_sft.py", "dpo.py"]
 # What a newcomer runs first; the others take minutes together.
 BASIC = {f"by_feature/{name}.py" for name in ("first", "resume")}
-RAY = "clusters/ray_train.py"  # `make test-ray`: in an environment of its own
+RAY = "clusters/ray_train.py"
+# Packages that not every environment of the tests has. Ray and DeepSpeed have one of their own: `make test-ray`, `make test-deepspeed`.
+NEEDED = {
+    RAY: ("ray",),
+    "by_feature/deepspeed_zero.py": ("deepspeed",),
+    "by_feature/fp8.py": ("torchao",),
+    "by_feature/liger.py": ("liger_kernel", "triton", "transformers"),
+    "by_feature/qlora.py": ("bitsandbytes", "peft", "transformers"),
+    "by_feature/quantise.py": ("bitsandbytes",),
+}
 PROGRAMS = [*FEATURES, *LARGER, RAY]
 LINES = {"by_feature": 120, ".": 300, "clusters": 300}
 COMMAND = re.compile(r"^    ((?:[A-Z_]+=\S+ )*(?:accelerate launch|python) .*?)(?:  # status (\d+))?$", re.M)
@@ -57,8 +64,9 @@ def promised(name: str) -> Program:
     "name", [pytest.param(name, marks=() if name in BASIC else pytest.mark.slow) for name in PROGRAMS]
 )
 def test_a_program_prints_what_it_promises(name, tmp_path):
-    if name == RAY:
-        pytest.importorskip("ray")
+    for package in NEEDED.get(name, ()):
+        if not importlib.util.find_spec(package):
+            pytest.skip(f"{package} is not installed")
     (tmp_path / "examples").symlink_to(EXAMPLES)
     program = promised(name)
     source = str(EXAMPLES.parent / "src")
@@ -95,8 +103,8 @@ def test_a_program_is_short_and_its_names_are_there(name):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         for module in [node.module] if isinstance(node, ast.ImportFrom) else names:
             top = module.partition(".")[0]
-            found = importlib.util.find_spec(top) or (path.parent / f"{top}.py").exists() or top == "ray"
-            assert found, f"{module} is not there"
+            own = (path.parent / f"{top}.py").exists() or top in NEEDED.get(name, ())
+            assert own or importlib.util.find_spec(top), f"{module} is not there"
             if isinstance(node, ast.ImportFrom) and top in LOOKED_UP:
                 home = importlib.import_module(module)
                 missing = [each for each in names if not hasattr(home, each)]
