@@ -1,18 +1,21 @@
 """What the pages show: every Python block runs or says why not, settings parse, commands and members exist.
 
 A block that begins with `# yours:` is a part of a program and lists what stands in the reader's already; one that begins with
-`# goes into` is a part of a class. Both are compiled. All others of a page run, one after the other, in one process.
+`# goes into` is a part of a class. Both are compiled and their names resolved. All others of a page run, one after the other.
 """
 
 import ast
 import builtins
 import importlib
 import json
+import os
 import pathlib
 import re
 import shlex
 import subprocess
+import sys
 import textwrap
+from collections import Counter
 
 import pytest
 import yaml
@@ -24,23 +27,25 @@ from accelerate.state import AcceleratorState
 ROOT = pathlib.Path(__file__).parents[3]
 DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
-# Run by another test, with what they need around them.
+# Run by another test, which has the processes, the fixture or the package that they need.
 ELSEWHERE = {
+    "docs/guides/experts.md": "tests/distributed/test_pages.py",
     "docs/guides/fsdp.md": "tests/unit/backends/test_guides.py",
+    "docs/guides/long-sequences.md": "tests/distributed/test_pages.py",
     "docs/guides/tensor-parallel.md": "tests/unit/backends/test_guides.py",
+    "docs/upstream/state-reset.md": "tests/interop/test_upstream.py",
 }
-# Compiled only: whole programs that need what one process of a test does not have.
-READ = {
-    "docs/faults.md": "two processes and transformers; `make demo` runs the programs",
-    "docs/guides/estimate-memory.md": "a GPU, or weights from a hub",
-    "docs/guides/experts.md": "two processes; tests/distributed/test_pages.py runs it",
-    "docs/guides/launch.md": "starts processes",
-    "docs/guides/long-sequences.md": "two processes; tests/distributed/test_pages.py runs it",
-    "docs/guides/platforms.md": "starts processes",
-    "docs/guides/precision.md": "torchao converts layers under fp8 state of the process",
-    "docs/transformers-patch.md": "transformers, patched for the whole process; tests/interop runs the same calls",
-    "docs/upstream/state-reset.md": "upstream's package; tests/interop/test_upstream.py runs it",
+# Run in a process of their own, because they start processes or change classes for all; and the package that they need.
+ALONE = {
+    "docs/faults.md": "transformers",
+    "docs/guides/launch.md": "torch",
+    "docs/guides/platforms.md": "torch",
+    "docs/guides/precision.md": "torchao",
+    "docs/transformers-patch.md": "transformers",
 }
+# Written by programs from the option table, the docstrings and measurements; the number of the other pages is limited.
+WRITTEN = {"docs/reference.md", "docs/reference/cli.md", "docs/benchmarks.md", "docs/gpu.md", "docs/scale.md"}
+PAGES = 45
 # Reference and notes, where a member that stands in a list is not taught.
 NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
@@ -49,6 +54,13 @@ def blocks(page, language):
     """The blocks of one language, without their indentation inside content tabs."""
     text = (ROOT / page).read_text("utf-8")
     return [textwrap.dedent(body) for _, kind, body in FENCE.findall(text) if kind == language]
+
+
+def anchors(path):
+    """The names of the headings of a page, as links spell them."""
+    text = re.sub(r"^(```).*?^\1", "", path.read_text("utf-8"), flags=re.M | re.S)
+    words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in re.findall(r"^#+ (.+)", text, re.M)]
+    return {re.sub(r"\s", "-", each) for each in words}
 
 
 def is_part(block):
@@ -78,14 +90,40 @@ def missing(block, made):
     return needed
 
 
+# What is done with the blocks of each language.
+CHECKS = {
+    "python": "run",
+    "bash": "parsed, options looked up",
+    "console": "options looked up",
+    "json": "parsed",
+    "yaml": "parsed",
+    "text": "output or a layout",
+}
 PYTHON = [page for page in DOCUMENTS if blocks(page, "python")]
-RUN = [page for page in PYTHON if page not in ELSEWHERE and page not in READ]
+RUN = [page for page in PYTHON if page not in ELSEWHERE and page not in ALONE]
 
 
 def test_exceptions_are_about_pages_that_have_blocks():
-    assert {*READ, *ELSEWHERE} <= set(PYTHON), "their reasons are stale"
+    assert {*ALONE, *ELSEWHERE} <= set(PYTHON), "their reasons are stale"
     for page, test in ELSEWHERE.items():
         assert pathlib.Path(page).stem in (ROOT / test).read_text("utf-8")
+
+
+def test_every_block_is_run_checked_or_marked(capsys):
+    counts = Counter()
+    for page in DOCUMENTS:
+        fences = re.findall(r"^ *```(\w*)", (ROOT / page).read_text("utf-8"), re.M)
+        assert all(fences[::2]) and not any(fences[1::2]), f"{page}: a block does not say its language"
+        for language in fences[::2]:
+            assert language in CHECKS, f"{page}: {language}"
+            counts[language] += language != "python"
+        for block in blocks(page, "python"):
+            counts["python, a part"] += is_part(block)
+            counts["python, whole"] += not is_part(block)
+    with capsys.disabled():
+        done = {**CHECKS, "python, whole": "run", "python, a part": "compiled, names resolved"}
+        found = [f"{number} {kind} ({done[kind]})" for kind, number in sorted(counts.items()) if number]
+        print(f"\nblocks of {len(DOCUMENTS)} pages: {', '.join(found)}")
 
 
 @pytest.mark.parametrize("page", PYTHON)
@@ -118,12 +156,32 @@ def test_blocks_run_one_after_the_other(page, place, monkeypatch, capsys):
         assert (place / "runs/first/checkpoints/checkpoint_2/accelerate_manifest.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ALONE)
+def test_blocks_run_in_a_process_of_their_own(page, tmp_path):
+    pytest.importorskip(ALONE[page])
+    whole = [block for block in blocks(page, "python") if not is_part(block)]
+    (tmp_path / "page.py").write_text("\n".join(whole))
+    (tmp_path / "train.py").write_text("")  # what a page starts
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 @pytest.mark.parametrize("page", [page for page in DOCUMENTS if blocks(page, "yaml") or blocks(page, "json")])
 def test_settings_parse(page):
     for block in blocks(page, "yaml"):
         assert yaml.safe_load(block) is not None
     for block in blocks(page, "json"):
         json.loads(block)
+
+
+def typed(console):
+    """The commands of a session in a terminal, without what they print."""
+    return "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", console, re.M))
 
 
 def test_commands_are_shell_and_their_options_exist():
@@ -133,8 +191,9 @@ def test_commands_are_shell_and_their_options_exist():
         known[name] = {option for action in parser._actions for option in action.option_strings}
     found, texts = [], []
     for page in DOCUMENTS:
-        for block in blocks(page, "bash"):
-            texts.append(block)
+        shell = blocks(page, "bash")
+        texts += shell
+        for block in [*shell, *map(typed, blocks(page, "console"))]:
             for line in block.replace("\\\n", " ").splitlines():
                 if (
                     command := re.search(r"(?:^|[ ;(])accelerate ([a-z][a-z0-9-]*) (.*)", line.partition(" #")[0])
@@ -165,6 +224,32 @@ def test_programs_that_pages_show_print_what_their_docstrings_promise():
             assert f"    {command}" in promise and f"Prints: {last}" in promise, (page, command, last)
             shown += 1
     assert shown > 30
+
+
+def test_pages_are_few_and_each_kind_has_its_tab():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    kinds = {kind: re.findall(r"[\w/-]+\.md", str(tree)) for tab in settings["nav"] for kind, tree in tab.items()}
+    listed = [f"docs/{page}" for pages in kinds.values() for page in pages]
+    assert sorted(listed) == sorted(set(DOCUMENTS) - {"README.md"}), "each page stands once in the navigation"
+    assert set(listed) >= WRITTEN and len(set(listed) - WRITTEN) <= PAGES
+    for page in kinds["How-to"]:
+        headings = re.findall(r"^## (.+)", (ROOT / "docs" / page).read_text("utf-8"), re.M)
+        assert headings[-1].startswith("The whole program"), f"{page} does not end with a program"
+    moved = next(each["redirects"]["redirect_maps"] for each in settings["plugins"] if "redirects" in each)
+    for old, new in moved.items():
+        path, _, fragment = new.partition("#")
+        assert not (ROOT / "docs" / old).exists() and (not fragment or fragment in anchors(ROOT / "docs" / path)), old
+
+
+def test_every_example_is_named_on_a_page():
+    texts = "\n".join((ROOT / page).read_text("utf-8") for page in DOCUMENTS)
+    files = sorted(
+        path for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
+    lost = [
+        name for path in files if (name := path.relative_to(ROOT).as_posix()) not in texts and path.suffix != ".md"
+    ]
+    assert len(files) > 50 and lost == [], "no page names these"
 
 
 def test_every_member_of_the_accelerator_is_taught():
