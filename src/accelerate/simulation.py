@@ -9,9 +9,12 @@ with the package as it is.
 
 import contextlib
 import json
+import logging
 import os
 import runpy
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +30,7 @@ from accelerate.config import env
 from accelerate.diagnostics import memory
 from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.diagnostics.collectives import CollectiveRecorder
+from accelerate.diagnostics.throughput import flops_of
 from accelerate.runtime import ranks, simulated, torch_private
 from accelerate.simulation_report import Facts, text_of
 from accelerate.training import restoring, saving
@@ -36,6 +40,7 @@ _COPIES = (
 )
 # Numbers of floating point in so many are weights, gradients or activations, and need no values; what steers a program has fewer.
 _LARGE = 256
+_PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _FAKE_ITEM = (
     "Large tensors have no values: what the program reads of them, as by loss.item(), is NaN, or 0 of an integer."
 )
@@ -48,16 +53,19 @@ class StepsDone(SystemExit):
 class SimulatedRank(CollectiveRecorder):
     """What one rank does, operator by operator: its collectives, for which it makes up the others' part, and its memory."""
 
-    def __init__(self, run: simulated.SimulatedRun, steps: int | None, shapes_only: bool) -> None:
+    def __init__(self, run: simulated.SimulatedRun, steps: int | None, shapes_only: bool, device: str | None) -> None:
         super().__init__()
         self.run, self.steps, self.shapes_only = run, steps, shapes_only
+        self._flops: Counter[str] = Counter()  # of a step, by precision
         self._shapes = torch_private.shapes_only() if shapes_only else None
-        self.memory, self.facts = AllocationTracker(), Facts(run, shapes_only)
+        self.memory, self.facts = AllocationTracker(), Facts(run, shapes_only, device)
         self._boundary: int | None = None
 
     def seen(self, func: Any, args: Any, result: Any) -> Any:
-        """Follow the memory of what operators return."""
+        """Follow the memory of what operators return, and count what they compute."""
         self.memory.see(result)
+        if count := flops_of(func, args, {}, result):
+            self._flops[_PRECISIONS.get(args[0].dtype, "no")] += count
         return result
 
     def exchanged(self, func: Any, args: Any, result: Any) -> Any:
@@ -97,6 +105,8 @@ class SimulatedRank(CollectiveRecorder):
                 accelerator, max((self.memory.forwards[id(each)] for each in accelerator.prepared.models), default=0)
             )
         self.facts.step(step, self.take(), *self.memory.peak(self.facts.names.get))
+        self.facts.estimate(self._flops, self.extents())
+        self._flops.clear()
 
 
 @contextlib.contextmanager
@@ -105,6 +115,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
     with contextlib.ExitStack() as last:
         last.callback(register_optimizer_step_post_hook(rank.stepped).remove)
         _answer_for_others(last)
+        _keep_warnings(last, rank.run.warnings)
         if rank.shapes_only:
             _move_shapes(last)
         last.enter_context(torch_private.sharding_for_one())
@@ -136,6 +147,21 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
     for place, name, function in places:
         last.callback(setattr, place, name, getattr(place, name))
         setattr(place, name, function)
+
+
+def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
+    """Keep the texts of warnings, for a time: Python's, and those that this package logs."""
+    show, logger, handler = warnings.showwarning, logging.getLogger("accelerate"), logging.Handler(logging.WARNING)
+
+    def keep(message: Warning | str, *rest: Any, **options: Any) -> None:
+        kept[str(message)] = None
+        show(message, *rest, **options)
+
+    handler.emit = lambda record: kept.setdefault(record.getMessage())  # type: ignore[method-assign]
+    last.callback(setattr, warnings, "showwarning", show)
+    last.callback(logger.removeHandler, handler)
+    warnings.showwarning = keep
+    logger.addHandler(handler)
 
 
 def _move_shapes(last: contextlib.ExitStack) -> None:
@@ -189,7 +215,12 @@ def main(words: list[str] | None = None) -> None:
         )
     run = simulated.start(own)
     run.notes[_COPIES] = None
-    rank = SimulatedRank(run, env.value_of("simulate_steps"), bool(env.value_of("simulate_shapes_only")))
+    rank = SimulatedRank(
+        run,
+        env.value_of("simulate_steps"),
+        bool(env.value_of("simulate_shapes_only")),
+        env.value_of("simulate_device"),
+    )
     try:
         with _played(rank):
             try:

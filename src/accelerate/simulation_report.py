@@ -1,7 +1,7 @@
 """The report of a simulated run: what one rank was seen to do, as JSON and as text."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from accelerate.backends.registry import resolve
 from accelerate.data.plan import DataPlan
+from accelerate.devices import specs
 from accelerate.diagnostics.collectives import EVERYONE, Collective
+from accelerate.diagnostics.estimator import Fleet, Transfer, step_time
 from accelerate.diagnostics.table import size_text, table
 from accelerate.parallel import mesh as meshes
 from accelerate.runtime.run import Run
@@ -29,8 +31,9 @@ class Facts:
         names: of modules of prepared models.
     """
 
-    def __init__(self, run: SimulatedRun, shapes_only: bool) -> None:
+    def __init__(self, run: SimulatedRun, shapes_only: bool, device: str | None = None) -> None:
         self.run, self.shapes_only = run, shapes_only
+        self._device = None if device is None else specs.device_spec(device)
         self.steps, self.ended = 0, "the program came to its end"
         self.names: dict[nn.Module, str] = {}
         self._setting: dict[str, Any] = {}
@@ -72,6 +75,30 @@ class Facts:
         else:
             self._last = found
 
+    def estimate(self, flops: Mapping[str, int], extents: Mapping[str, tuple[int, int]]) -> None:
+        """Add to the last step how long it would take on the device, if one was named.
+
+        `flops` are its operations by precision; `extents` have of each group how many ranks it has, and how many lie between neighbours.
+        """
+        step = self._last or self._first
+        if self._device is None:
+            return
+        ranks = self.run.ranks
+        fleet = Fleet(self._device, ranks.local_world_size or ranks.world_size, specs.link(specs.USUAL_LINK))
+        calls = [call for call in step["collectives"] if call["bytes"]]
+        sent = [Transfer(each["group"], each["kind"], *extents[each["group"]], each["bytes"]) for each in calls]
+        time = step_time(fleet.computing(flops), sent, fleet)
+        step["estimate"] = {
+            "device": self._device.name,
+            "memory": self._device.memory,
+            "flops": sum(flops.values()),
+            "seconds": time.total,
+            **asdict(time),
+            "efficiency": fleet.efficiency,
+            "overlap": fleet.overlap,
+            "links": [self._device.node.name, *[fleet.between.name] * any(map(fleet.crosses, sent))],
+        }
+
     def as_json(self) -> dict[str, Any]:
         """Return the facts."""
         ranks = self.run.ranks
@@ -96,6 +123,7 @@ class Facts:
             "loads": self.run.loads,
             "uneven": self._uneven,
             "notes": list(self.run.notes),
+            "warnings": list(self.run.warnings),
         }
 
 
@@ -172,6 +200,7 @@ def text_of(found: dict[str, Any]) -> str:
     step = found["step"] or found["first_step"]
     if step:
         lines += ["", *_memory_lines(step["memory"], "a step" if found["step"] else "the run")]
+    lines += ["", *_estimate_lines(step["estimate"], step["memory"]["peak"])] if step.get("estimate") else []
     for title, part in (
         ("Collectives of a step", found["step"]),
         ("Collectives until the end of the first step", found["first_step"]),
@@ -187,7 +216,8 @@ def text_of(found: dict[str, Any]) -> str:
         ]
     lines += ["", *(f"Would load {location}" for location in found["loads"])] if found["loads"] else []
     lines += ["", *_uneven_lines(found["uneven"])] if found["uneven"] else []
-    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+    lines += [f"{kind}: {text}" for kind in ("warning", "note") for text in found[f"{kind}s"]]
+    return "\n".join(lines)
 
 
 def _section(
@@ -219,6 +249,16 @@ def _memory_lines(memory: dict[str, Any], of: str) -> list[str]:
     )
     rows = [{"module": row["module"] or "(the model)", "bytes": size_text(row["bytes"])} for row in memory["modules"]]
     return [*lines, *_section("of it in the largest modules", ("module", "bytes"), rows, ("bytes",))]
+
+
+def _estimate_lines(estimate: dict[str, Any], peak: int) -> list[str]:
+    return [
+        f"Estimated on {estimate['device']}: {estimate['seconds']:.3g} s a step, of which {estimate['arithmetic']:.3g} s compute, "
+        f"{estimate['waiting']:.3g} s wait for exchanges within layers, and {estimate['exposed']:.3g} s for others that are not hidden",
+        f"  {estimate['flops'] / 1e12:.3g} TFLOP at {estimate['efficiency']:.0%} of the peak rate; {' and '.join(estimate['links'])}; "
+        f"{estimate['overlap']:.0%} of the computing hides exchanges of data parallelism",
+        f"  {peak / estimate['memory']:.1%} of the device's {size_text(estimate['memory'])}, without its context and what allocators round up",
+    ]
 
 
 def _collective_lines(title: str, calls: Iterable[dict[str, Any]]) -> list[str]:

@@ -55,6 +55,7 @@ def test_a_simulated_rank_is_the_rank_of_a_real_run(ranks, options, kinds, tmp_p
     split = ["--fsdp_cpu_ram_efficient_loading", "false"] if "--use_fsdp" in options else []
     real, _ = found(tmp_path, "--cpu", "--num_processes", str(ranks), *options, *split, SCRIPT, "-")
     words = ["--simulate", f"{ranks}x1", "--simulate_rank", "1", "--simulate_report", "report.json"]
+    words += ["--simulate_device", "h100-80gb"]
     simulated, text = found(tmp_path, *words, *options, *split, SCRIPT, "saved")
     assert simulated == real
     assert kinds <= {f"{group} {kind}" for group, kind, *_ in real["calls"]}
@@ -62,6 +63,11 @@ def test_a_simulated_rank_is_the_rank_of_a_real_run(ranks, options, kinds, tmp_p
     assert [list(call.values()) for call in report["step"]["collectives"]] == real["calls"]
     assert report["run"]["steps"] == real["batches"] == report["data"][0]["batches"]
     assert report["step"]["memory"]["kinds"]["parameters"] >= sum(map(_count, real["shapes"])) * 4
+    estimate = report["step"]["estimate"]
+    parts = estimate["arithmetic"], estimate["waiting"], estimate["exposed"]
+    assert sum(parts) == pytest.approx(estimate["seconds"]) and parts[0] > 0 and estimate["memory"] == 80 * 10**9
+    assert (parts[1] > 0) == any(group in ("tp", "cp") for group, *_ in real["calls"])
+    assert "Estimated on h100-80gb" in text and estimate["links"] == ["NVLink 4", "infiniband-ndr"]
     [save] = report["checkpoints"]
     assert f"random_states_{1}.pkl" in save["files"] and report["loads"] == [save["location"]]
     assert not (tmp_path / "saved").exists() and f"rank 1 of {ranks} ({ranks} machines x 1 processes)" in text
@@ -110,9 +116,11 @@ raise AssertionError("it ends before")
 def test_the_status_of_the_program_is_that_of_the_launch_and_the_report_comes_all_the_same(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "from accelerate import PartialState\nstate = PartialState()\nraise SystemExit(state.process_index)\n"
+        "import warnings\nfrom accelerate import PartialState\nstate = PartialState()\n"
+        "warnings.warn('this has no effect')\nraise SystemExit(state.process_index)\n"
     )
     words = ["--simulate", "4x2", "--simulate_rank", "5", str(script)]
     ended = done([*LAUNCH, *words], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ended.returncode == 5, ended.stderr
     assert "rank 5 of 8" in ended.stdout and "the program ended with status 5" in ended.stdout
+    assert "\nwarning: this has no effect\n" in ended.stdout and "Estimated" not in ended.stdout

@@ -405,7 +405,7 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes."
     )
-    parser.add_argument("--link", default="infiniband-ndr", help=f"What connects machines: {', '.join(specs.LINKS)}.")
+    parser.add_argument("--link", default=specs.USUAL_LINK, help=f"What connects machines: {', '.join(specs.LINKS)}.")
     parser.add_argument(
         "--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's."
     )

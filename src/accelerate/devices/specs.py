@@ -84,6 +84,8 @@ LINKS = {
     )
 }
 
+USUAL_LINK = "infiniband-ndr"
+
 DEVICES: dict[str, DeviceSpec] = {
     row.name: row
     for row in (

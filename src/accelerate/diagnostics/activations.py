@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from accelerate.diagnostics import gpu_kernels
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
-from accelerate.diagnostics.throughput import COUNTED
+from accelerate.diagnostics.throughput import flops_of
 from accelerate.parallel import tensor as tensor_parallel
 from accelerate.precision.amp import precision as precision_row
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import TorchDispatchMode, pytree
 
-_COUNTERS = {**flop_registry, **{packet: shape_wrapper(count) for packet, count in COUNTED.items()}}
 Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]
 
 
@@ -214,10 +212,7 @@ class _Recorder(TorchDispatchMode):
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage())
-        packet = torch_private.overload_packet(func)
-        counter = _COUNTERS.get(packet)
-        if counter is not None:
-            self.flops += counter(*args, **(kwargs or {}), out_val=out)
+        self.flops += flops_of(func, args, kwargs or {}, out)
         self.peak = max(self.peak, self.bytes + self.created)
         return out
 

@@ -80,6 +80,14 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         self._bytes.clear()
         return sorted(found)
 
+    def extents(self) -> dict[str, tuple[int, int]]:
+        """Return by group how many ranks it has, and how many ranks lie between neighbours."""
+        found = {}
+        for group in self._sizes:
+            first, *others = dist.get_process_group_ranks(torch_private.group_named(group))
+            found[self._label(group)] = (1 + len(others), others[0] - first if others else 1)
+        return found
+
     def _label(self, group: str) -> str:
         if dist.is_initialized() and group == dist.group.WORLD.group_name:
             return self._labels.get(group, EVERYONE)

@@ -6,7 +6,7 @@ measured by `diagnostics.activations`; without that, the sums are of what is kno
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from accelerate.devices.specs import DeviceSpec, Link
@@ -16,6 +16,8 @@ from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
 _ZERO_BUCKET = 500_000_000
 # Bytes a second between a device and its host, in one direction: PCIe 4.0 x16.
 _HOST_LINK = 32e9
+# Dimensions of the mesh whose exchanges the next operation needs.
+_WITHIN_LAYERS = ("tp", "cp", "sp", "ep")
 # The bytes of a number in the forward and backward pass, by mixed_precision.
 COMPUTE_BYTES = {"no": 4, "fp16": 2, "bf16": 2}
 
@@ -359,6 +361,11 @@ class Fleet:
         """Say whether a group reaches over several machines."""
         return transfer.ranks * transfer.stride > self.per_node
 
+    def computing(self, flops: Mapping[str, float]) -> float:
+        """Return how long floating-point operations take, by their precision."""
+        rates = self.device.flops
+        return sum(count / rates.get(kind, rates["no"]) for kind, count in flops.items()) / self.efficiency
+
     def seconds(self, transfer: Transfer) -> float:
         """Return how long an exchange takes alone."""
         return transfer.sent / (self.between if self.crosses(transfer) else self.device.node).bytes_per_second
@@ -389,15 +396,20 @@ class StepTime:
 
 
 def step_seconds(profile: Profile, layout: Layout, fleet: Fleet) -> StepTime:
-    """Return an estimate of the time of a step: floating-point operations at the stated efficiency, bytes over the stated links.
+    """Return an estimate of the time of a step of a layout: floating-point operations at the stated efficiency, bytes over the stated links."""
+    arithmetic = fleet.computing({layout.precision: profile.flops * layout.accumulation})
+    # Weights that are offloaded come from the host, and gradients go there.
+    offloaded = 2 * memory(profile, layout).host / 4 / _HOST_LINK if layout.offload else 0.0
+    return step_time(arithmetic, traffic(profile, layout), fleet, offloaded)
 
-    Exchanges of tensor and context parallelism are waited for. Those of data parallelism hide behind the stated part of a pass.
+
+def step_time(arithmetic: float, sent: Iterable[Transfer], fleet: Fleet, offloaded: float = 0.0) -> StepTime:
+    """Return an estimate of a step of so many seconds of arithmetic, in which a rank exchanges what is `sent`.
+
+    Exchanges within layers (tensor, context, sequence and expert parallelism) are waited for. The others, and what is `offloaded`, in
+    seconds, hide behind the stated part of the arithmetic.
     """
-    rate = fleet.device.flops.get(layout.precision, fleet.device.flops["no"]) * fleet.efficiency
-    arithmetic = profile.flops * layout.accumulation / rate
-    sent = traffic(profile, layout)
-    waiting = sum(fleet.seconds(each) for each in sent if each.dimension in ("tp", "cp"))
-    hidden = sum(fleet.seconds(each) for each in sent if each.dimension not in ("tp", "cp"))
-    if layout.offload:  # weights come from the host and gradients go there
-        hidden += 2 * memory(profile, layout).host / 4 / _HOST_LINK
+    seconds = [(each.dimension in _WITHIN_LAYERS, fleet.seconds(each)) for each in sent]
+    waiting = sum(taken for within, taken in seconds if within)
+    hidden = offloaded + sum(taken for within, taken in seconds if not within)
     return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

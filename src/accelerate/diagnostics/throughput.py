@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count, shape_wrapper
 
 from accelerate.devices import specs
 from accelerate.diagnostics.table import Report
@@ -47,6 +47,13 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 # torch counts no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
 COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
 COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
+_COUNTERS = {**flop_registry, **{operator: shape_wrapper(count) for operator, count in COUNTED.items()}}
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return how many floating-point operations an operator takes, as a dispatch mode sees its call; 0 of one that torch does not count."""
+    counter = _COUNTERS.get(torch_private.overload_packet(func))
+    return 0 if counter is None else counter(*args, **kwargs, out_val=result)
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,14 @@ class SimulatedRun:
     Attributes:
         loads: the checkpoints that would have been read.
         notes: what is made up, in sentences; each is printed once.
+        warnings: what was warned of meanwhile, as of settings that have no effect.
     """
 
     ranks: Ranks
     saves: list[Written] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    warnings: dict[str, None] = field(default_factory=dict)
 
 
 _current: SimulatedRun | None = None

@@ -149,11 +149,13 @@ def is_shape(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def sharding_for_one() -> Iterator[None]:
-    """Let `fully_shard` split parameters into few tensors: it makes one for each rank, to take one of them."""
+    """Let torch shard for one rank of a fake group: `fully_shard` makes a tensor for each rank, to take one of them, and FSDP1 gathers on a GPU."""
     try:
         home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
         split = home._chunk_with_empty
-    except (ImportError, AttributeError):  # slower with thousands of ranks, and otherwise the same
+        tensors = importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor
+        place = tensors._get_preferred_device
+    except (ImportError, AttributeError):  # slower with thousands of ranks, and FSDP1 saves no checkpoint
         yield
         return
 
@@ -169,10 +171,11 @@ def sharding_for_one() -> Iterator[None]:
         return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
 
     home._chunk_with_empty = parts_of
+    tensors._get_preferred_device = lambda tensor: torch.device("cpu")
     try:
         yield
     finally:
-        home._chunk_with_empty = split
+        home._chunk_with_empty, tensors._get_preferred_device = split, place
 
 
 def reads_value(operator: Any) -> bool:

@@ -172,5 +172,8 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
         style=ON,
     ),
+    _simulate(
+        "_device", "Compare a simulated run with a kind of device, such as h100-80gb, and estimate a step on it."
+    ),
     _simulate("_report", "File for the report of a simulated run, as JSON."),
 )
