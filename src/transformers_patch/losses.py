@@ -186,11 +186,10 @@ def _loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _items(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: Any, device: Any) -> Any:
-        items = original(self, batch_samples, device)
-        # The original divides by the ranks that count the same tokens. It has added their counts only if it averages.
-        if torch.is_tensor(items) and not self.args.average_tokens_across_devices:
-            items = items * self.get_tp_size()
-        return items
+        # The original divides by the ranks that count the same tokens. It has added their counts only if it averages. Of a
+        # release that makes this difference itself the result is the same.
+        averages = self.args.average_tokens_across_devices
+        return original(self if averages else _Seen(self, get_tp_size=lambda: 1), batch_samples, device)
 
     return _get_num_items_in_batch
 
@@ -260,5 +259,5 @@ PATCHES = {
         ("get_sp_size", "get_total_train_batch_size"), _length),
     "loss_replicas": Patch(
         "ReplicatedWithGradAllReduce", "install_forward", ("self", "module", "mesh"),
-        ("register_post_accumulate_grad_hook", "all_reduce"), _summed),
+        ("register_post_accumulate_grad_hook", "all_reduce"), _summed, mended="register_hook"),
 }  # fmt: skip

@@ -26,12 +26,15 @@ ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6
 TRAINERS = [f"{release} trainer-checkpoints" for release in TRANSFORMERS]
 # The third one, whose fault is another one in older releases.
 LOSSES = ["transformers-5.23.0 auxiliary-loss"]
+# The fourth one, of the tensor parallelism that 5.x loads models with.
+TENSOR_PARALLEL = ["transformers-5.23.0 tensor-parallel-losses"]
 # The file that each patch adds its tests in, and how many there are.
 TESTS = {
     "accelerate": ("tests/test_double_prepare.py", 20),
     "transformers": ("tests/trainer/test_accelerator_state.py", 12),
     "trainer-checkpoints": ("tests/trainer/test_trainer_staging.py", 12),
     "auxiliary-loss": ("tests/trainer/test_trainer_auxiliary_loss.py", 4),
+    "tensor-parallel-losses": ("tests/trainer/test_tensor_parallel_losses.py", 3),
 }
 IDENTITY = ["-c", "user.name=Applier", "-c", "user.email=applier@example.org", "-c", "commit.gpgsign=false"]
 AUTHOR, DATE = "Ada Lovelace <ada@example.org>", "2026-01-31T12:00:00+00:00"
@@ -310,9 +313,9 @@ class Release:
     def version(self):
         return self.name.partition("-")[2]
 
-    def run(self, tree, *program, processes=0):
-        """Run Python on a tree, and transformers on upstream's accelerate; `processes` under torch's launcher."""
-        trees = [tree, *([SOURCES / NEWEST] if self.package == "transformers" else [])]
+    def run(self, tree, *program, processes=0, accelerate=SOURCES / NEWEST):
+        """Run Python on a tree, and transformers on an accelerate, upstream's; `processes` under torch's launcher."""
+        trees = [tree, *([accelerate] if self.package == "transformers" else [])]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
         variables = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         variables |= {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(str(tree / "src") for tree in trees)}
@@ -324,9 +327,9 @@ class Release:
                 break
         return done
 
-    def figures(self, tree, *program, processes=0):
+    def figures(self, tree, *program, **options):
         """Return what a program prints on a tree, after a check that it ran on this tree."""
-        done = self.run(tree, *program, processes=processes)
+        done = self.run(tree, *program, **options)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         found = printed(done)
         assert Path(found.pop("file", tree)).is_relative_to(tree)
@@ -383,7 +386,7 @@ def script(tmp_path):
     return write
 
 
-@of(*ACCELERATES, *TRANSFORMERS, *TRAINERS, *LOSSES)
+@of(*ACCELERATES, *TRANSFORMERS, *TRAINERS, *LOSSES, *TENSOR_PARALLEL)
 def test_the_exported_tests_pass_on_the_patched_package_alone(release):
     path, count = TESTS[release.patch or release.package]
     words = ["-m", "unittest", "discover", "-p", Path(path).name, "-s"]
@@ -489,3 +492,17 @@ def test_the_auxiliary_loss_counts_once(release, script, tmp_path, processes):
     assert before["evaluation"] == pytest.approx(processes, abs=2e-3)
     assert [*after["training"], after["evaluation"]] == pytest.approx([1.0] * 4, abs=2e-3)
     assert before["without experts"] == after["without experts"] and len(after["without experts"][0]) == 4
+
+
+@of(*TENSOR_PARALLEL)
+def test_losses_and_norms_under_tensor_parallelism_are_those_of_one_process(release, tmp_path):
+    """With this repository's accelerate: upstream's has no tensor parallelism on the CPU."""
+    alone, accumulated, plain = cases = ["llama arrived-tp, counted alone", "qwen arrived-tp", "llama arrived-tp"]
+    program = [str(ROOT / "tests/interop/scripts/trainer_losses.py"), str(tmp_path / "arguments"), "stock", *cases]
+    before, after = (
+        release.figures(tree, *program, processes=2, accelerate=ROOT)["stock"]
+        for tree in (release.source, release.patched)
+    )
+    assert before[alone][:3] == pytest.approx([2.0] * 3, abs=1e-5) and before[accumulated][-1] > 1e-4
+    assert {case: worst for case, (*_, worst) in after.items() if worst > 1e-6} == {}
+    assert before[plain] == after[plain]

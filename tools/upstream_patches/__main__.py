@@ -16,13 +16,17 @@ from pathlib import Path
 from types import ModuleType
 
 import for_accelerate
+import for_tensor_parallel
 import for_the_losses
 import for_the_trainer
 import for_transformers
 from source_file import UnknownSource
 
 # The first of a package is written where none is named.
-RECIPES = {recipe.NAME: recipe for recipe in (for_accelerate, for_transformers, for_the_trainer, for_the_losses)}
+RECIPES = {
+    recipe.NAME: recipe
+    for recipe in (for_accelerate, for_transformers, for_the_trainer, for_the_losses, for_tensor_parallel)
+}
 PAYLOAD = Path(__file__).parent / "payload"
 # The notice that the licence asks files to carry. It names no holder: every contributor keeps what is theirs.
 LICENCE_NOTICE = """\

@@ -12,7 +12,15 @@ import transformers_patch
 from transformers_patch import __main__ as program
 from transformers_patch import engine, registry
 from transformers_patch.errors import UnsupportedVersion
-from transformers_patch.losses import PATCHES, _agreed_form, _auxiliary, _router_sums, _sharing, auxiliary_weight
+from transformers_patch.losses import (
+    PATCHES,
+    _agreed_form,
+    _auxiliary,
+    _items,
+    _router_sums,
+    _sharing,
+    auxiliary_weight,
+)
 
 ENTRIES = [entry for entry in registry.ENTRIES if entry.part == "losses"]
 
@@ -118,6 +126,30 @@ def test_a_trainer_that_counts_the_auxiliary_loss_once_is_refused():
 
     found = PATCHES["loss"].examine(types.SimpleNamespace(Trainer=Trainer, __name__="trainer"))
     assert found.problems == ("compute_loss has the repair already, or another one: it uses average_auxiliary_loss",)
+
+
+def test_a_layer_that_shares_accumulated_gradients_is_refused():
+    class ReplicatedWithGradAllReduce:
+        def install_forward(self, module, mesh):
+            def hooked(parameter):
+                parameter.register_post_accumulate_grad_hook(mesh.all_reduce)
+                parameter.register_hook(mesh)
+
+            return hooked
+
+    layers = types.SimpleNamespace(ReplicatedWithGradAllReduce=ReplicatedWithGradAllReduce, __name__="layers")
+    (problem,) = PATCHES["loss_replicas"].examine(layers).problems
+    assert problem == "install_forward has the repair already, or another one: it uses register_hook"
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+@pytest.mark.parametrize("average, items", [(True, 3.0), (False, 6.0)])
+def test_tokens_of_one_rank_are_not_divided_whether_the_trainer_has_the_repair_or_not(repaired, average, items):
+    def original(self, batch_samples, device):
+        sums = self.args.average_tokens_across_devices
+        return torch.tensor(6.0) / (1 if repaired and not sums else self.get_tp_size())
+
+    assert _items(original)(trainer(average=average), [], None) == items
 
 
 def test_the_weight_is_found_where_models_keep_it():
