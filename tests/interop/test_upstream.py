@@ -503,6 +503,6 @@ def test_losses_and_norms_under_tensor_parallelism_are_those_of_one_process(rele
         release.figures(tree, *program, processes=2, accelerate=ROOT)["stock"]
         for tree in (release.source, release.patched)
     )
-    assert before[alone][:3] == pytest.approx([2.0] * 3, abs=1e-5) and before[accumulated][-1] > 1e-4
+    assert before[alone][:3] == pytest.approx([2.0] * 3, abs=1e-4) and before[accumulated][-1] > 1e-4
     assert {case: worst for case, (*_, worst) in after.items() if worst > 1e-6} == {}
     assert before[plain] == after[plain]

@@ -7,7 +7,7 @@ a replicated parameter beside the one that sums its gradient over the ranks.
 import ast
 from pathlib import Path
 
-from source_file import SourceFile, UnknownSource
+from source_file import SourceFile
 
 NAME = "tensor-parallel-losses"
 PACKAGE = "transformers"
@@ -76,7 +76,9 @@ def _count(file: SourceFile, method: ast.FunctionDef) -> None:
 def _share(file: SourceFile, method: ast.FunctionDef) -> None:
     """Insert the hook's function behind the one that sums, and its registration in front of the other's."""
     if "register_hook" in ast.unparse(method):
-        raise file.refuse(f"no `register_hook` in `{method.name}`", "one: the change, or another one, is already there")
+        raise file.refuse(
+            f"no `register_hook` in `{method.name}`", "one: the change, or another one, is already there"
+        )
     sums = [node for node in method.body if isinstance(node, ast.FunctionDef) and "all_reduce(" in ast.unparse(node)]
     summing = file.only(sums, f"one function in `{method.name}` that calls `all_reduce`")
     if [argument.arg for argument in method.args.args] != ["self", "module", "mesh"]:

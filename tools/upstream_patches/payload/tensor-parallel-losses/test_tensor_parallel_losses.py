@@ -101,8 +101,7 @@ class TensorParallelLossesTest(unittest.TestCase):
             qwen().save_pretrained(folder)
             expected = norms(qwen().train())
             found = launched(folder)
-        self.assertEqual(len(found), len(expected))
-        for value, wanted in zip(found, expected):
+        for value, wanted in zip(found, expected, strict=True):
             self.assertLess(abs(value / wanted - 1), 1e-4)
 
 
