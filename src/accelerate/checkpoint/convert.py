@@ -35,7 +35,7 @@ from accelerate.runtime import durable
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.reader import CheckpointReader
+    from accelerate.checkpoint.dcp import CheckpointReader
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ def _named_if_known(found: Found, stored: "CheckpointReader") -> dict[str, Any]:
 def _write_shards(
     found: Found, stored: "CheckpointReader", values: dict[str, Any], staged: str, files: int
 ) -> Entries:
-    from accelerate.checkpoint import shards
+    from accelerate.checkpoint import dcp
 
     if found.kind == "optimizer" and not optimizers.is_named(values):
         raise ValueError(
@@ -353,7 +353,7 @@ def _write_shards(
             "checkpoint into the model, and save it with SHARDED_STATE_DICT."
         )
     name, _ = layouts.usual_names(found.kind, found.index)
-    written = shards.save({found.kind: values}, os.path.join(staged, name), stored=stored, files=files)
+    written = dcp.save({found.kind: values}, os.path.join(staged, name), stored=stored, files=files)
     return {f"{name}/{file}": entry for file, entry in written.items()}
 
 

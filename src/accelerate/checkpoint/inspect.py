@@ -148,8 +148,8 @@ def header_of(path: str) -> dict[str, TensorEntry]:
 
 def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:
     """Return the tensors of a folder of shards, by name, without reading them; may raise DamagedCheckpoint."""
+    from accelerate.checkpoint.dcp import read_metadata
     from accelerate.checkpoint.formats import tensor_entry
-    from accelerate.checkpoint.reader import read_metadata
 
     metadata = read_metadata(folder)
     paths = {key: metadata.planner_data.get(key, (key,)) for key in metadata.state_dict_metadata}

@@ -2,7 +2,7 @@
 
 - whole: ``model.safetensors`` or ``pytorch_model.bin``, or several files with an index; ``optimizer.bin``, which numbers its parameters.
   FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them. Transformers' Trainer has an ``optimizer.pt`` with numbers.
-- sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.shards`).
+- sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.dcp`).
 - zero: a folder `pytorch_model` of DeepSpeed's files, a model with its optimizer (`checkpoint.zero`); the Trainer's is `global_stepN`. Only its
   engines write it. It has the float32 weights where the files beside it have those of half precision, so it comes first.
 
@@ -34,7 +34,7 @@ from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.reader import CheckpointReader
+    from accelerate.checkpoint.dcp import CheckpointReader
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 Path = str | os.PathLike[str]
@@ -67,7 +67,7 @@ class Found:
 
         What is read is compared with the manifest, if there is one; `options` are those of `load.read_file`.
         """
-        from accelerate.checkpoint.reader import CheckpointReader
+        from accelerate.checkpoint.dcp import CheckpointReader
 
         if self.layout == "full":
             return CheckpointReader.in_files(*self.read(**options))
@@ -332,13 +332,13 @@ def write(values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layo
 
 def _publish_shards(values: dict[str, Any], folder: str) -> None:
     """Write shards aside, and let them take their place together."""
-    from accelerate.checkpoint import shards
+    from accelerate.checkpoint import dcp
 
     main = state.rank_and_size()[0] == 0
     storage = LocalStorage(folder)
     staged = on_all(together(lambda: storage.stage() if main else ""))[0]
     try:
-        shards.save(values, staged)
+        dcp.save(values, staged)
         together(lambda: storage.publish() if main else None)
     finally:
         storage.discard()

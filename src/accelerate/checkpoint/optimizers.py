@@ -23,7 +23,7 @@ from accelerate.modules.unwrap import match_names
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.reader import CheckpointReader
+    from accelerate.checkpoint.dcp import CheckpointReader
 
 _REMEDY = "Make model and optimizer as they were when the checkpoint was saved."
 
@@ -342,7 +342,7 @@ def read_whole_optimizer(
         counts = [len(group["params"]) for group in raw["param_groups"]]
         if order is None or (order == goal.order and counts == list(map(len, goal.groups))):
             return raw
-    from accelerate.checkpoint.reader import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
+    from accelerate.checkpoint.dcp import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
 
     stored = CheckpointReader.in_files(*merged({os.path.join(folder, file): raw}, {}))
     return state.numbered(read_optimizer(goal, stored, found))

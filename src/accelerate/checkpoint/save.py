@@ -108,9 +108,9 @@ class SavePlan(os.PathLike[str]):
         """
         states, self._shards = self._shards, {}
         for name, state in states.items():
-            from accelerate.checkpoint import shards  # here: with torch's planner
+            from accelerate.checkpoint import dcp  # here: with torch's planner
 
-            written = shards.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
+            written = dcp.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
             self._written |= {f"{name}/{file}": entry for file, entry in written.items()}
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.

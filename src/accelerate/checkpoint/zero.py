@@ -23,8 +23,8 @@ from accelerate.checkpoint.state import mapped_leaves
 from accelerate.modules.unwrap import canonical_name
 
 if TYPE_CHECKING:
+    from accelerate.checkpoint.dcp import CheckpointReader
     from accelerate.checkpoint.layouts import Kind
-    from accelerate.checkpoint.reader import CheckpointReader
 
 # What DeepSpeed writes beside the folders of its engines.
 BESIDE = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
@@ -113,7 +113,7 @@ class Folder:
     """
 
     def __init__(self, folder: str, weights_only: bool = True, check: Check | None = None) -> None:
-        from accelerate.checkpoint.reader import WholeTensors
+        from accelerate.checkpoint.dcp import WholeTensors
 
         def opened(path: str) -> dict[str, Any]:
             if check is not None:
@@ -137,7 +137,7 @@ class Folder:
                 self.shards[number]
 
     def _stored(self, state: Any, aliases: Mapping[str, str]) -> "CheckpointReader":
-        from accelerate.checkpoint.reader import CheckpointReader, Metadata
+        from accelerate.checkpoint.dcp import CheckpointReader, Metadata
 
         state = mapped_leaves(state, self._reader.add)  # what is there as a whole is read in parts, too
         return CheckpointReader(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
-from accelerate.checkpoint import shards
+from accelerate.checkpoint import dcp as our_dcp
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.diagnostics import memory
 from accelerate.parallel import shard
@@ -674,7 +674,7 @@ def four_replicas_share_the_writing():
     with shared_folder() as folder:
         for number, given in enumerate([{}, {}, {"dtype": torch.bfloat16}, {"rows": 68}, {"rows": 68}]):
             into = f"{folder}/{number}"
-            entries = shards.save(state(float(number), **given), into + "/pytorch_model_fsdp_0")
+            entries = our_dcp.save(state(float(number), **given), into + "/pytorch_model_fsdp_0")
             written = everywhere(sum(entry.size for name, entry in entries.items() if name != ".metadata"))
             assert max(written[1:]) < 1.05 * min(written) and written[0] < 1.4 * min(written), written
             found = state(-9.0, **given)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
 from accelerate import Accelerator
-from accelerate.checkpoint import convert, layouts, reader, shards, state
+from accelerate.checkpoint import convert, dcp, layouts, state
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
@@ -121,7 +121,7 @@ def test_adapters(tmp_path):
     base = other.base_model.model.embedding.weight.clone()
     fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), adapter_only=True)
     fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), adapter_only=True)
-    specs = layouts.model_values(reader.CheckpointReader.in_folder(tmp_path / "pytorch_model_fsdp_0"))
+    specs = layouts.model_values(dcp.CheckpointReader.in_folder(tmp_path / "pytorch_model_fsdp_0"))
     assert all("lora" in name for name in specs) and len(specs) == 2
     mine, theirs = model.state_dict(), other.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine if "lora" in name)
@@ -354,7 +354,7 @@ def test_shards_that_are_shifted_are_refused(tmp_path, pieces, match, reader):
 )
 def test_shards_of_any_cut_are_read(tmp_path, pieces):
     folder = in_pieces(tmp_path / "c" / "pytorch_model_fsdp_0", pieces)
-    found = reader.CheckpointReader.in_folder(folder / "pytorch_model_fsdp_0")
+    found = dcp.CheckpointReader.in_folder(folder / "pytorch_model_fsdp_0")
     expected = torch.full((4, 3), -1.0)
     for number, ((row, column), (rows, columns)) in enumerate(pieces):
         expected[row : row + rows, column : column + columns] = number
@@ -368,7 +368,7 @@ def test_many_pieces_are_compared_quickly(tmp_path):
     places = {metadata.MetadataIndex("w", rows[0].offsets): filesystem._StorageInfo("one", 0, 0)}
     spec = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size((20_000, 2)), rows)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({"w": spec}, {}, places)))
-    assert len(reader.read_metadata(tmp_path).state_dict_metadata["w"].chunks) == 20_000
+    assert len(dcp.read_metadata(tmp_path).state_dict_metadata["w"].chunks) == 20_000
 
 
 def test_values_run_no_code(tmp_path, saved):
@@ -415,7 +415,7 @@ def test_threads_that_read_at_a_time_get_their_own(tmp_path, monkeypatch):
     """Torch writes several files in as many threads; one read along what another had asked for, which did not wait for it."""
     both, returned, read_data = threading.Barrier(2), threading.Event(), torch_dcp.FileSystemReader.read_data
 
-    class Asking(reader.CheckpointReader):
+    class Asking(dcp.CheckpointReader):
         def whole(self, value):
             made = super().whole(value)
             with contextlib.suppress(threading.BrokenBarrierError):
@@ -428,7 +428,7 @@ def test_threads_that_read_at_a_time_get_their_own(tmp_path, monkeypatch):
         return read_data(reader, plan, planner)
 
     expected = {name: torch.full((5,), value) for name, value in (("a", 1.0), ("b", 2.0))}
-    shards.save({"model": expected}, tmp_path)
+    dcp.save({"model": expected}, tmp_path)
     stored = Asking.in_folder(tmp_path)
     monkeypatch.setattr(torch_dcp.FileSystemReader, "read_data", slow)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import checkpoint_samples as samples
 import sharded_io
-from accelerate.checkpoint import formats, shards
+from accelerate.checkpoint import dcp, formats
 from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
@@ -94,7 +94,7 @@ def test_parts_below_keys_that_are_no_texts_are_refused(tmp_path):
     try:
         part = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)))
         with pytest.raises(ValueError, match="optimizer.state.w has shards.*FULL_STATE_DICT"):
-            shards.save({"optimizer": {"state": {"w": {0: part}}}}, tmp_path)
+            dcp.save({"optimizer": {"state": {"w": {0: part}}}}, tmp_path)
     finally:
         dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ from accelerate.modules.unwrap import canonical_name
 from accelerate.utils import other
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.reader import CheckpointReader
+    from accelerate.checkpoint.dcp import CheckpointReader
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
