@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: what the launcher was told")
+    parser.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: the launcher's setting")
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU although there is an accelerator")
     parser.add_argument("--checkpoint_dir", type=pathlib.Path, help="save here, in the middle of an epoch too")
     parser.add_argument("--save_every", type=int, default=50, help="updates between two checkpoints")

@@ -28,7 +28,7 @@ SYMBOLS, HALF = 16, 8
 
 
 class Block(nn.Module):
-    """A layer of attention and a layer of neurons: the unit that is gathered for its forward and freed after it."""
+    """A layer of attention and a layer of neurons: which is gathered for its forward and freed after it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ def main() -> None:
     warned = [w for w in heard if issubclass(w.category, UserWarning)]
 
     counter.take()
-    # Rank 0 chooses the folder and everybody is told: a temporary name differs from process to process.
+    # Rank 0 chooses the folder for all ranks: a temporary name differs from process to process.
     folder = broadcast_object_list(
         [tempfile.mkdtemp(prefix="prepare-twice-") if accelerator.is_main_process else None]
     )[0]

@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 
 
 def accuracy(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of digits that are told right. All ranks."""
+    """Return the share of digits that are recognised. All ranks."""
     hits = []
     with torch.no_grad():
         for images, targets in loader:

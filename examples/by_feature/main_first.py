@@ -41,10 +41,12 @@ def main() -> None:
     with accelerator.main_process_first():
         counts, built = load()
 
-    told = accelerator.gather_for_metrics([(accelerator.process_index, built, len(counts))], use_gather_object=True)
-    accelerator.print(f"rank, built it, topics: {told}")
-    builders = [rank for rank, built_there, _ in told if built_there]
-    equal = len({count for _, _, count in told}) == 1 and len(counts) > 0
+    of_ranks = accelerator.gather_for_metrics(
+        [(accelerator.process_index, built, len(counts))], use_gather_object=True
+    )
+    accelerator.print(f"rank, built it, topics: {of_ranks}")
+    builders = [rank for rank, built_there, _ in of_ranks if built_there]
+    equal = len({count for _, _, count in of_ranks}) == 1 and len(counts) > 0
     accelerator.print(f"rank 0 built the cache, rank 1 read it, both have all topics: {builders == [0] and equal}")
     accelerator.end_training()
 

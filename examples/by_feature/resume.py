@@ -40,7 +40,7 @@ def train(
 ) -> list[float]:
     """Train, from the start or from the newest checkpoint, to the end or until a checkpoint is saved."""
     losses.values = []
-    set_seed(0, device_specific=True)  # dropout differs between ranks; `prepare` makes the weights alike
+    set_seed(0, device_specific=True)  # dropout differs between ranks; `prepare` makes the weights equal
     digits = load_digits()
     rows = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
     loader = DataLoader(rows, batch_size=32, shuffle=True)

@@ -23,7 +23,7 @@ LENGTH, STOP_AFTER = 128, 20
 
 
 class Topics(IterableDataset):
-    """Reads Python's documentation piece by piece, and can say and be told where it is."""
+    """Reads Python's documentation piece by piece, and can return and restore its position."""
 
     def __init__(self) -> None:
         self.text = "".join(pydoc_data.topics.topics.values()).encode("utf-8")[: 100 * LENGTH]

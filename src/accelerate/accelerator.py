@@ -238,7 +238,7 @@ class Accelerator(Processes):
         self.log_with = filter_trackers(log_with, self.logging_dir)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        # 2. Process, device, strategy and precision are settled in the shared state.
+        # 2. Process, device, strategy and precision are decided in the shared state.
         options = self.init_handler.to_kwargs() if self.init_handler is not None else {}
         with setup.undone_if_refused():
             self.state = AcceleratorState(

@@ -21,7 +21,7 @@ _PIECE = 64 * 2**20
 class LocalSGD:
     """A context in which gradients stay on their rank, and weights are averaged every few steps.
 
-    It saves communication where the network is slow. With one process it does nothing. All ranks use it alike.
+    It saves communication where the network is slow. With one process it does nothing. All ranks use it.
 
     Args:
         accelerator: The Accelerator.

@@ -453,8 +453,8 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     if hardware.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and (ranks.local_world_size or 1) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
     crowded = hardware.type != "cpu" and (ranks.local_world_size or 1) > max(hardware.count(), 1)
-    meeting = partial(monitor.meeting, ranks.rank, ranks.world_size)
-    rendezvous.init_process_group(ranks, backend, meeting, **settings)
+    waiting = partial(monitor.joining, ranks.rank, ranks.world_size)
+    rendezvous.init_process_group(ranks, backend, waiting, **settings)
     if crowded and backend != "gloo":
         rendezvous.check_devices_are_distinct(ranks, hardware.torch_device(ranks.local_rank), backend)
     return ranks

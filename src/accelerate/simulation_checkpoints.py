@@ -30,7 +30,7 @@ class MeasuredSave(Save):
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(self._scratch.name, self.group.rank, first)
 
-    def settle(self) -> None:
+    def check_collected(self) -> None:
         """Raise what went wrong in collecting the state."""
         if self.problem is not None:
             self._scratch.cleanup()
@@ -38,7 +38,7 @@ class MeasuredSave(Save):
 
     def finish(self, writers: int = WRITERS) -> None:
         """Remember what would have been written."""
-        self.settle()
+        self.check_collected()
         files = _sizes(self.plan)
         for folder, _, names in os.walk(self._scratch.name):
             paths = [os.path.join(folder, name) for name in names]

@@ -165,7 +165,7 @@ class AcceleratorState(ProcessView):
                 "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
             )
         if engine == "deepspeed_plugins" and not traits.of(process.distributed_type).deepspeed:
-            # The program built the process state before, where nothing told of DeepSpeed.
+            # The program built the process state before, where nothing said DeepSpeed.
             rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
         self.__dict__.update(process.__dict__)
         self._mixed_precision = precision

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     what = (
         "Say for every patch which release is installed, whether its code has the known shape, and why it is patched. "
     )
-    what += "Exits with 1 if a patch, of the losses apart, does not support the installed release."
+    what += "Exits with 1 if a patch, except those of the losses, does not support the installed release."
     status = commands.add_parser("status", help="say what can be patched here", description=what)
     status.add_argument("--json", action="store_true", help="print JSON")
     return main

@@ -26,7 +26,7 @@ def state_exists() -> bool:
 
 
 def check(arguments: Any) -> None:
-    """Compare training arguments with the existing state; every rank must call it, and every rank raises alike.
+    """Compare training arguments with the existing state; every rank must call it, and every rank raises the same error.
 
     Args:
         arguments: `TrainingArguments` whose `use_cpu`, `fp16`, `bf16`, `deepspeed`, `fsdp`, `torch_compile`,

@@ -93,7 +93,7 @@ def alone(world: int, size: int) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    comm.side_group = lambda apart=False: dist.group.WORLD  # gloo cannot meet ranks that are not there
+    comm.side_group = lambda beside=False: dist.group.WORLD  # gloo cannot meet ranks that are not there
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Pictures(BATCH * world * 6, size), batch_size=BATCH))

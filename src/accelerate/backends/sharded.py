@@ -62,7 +62,7 @@ class ShardedModel:
 
 
 class Sharded(Backend):
-    """Parameters in parts: the strategies differ in how these are made, and are saved and loaded alike."""
+    """Parameters in parts: the strategies differ in how these are made, and are saved and loaded in the same way."""
 
     synchronises = True
     # A checkpoint has the shards as they are; the whole is not gathered for it.

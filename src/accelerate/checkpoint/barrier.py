@@ -61,7 +61,7 @@ _LONGEST_PAUSE_S, _FOREVER = 0.05, timedelta(days=20)
 
 # No value in the store is larger: its server answers all ranks, and closes a connection above 8 MiB.
 LARGEST_VALUE = 64 << 10
-# So many problems, or ranks and groups of ranks, are told, and so many bytes of each.
+# So many problems, or ranks and groups of ranks, are reported, and so many bytes of each.
 _MOST, _LONGEST = 30, 1000
 
 # What a rank adds to the counter of a round, which is of 64 bits: itself, and whether it has a flag or a problem.
@@ -157,7 +157,7 @@ class SaveBarrier:
         self._leader = usual if usual in leaders else (leaders or [self.rank])[0]
 
     def leader(self) -> int:
-        """Return the rank that stages for this one: rank 0, or where machines stage apart the number 0 of this one's machine."""
+        """Return the rank that stages for this one: rank 0, or where each machine stages the number 0 of this one's machine."""
         return 0 if self._group.shared else self._leader
 
     def share(self, value: Any = None, root: int = 0, problem: BaseException | None = None) -> Any:
@@ -492,7 +492,7 @@ def _short(text: str) -> str:
 
 def _numbers(ranks: Collection[int]) -> str:
     """Write ranks down shortly: "0-2, 5"."""
-    # Within a run of neighbours, a rank and its place among all grow alike.
+    # Within a run of neighbours, a rank and its place among all grow by one each.
     runs = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
     return ", ".join(_first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends]))

@@ -464,7 +464,7 @@ def _load_by_name(model: Any, state: dict[str, Any], options: dict[str, Any]) ->
 
 
 def _take_over(optimizer: Any, read: set[int], former: dict[Any, dict[str, Any]]) -> None:
-    """Give an optimizer memory of its own for what was read, by addresses: that of the tensors it had, where they are alike."""
+    """Give an optimizer memory of its own for what was read, by addresses: that of the tensors it had, where shape, dtype, device and strides are equal."""
     places, pairs = [], []
     for parameter, state in optimizer.state.items():
         replaced = former.pop(parameter, {})
@@ -536,7 +536,7 @@ def _is_memory(tensor: torch.Tensor) -> bool:
 
 
 def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None = None) -> Contents:
-    """Read the states of what every strategy saves alike. Any rank, alone.
+    """Read the states of what every strategy saves. Any rank, alone.
 
     FileNotFoundError names a missing file; ValueError an interrupted epoch whose loader has other data now.
     """

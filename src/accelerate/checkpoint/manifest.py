@@ -354,8 +354,8 @@ def parsed_part(text: bytes, rank: int, checksum: str | None, origin: str) -> di
         if checksum is not None and written.hexdigest() != checksum:
             raise ValueError(f"its checksum is {written.hexdigest()}, but {checksum} was written")
         files = _entries(_checked({"": json.loads(text)}, {"files": (dict,)}, ("files",))[""]["files"])
-        if foreign := [name for name, entry in files.items() if entry.rank != rank]:
-            raise ValueError(f"{foreign[0]!r:.80} is of another rank")
+        if others := [name for name, entry in files.items() if entry.rank != rank]:
+            raise ValueError(f"{others[0]!r:.80} is of another rank")
         return files
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{origin} is not the part of a manifest that rank {rank} wrote: {error}") from None

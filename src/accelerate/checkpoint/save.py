@@ -58,7 +58,7 @@ WRITERS = 2
 
 
 class SavePlan(os.PathLike[str]):
-    """Files of one rank for the folder of a checkpoint; `writes_shared`: those too that all ranks have alike.
+    """Files of one rank for the folder of a checkpoint; `writes_shared`: those too that are the same on all ranks.
 
     `create` gives the file of a name to write to; by default one in the folder.
     """
@@ -205,7 +205,7 @@ def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_ea
 
 
 def write_common(common: Common, folder: durable.Path, step: int, save_on_each_node: bool = False) -> None:
-    """Write what every strategy saves alike. All ranks call it: one writes what is shared, and each its own."""
+    """Write what every strategy saves. All ranks call it: one writes what is shared, and each its own."""
     shared = {file: obj.state_dict() for obj, file, _ in common.shared()}
     loaders = common.loaders()
     # Ranks stand at different places of their data.
@@ -267,12 +267,13 @@ class Save:
         self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
         folder = self._meet(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
-        if not self.group.shared and not self.group.each_node:  # machines stage apart what one of them publishes
+        # Each machine stages a part of what one of them publishes.
+        if not self.group.shared and not self.group.each_node:
             self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
 
-    def settle(self) -> None:
+    def check_collected(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
         self._meet(self.barrier.share)
 
@@ -300,7 +301,7 @@ class Save:
             self.rotating(self.storage)
 
     def attempt(self, step: Callable[[], Any]) -> Any:
-        """Take a step, unless this rank has failed before; the next meeting of all ranks reports what it raises."""
+        """Take a step, unless this rank has failed before; the next round of all ranks reports what it raises."""
         try:
             return step() if self.problem is None else None
         except BaseException as error:  # a rank that leaves without a word is waited for
@@ -483,7 +484,7 @@ def _deep(obj: Any) -> Any:
 
 
 class Background:
-    """The background save of one Accelerator, not pickled; `settle` has something to do while it is ``pending``."""
+    """The background save of one Accelerator, not pickled; `wait` has something to do while it is ``pending``."""
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
@@ -532,10 +533,10 @@ class Background:
 
     def finish(self) -> None:
         """Wait until the save in flight is written, and raise what went wrong, as RuntimeError. Any rank, alone."""
-        if (problem := self.settle()) is not None:
+        if (problem := self.wait()) is not None:
             raise problem
 
-    def settle(self, reason: str | None = None) -> RuntimeError | None:
+    def wait(self, reason: str | None = None) -> RuntimeError | None:
         """Wait until the save in flight is written; return what went wrong, once. `reason` names who waits."""
         self._join(reason)
         # Not before: a caller that is interrupted while it waits has not waited.

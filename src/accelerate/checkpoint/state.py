@@ -166,7 +166,7 @@ POSITIONS, LOADERS = "dataloader_positions", "dataloader_states"
 
 @dataclass(frozen=True)
 class Common:
-    """The objects that every strategy saves alike, all but models and optimizers, in order; and their rank."""
+    """The objects that every strategy saves, all but models and optimizers, in order; and their rank."""
 
     schedulers: Sequence[Any]
     dataloaders: Sequence[Any]

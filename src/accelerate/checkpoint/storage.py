@@ -80,7 +80,7 @@ class CheckpointStorage(ABC):
 
     Attributes:
         shared: whether every process that reaches the location sees what one of them stages.
-        generation: the name of what is being staged, where several ranks stage apart: that of the rank that publishes.
+        generation: the name of what is being staged, where several ranks stage: that of the rank that publishes.
         fetched: the local folder that `fetch` made on this node, and the generation of what is in it; other ranks of the node
             take it over, so that they `bring` pieces of the same checkpoint.
     """

@@ -33,21 +33,21 @@ def forget() -> None:
     _side_groups.clear()
 
 
-def side_group(apart: bool = False) -> Any | None:
+def side_group(beside: bool = False) -> Any | None:
     """Return the gloo group for small messages beside the training's, made once; None where there is none. All ranks, in one order.
 
-    The default group serves where it has gloo for the CPU, since each group opens a connection between any two ranks. `apart` is for
+    The default group serves where it has gloo for the CPU, since each group opens a connection between any two ranks. `beside` is for
     a thread beside the one that trains: groups match collectives by their order, so two threads never share one.
     """
     communicator = current()
     if communicator.group is None or not dist.is_gloo_available():
         return None
-    if not apart and "cpu:gloo" in str(dist.get_backend_config()).split(","):
+    if not beside and "cpu:gloo" in str(dist.get_backend_config()).split(","):
         return communicator.group
     made = _side_groups.setdefault(communicator, {})
-    if apart not in made:
-        made[apart] = dist.new_group(backend="gloo")
-    return made[apart]
+    if beside not in made:
+        made[beside] = dist.new_group(backend="gloo")
+    return made[beside]
 
 
 def group_of(ranks: Sequence[int]) -> Any:

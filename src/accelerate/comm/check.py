@@ -2,7 +2,7 @@
 
 torch's collectives take equal sizes on trust: unequal ones hang, abort, return garbage or pass unnoticed. Two things find them:
 
-1. Calls that repeat are expected. The last calls that all ranks made alike are the same list on each of them, so all expect the
+1. Calls that repeat are expected. The last calls that all ranks made are the same list on each of them, so all expect the
    same next call. Every rank carries that one out, with a flag beside the data; a rank that is called for something else gives
    zeros and raises the flag. So a loop arrives at one collective a call.
 2. Any other call is compared first: one all-reduce of a checksum and its complement. Only where they differ do the ranks exchange
@@ -108,13 +108,13 @@ class CallChecker:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # The same on all ranks: only calls that all made alike enter, and a disagreement that is found late empties it.
+        # The same on all ranks: only calls that all ranks made enter, and a disagreement that is found late empties it.
         self._calls: deque[Call] = deque(maxlen=_REMEMBERED)
         self._unread: tuple[Any, torch.Tensor, Call] | None = None
 
     def expected(self) -> Call | None:
         """Return the call that followed when the last one was made before, if it is small enough to be carried out at once."""
-        self.settle()
+        self.flush()
         for place in range(len(self._calls) - 2, -1, -1):
             if self._calls[place] == self._calls[-1]:
                 following = self._calls[place + 1]
@@ -122,7 +122,7 @@ class CallChecker:
         return None
 
     def remember(self, call: Call) -> None:
-        """Remember a call that all ranks made alike."""
+        """Remember a call that all ranks made."""
         self._calls.append(call)
 
     def is_valid(self, call: Call, expected: Call, flags: torch.Tensor) -> bool:
@@ -142,7 +142,7 @@ class CallChecker:
             )
         return follows
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Raise if the last call was not what all ranks were called for, where that was not waited for."""
         if self._unread is not None:
             (event, flags, call), self._unread = self._unread, None

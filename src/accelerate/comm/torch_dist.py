@@ -138,7 +138,7 @@ class TorchCommunicator(Communicator):
 
     def is_same(self, value: Any) -> bool:
         """Say whether all ranks give values with the same `repr`, by one all-reduce."""
-        self._checker.settle()
+        self._checker.flush()
         return same_on_all(value, self._default_device(), self.group)
 
     # Objects
@@ -157,7 +157,7 @@ class TorchCommunicator(Communicator):
             longest = torch.tensor([len(own)], device=self._default_device())
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
             largest = longest.item()
-            # Objects of a loop differ a little in size; the next power of two lets them pass as alike.
+            # Objects of a loop differ a little in size; the next power of two lets them pass as equal.
             call = self._object_call(1 << (largest - 1).bit_length() if largest <= PACKED else largest)
             results = self._carry_out(call, [padded(own, 0, call.size, 0, False)])
         self._checker.remember(call)
@@ -169,13 +169,13 @@ class TorchCommunicator(Communicator):
 
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
         """Replace the elements by those of rank `src`."""
-        self._checker.settle()
+        self._checker.flush()
         dist.broadcast_object_list(objects, src=src, group=self.group, device=self._default_device())
         return objects
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self._checker.settle()
+        self._checker.flush()
         device = self._default_device()
         if device.type == "cpu":
             dist.barrier(group=self.group)

@@ -39,7 +39,7 @@ class KwargsHandler:
 @at_public_path
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """What `torch.autocast` is told, besides the device and the dtype.
+    """The arguments of `torch.autocast`, besides the device and the dtype.
 
     Args:
         enabled: False switches autocast off.
@@ -59,7 +59,7 @@ class AutocastKwargs(KwargsHandler):
 @at_public_path
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """What `torch.nn.parallel.DistributedDataParallel` is told, and how it compresses the gradients that it exchanges.
+    """The arguments of `torch.nn.parallel.DistributedDataParallel`, and how it compresses the gradients that it exchanges.
 
     Args:
         dim: the dimension along which inputs are scattered.
@@ -140,7 +140,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 @at_public_path
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """What the gradient scaler of fp16 training is told.
+    """The arguments of the gradient scaler of fp16 training.
 
     Args:
         init_scale: the first scale.
@@ -166,7 +166,7 @@ class GradScalerKwargs(KwargsHandler):
 @at_public_path
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """What `torch.distributed.init_process_group` is told.
+    """The arguments of `torch.distributed.init_process_group`.
 
     Args:
         backend: the communication library; the state picks another one where the hardware needs it.
@@ -196,7 +196,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 @at_public_path
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What `torch.profiler.profile` is told by `Accelerator.profile`.
+    """The arguments of `torch.profiler.profile` in `Accelerator.profile`.
 
     Args:
         activities: what to record: "cpu", "cuda", "xpu", "mtia", "hpu"; None takes all that torch supports here.
@@ -295,7 +295,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 @at_public_path
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """What `torch.compile` is told when `Accelerator.prepare` compiles a model.
+    """The arguments of `torch.compile` when `Accelerator.prepare` compiles a model.
 
     Each field left at None is read from the environment variable in brackets, which the launcher sets.
 
@@ -305,7 +305,7 @@ class TorchDynamoPlugin(KwargsHandler):
         mode: "default", "reduce-overhead" or "max-autotune" (ACCELERATE_DYNAMO_MODE).
         fullgraph: fail where the model does not compile as one graph (ACCELERATE_DYNAMO_USE_FULLGRAPH).
         dynamic: compile for any shape; None lets torch find out (ACCELERATE_DYNAMO_USE_DYNAMIC).
-        options: what the backend itself is told; torch takes no `mode` then.
+        options: the options of the backend itself; torch takes no `mode` then.
         disable: make `torch.compile` return the model unchanged.
         use_regional_compilation: compile the repeated blocks of the model one by one, which starts much faster
             (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION).

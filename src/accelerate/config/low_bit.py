@@ -34,9 +34,9 @@ class AORecipeKwargs(KwargsHandler):
         config: a `torchao.float8.Float8LinearConfig`; None builds one from the last two fields.
         module_filter_func: called with a module and its name, says whether to convert it. None converts all linear
             layers but the first and the last.
-        pad_inner_dim: pad matrices to the multiple of 16 that the hardware needs; True unless told otherwise
+        pad_inner_dim: pad matrices to the multiple of 16 that the hardware needs; True by default
             (ACCELERATE_FP8_PAD_INNER_DIM).
-        enable_fsdp_float8_all_gather: gather the sharded weights of FSDP2 in 8 bits; True unless told otherwise
+        enable_fsdp_float8_all_gather: gather the sharded weights of FSDP2 in 8 bits; True by default
             (ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER).
 
     Raises:
@@ -75,15 +75,15 @@ class TERecipeKwargs(KwargsHandler):
     """How Transformer Engine scales what it computes in 8 bits: the arguments of its `DelayedScaling` recipe.
 
     Args:
-        use_autocast_during_eval: compute in 8 bits during evaluation too; False unless told otherwise.
-        margin: powers of two to leave between the largest value and the largest that fits; 0 unless told otherwise.
-        interval: steps between updates of the scale; 1 unless told otherwise.
+        use_autocast_during_eval: compute in 8 bits during evaluation too; False by default.
+        margin: powers of two to leave between the largest value and the largest that fits; 0 by default.
+        interval: steps between updates of the scale; 1 by default.
         fp8_format: "HYBRID" (E4M3 forward, E5M2 backward; the default), "E4M3" or "E5M2" (evaluation only).
-        amax_history_len: how many steps of largest values are kept; 1024 unless told otherwise.
+        amax_history_len: how many steps of largest values are kept; 1024 by default.
         amax_compute_algo: "most_recent" (the default) or "max", to choose one of them.
         override_linear_precision: whether forward, input gradient and weight gradient of linear layers stay in higher
             precision (ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD, _WGRAD).
-        use_mxfp8_block_scaling: scale blocks of 32 values instead (needs a Blackwell GPU); False unless told otherwise.
+        use_mxfp8_block_scaling: scale blocks of 32 values instead (needs a Blackwell GPU); False by default.
 
     Raises:
         ImportError: Transformer Engine is not installed.

@@ -104,7 +104,7 @@ class DeepSpeedSequenceParallelConfig:
 
     Args:
         sp_seq_length: the length of every sequence, in tokens; needed where it is the same for all.
-        sp_seq_length_is_variable: whether sequences differ in length between batches; True unless told otherwise.
+        sp_seq_length_is_variable: whether sequences differ in length between batches; True by default.
         sp_attn_implementation: the attention to call: "flash_attention_2", "flash_attention_3", "sdpa", or a flash
             attention kernel of the Hugging Face hub. None leaves the choice to the model.
 

@@ -71,7 +71,7 @@ def take(batch: Any, start: int, stop: int) -> Any:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """Put batches one after the other; leaves without samples are the first's. ValueError if they are not alike."""
+    """Put batches one after the other; leaves without samples are the first's. ValueError if their structures differ."""
     if len(batches) == 1:
         return batches[0]
     try:
@@ -185,7 +185,7 @@ class BatchScatter:
 
     def send(self, message: Round) -> Round:
         """Send a round, or what stands in its place; return what `receive` returns on the others."""
-        # Everything is laid out before anything is sent: what fails here is told to the others.
+        # Everything is laid out before anything is sent: the others hear of what fails here.
         starts = [message.start(part) for part in range(self.parts + 1)]
         whole = self.places is None or message.kind != ROUND
         parts = [message.batch if whole else take(message.batch, *bounds) for bounds in pairwise(starts)]
@@ -204,7 +204,7 @@ class BatchScatter:
         sequence, *numbers, news, size = self._on_host(torch.empty(7, dtype=torch.int64)).tolist()
         if sequence != self.sequence:
             raise RuntimeError(
-                f"This process waits for message {self.sequence} of the dispatching process, but {sequence} arrived: the "
+                f"This process waits for message {self.sequence} of the dispatching process, but {sequence} came: the "
                 "processes are not in step. Leave the loop over a dispatched loader at the same batch on all of them."
             )
         self.sequence += 1
@@ -280,7 +280,7 @@ class _OtherFailed(RuntimeError):
 class DataLoaderDispatcher(PreparedLoader):
     """A loader that reads on the main process only and sends each process its part of every round.
 
-    For data that cannot be read by several processes alike, or is expensive to read. All processes iterate together, and
+    For data that cannot be read by several processes, or is expensive to read. All processes iterate together, and
     leave the loop at the same batch. A last round that cannot be shared equally is completed with the first samples.
 
     Args:

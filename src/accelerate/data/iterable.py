@@ -68,7 +68,7 @@ class IterableDatasetShard(IterableDataset):
         self.round_log: dict[int, tuple[int, ...]] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch comes next, so that all processes shuffle it alike."""
+        """Tell the stream which epoch comes next, so that all processes shuffle it in the same way."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

@@ -171,7 +171,7 @@ class EpochIterator:
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Everything that the loaders of this package share apart from how they get their batches."""
+    """Everything that the loaders of this package share, except how they get their batches."""
 
     # Who reads what, worked out when the loader was prepared.
     plan: DataPlan | None = None

@@ -50,16 +50,16 @@ class GrowingPermutation:
         # Each step writes its place at its target: where another's is read, several steps have one target.
         numbers[targets] = places
         last = numbers[targets] - start
-        meeting, within = last != places - start, ends < stop
+        conflicts, within = last != places - start, ends < stop
         numbers[targets] = own - ends
         numbers[start:stop] = taken
-        meeting[last[meeting]] = True
-        meeting |= within
-        meeting[targets[within] - start] = True
-        if meeting.any():  # done over, one by one
-            steps, ends = places[meeting].tolist(), ends[meeting].tolist()
-            held = dict(zip(steps, own[meeting].tolist(), strict=True))  # numbers by position, before the block
-            held |= dict(zip(ends, taken[meeting].tolist(), strict=True))
+        conflicts[last[conflicts]] = True
+        conflicts |= within
+        conflicts[targets[within] - start] = True
+        if conflicts.any():  # done over, one by one
+            steps, ends = places[conflicts].tolist(), ends[conflicts].tolist()
+            held = dict(zip(steps, own[conflicts].tolist(), strict=True))  # numbers by position, before the block
+            held |= dict(zip(ends, taken[conflicts].tolist(), strict=True))
             for step, end in zip(steps, ends, strict=True):
                 held[step], held[end] = held[end], held[step]
             at = np.fromiter(held, np.int32, len(held))

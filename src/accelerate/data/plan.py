@@ -86,7 +86,7 @@ class DataPlan:
         dropped: samples that the sampler draws in an epoch but no process receives, because of `drop_last`.
         total_batch_size: samples that all processes together receive in a step.
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
-        walked: each process walks the batches of all to find its own, because the sampler is not one of torch's.
+        walked: each process goes through the batches of all to find its own, because the sampler is not one of torch's.
         uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
         readers: the processes that read for others, each for itself and those up to the next one.
     """

@@ -393,7 +393,7 @@ def restore_generators(states: dict[str, Any], device: torch.device, origin: str
 
 
 def derive_generators(first: dict[str, Any], rank: int, device: torch.device, reason: str) -> None:
-    """Seed the generators of a rank that the checkpoint does not have; equal runs seed it alike."""
+    """Seed the generators of a rank that the checkpoint does not have; equal runs give it the same seed."""
     seed = mixed(plain_states(first.get("torch_manual_seed")), rank)
     logger.warning(
         f"{reason}: the checkpoint was saved by fewer processes. Rank {rank} is new and seeds its random generators "

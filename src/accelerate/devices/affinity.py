@@ -1,4 +1,4 @@
-"""Which processors a process may run on: close to its device, and if asked apart from those of its neighbours.
+"""Which processors a process may run on: close to its device, and if asked not those of its neighbours.
 
 A processor reaches some memory and some devices faster than others. A process that the system moves between the sockets of a
 machine pays for it with each access. Linux says in its `sysfs` which processors belong together; other systems cannot bind.

@@ -49,7 +49,7 @@ class Collective:
 class CollectiveRecorder(torch_private.TorchDispatchMode):
     """A context in which each collective of this thread, and of backward passes that it starts, is counted. Any rank, alone.
 
-    It does not tell ranks apart that share a mesh, so a count of one rank of a run with `gloo` or `nccl` is the count of the same rank
+    It does not distinguish ranks that share a mesh, so a count of one rank of a run with `gloo` or `nccl` is the count of the same rank
     on torch's fake process group.
 
     Example:

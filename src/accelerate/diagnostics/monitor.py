@@ -45,7 +45,7 @@ def limits() -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def meeting(rank: int, world_size: int, store: Any) -> Iterator[None]:
+def joining(rank: int, world_size: int, store: Any) -> Iterator[None]:
     """Report once, from one rank, which ranks have not come to the process group that is made inside. Every rank."""
     after, _ = limits()
     over, site = threading.Event(), threads.call_site()
@@ -72,7 +72,7 @@ def meeting(rank: int, world_size: int, store: Any) -> Iterator[None]:
             logger.debug("Rank %d cannot say who is missing: %s", rank, error)
 
     if world_size > 1 and after < threading.TIMEOUT_MAX:
-        threading.Thread(target=report, name="accelerate-meeting", daemon=True).start()
+        threading.Thread(target=report, name="accelerate-joining", daemon=True).start()
     try:
         yield
     finally:

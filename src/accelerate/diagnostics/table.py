@@ -11,7 +11,7 @@ from accelerate._warn import printable
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = (), rule: bool = False
 ) -> str:
-    """Return columns of text, two spaces apart, those named in `right` set to the right."""
+    """Return columns of text, with two spaces between, those named in `right` set to the right."""
     # A cell may be the name of a file or a tensor, and is one line.
     headings, *rows = ([printable(cell).replace("\n", "\\n") for cell in row] for row in (headings, *rows))
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]

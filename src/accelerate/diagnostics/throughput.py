@@ -58,7 +58,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """What one rank measured; nan is what it was not told or cannot know.
+    """What one rank measured; nan is what it does not know.
 
     Attributes:
         step: seconds of a step, on average.
@@ -122,7 +122,7 @@ class Meter:
         if not accelerator.prepared.models:
             raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
         row = traits.of(accelerator.distributed_type)
-        # Whether what the ranks wait for is inside the passes, where it is not told apart.
+        # Whether what the ranks wait for is inside the passes, where it is not distinguished.
         self.hidden = row.deepspeed or (row.sharded and not accelerator.is_fsdp2)
         self.device, self._accelerator, self._by_engine = accelerator.device, accelerator, row.deepspeed
         if self.device.type == "cuda":
@@ -184,8 +184,8 @@ class Meter:
             self._flops_each = counter.get_total_flops() / items or math.nan if given else None
         elif given and stamps:
             work = (self._flops_each or math.nan) * items if flops is None else flops
-            told = [math.nan if number is None else number for number in (tokens, samples, work)]
-            self._steps.append(([*stamps, self._open[0]], told))
+            counts = [math.nan if number is None else number for number in (tokens, samples, work)]
+            self._steps.append(([*stamps, self._open[0]], counts))
         if flops is None and self._flops_each is None:
             # torch.compile runs uncompiled, or not at all, under a mode that looks at each operation.
             modules = [module for model in self._accelerator.prepared.models for module in model.modules()]
@@ -211,7 +211,7 @@ class Meter:
         wall, middle = sum(totals.values()), statistics.median(own)
         # Of a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
         spread = 1.25 * 1.48 * statistics.median(abs(one - middle) for one in own) / len(own) ** 0.5
-        rates = [sum(numbers) / wall for numbers in zip(*(told for _, told in self._steps), strict=True)]
+        rates = [sum(numbers) / wall for numbers in zip(*(counts for _, counts in self._steps), strict=True)]
         shares = tuple(total / wall for total in totals.values())
         self._steps.clear()
         return ThroughputRow(rank, wall / len(own), *rates, rates[2] / peak, shares, middle, spread)
@@ -244,7 +244,7 @@ def report(
     rows, slowest = rows if meter.hidden else scored(rows), None
     notes = [f"no rank stands out, with a score of {NAMED:.0f} or more."]
     if meter.hidden:
-        notes = ["score: here the ranks wait for each other inside forward and backward, so none is told apart."]
+        notes = ["score: here the ranks wait for each other inside forward and backward, so none stands out."]
     elif (first := max(rows, key=lambda row: row.score)).score >= NAMED:
         slowest = first.rank
         notes = [f"rank {slowest} is slow: the others wait for it in communication."]

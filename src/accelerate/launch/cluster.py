@@ -32,7 +32,7 @@ class Cluster:
     Attributes:
         machine_rank: which machine this is, from 0; None for a task where no variable says.
         address: of machine 0, or of the process with rank 0; None where no variable says.
-        port: a port that all of them compute alike from the number of the job; None without such a number.
+        port: a port that all of them compute from the number of the job; None without such a number.
         task: which process this is, where each process has been started by itself: the launcher starts that one only.
         notes: lines for the user.
     """

@@ -57,7 +57,7 @@ _FOLLOWING_S = 5.0
 _BEAT_S = 1.0
 # Characters of what another machine says, and how many missing ones are named.
 _LONGEST, _NAMED = 500, 16
-# What all machines must say alike, and the option that says it.
+# What must be equal on all machines, and the option that says it.
 _CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
 
 

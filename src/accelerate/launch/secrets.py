@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# In a name, words are apart by underscores: "MONKEY" and "TOKENIZERS" are harmless.
+# In a name, underscores separate words: "MONKEY" and "TOKENIZERS" are harmless.
 _SECRET = re.compile(
     r"((^|_|API|ACCESS|PRIVATE|ACCOUNT)KEY|TOKEN)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION"
     r"|(^|_)(PAT|O?AUTH)$|_PWD$|^SIG$|SIGNATURE$"

@@ -6,7 +6,7 @@ elements first; one number per process group then travels, however many gradient
 With groups A, B, ... (one per mesh dimension that shards something) each rank adds up the power sums of its gradients,
 each divided by the sizes of the groups that hold copies of it, and all-reduces the result over A, then over B, and so
 on. Summing copies that were divided by their count gives back one copy; and as every rank receives the same sums, all
-of them end with the same bits and scale alike, so that replicated parameters do not drift apart.
+of them end with the same bits and scale by the same factor, so that replicated parameters stay equal.
 """
 
 import math

@@ -25,15 +25,15 @@ class MovedParameters:
     """What became of the parameters that were replaced, whoever still holds the old ones."""
 
     def __init__(self) -> None:
-        self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether that is alike
+        self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether it has the same elements
 
     def clear(self) -> None:
         """Forget all of them."""
         self.__init__()
 
-    def record(self, name: str, old: nn.Parameter, new: nn.Parameter, alike: bool = False) -> None:
-        """Remember a replacement; `alike`: of the same elements, so that what an optimizer knows holds for it."""
-        self._new[old], _REPLACED[old] = (new, alike), name
+    def record(self, name: str, old: nn.Parameter, new: nn.Parameter, same_elements: bool = False) -> None:
+        """Remember a replacement; `same_elements`, so that what an optimizer knows holds for it."""
+        self._new[old], _REPLACED[old] = (new, same_elements), name
         # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
         # later, and because torch does not move a parallel model that weak references point to.
         new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
@@ -44,10 +44,10 @@ class MovedParameters:
 
     def _now(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """What a parameter has become, and whether it has the same elements after all its replacements."""
-        alike = True
+        same_elements = True
         while (replaced := self._new.get(parameter)) is not None:
-            parameter, alike = replaced[0], alike and replaced[1]
-        return parameter, alike
+            parameter, same_elements = replaced[0], same_elements and replaced[1]
+        return parameter, same_elements
 
     def follow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Let torch's own optimizer update what took its parameters' place, all or none; return whether it changed.
@@ -112,12 +112,12 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextlib.contextmanager
-def followed(accelerator: Any, model: nn.Module, alike: bool = False) -> Iterator[None]:
+def followed(accelerator: Any, model: nn.Module, same_elements: bool = False) -> Iterator[None]:
     """Let optimizers, prepared and to come, follow parameters that are replaced inside, as `repoint`; ties stay."""
     before, tied = named(model), ties(model)
     yield
     tie(model, tied)
-    repoint(accelerator, model, before, alike)
+    repoint(accelerator, model, before, same_elements)
 
 
 def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -139,10 +139,12 @@ def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
             parameters[own] = old if any(value is old for value in now) else now[0]
 
 
-def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], alike: bool = False) -> None:
+def repoint(
+    accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], same_elements: bool = False
+) -> None:
     """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.
 
-    `before` is `named` of the model as it was; `alike` as in `record`. ValueError: as `MovedParameters.follow`.
+    `before` is `named` of the model as it was; `same_elements` as in `record`. ValueError: as `MovedParameters.follow`.
     """
     moved: MovedParameters = accelerator.prepared.moved
     after = named(model)
@@ -152,7 +154,7 @@ def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Paramete
         new = after.get(name)
         if new is not None and new is not old and id(old) not in seen:
             seen.add(id(old))
-            moved.record(name, old, new, alike)
+            moved.record(name, old, new, same_elements)
         elif new is None and old.requires_grad and id(old) not in kept:
             _REPLACED[old] = name
     for optimizer in accelerator.prepared.optimizers:

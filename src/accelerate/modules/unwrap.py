@@ -331,7 +331,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """Return what identifies the memory of a tensor: device, address and size in bytes of its storage.
 
     Two tensors with equal results share memory. Tensors without memory (meta) or without an address (some wrappers,
-    such as DTensor) are told apart by identity.
+    such as DTensor) are distinguished by identity.
 
     Args:
         tensor: Any tensor.

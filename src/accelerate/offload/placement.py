@@ -215,7 +215,7 @@ def _moved(
     if value is None and dtype is old.dtype and check_device_same(old.device, target):
         return old
     if source.requires_grad:
-        source = source.detach()  # else the graph is told of the copy
+        source = source.detach()  # else the graph would have the copy
     if type(source) in PLAIN:
         moved = source.to(target, dtype, non_blocking)
     else:

@@ -182,7 +182,7 @@ class _Waiting:
         return found
 
     def pieces(self, name: str, module: nn.Module, seen: int = -1) -> list[_Item]:
-        """Take a module apart: its own tensors, then its children."""
+        """Divide a module: its own tensors, then its children."""
         found = parts(name, module)
         buffers = list(module.named_buffers(name, recurse=False))
         tables = (module._parameters, module._modules, module._buffers)

@@ -93,7 +93,7 @@ class StreamTransfer:
         self.namespace = namespace
         self._staging_bytes = staging_bytes
         self._stream: Any = None
-        self._buffers: list[tuple[torch.Tensor, Any]] = []  # with an event each: what was in it has arrived
+        self._buffers: list[tuple[torch.Tensor, Any]] = []  # with an event each: what was in it is on the device
 
     def bring(self, weights: dict[str, tuple[torch.Tensor, torch.dtype]]) -> tuple[Tensors, Any]:
         """Send the weights; the copies may still be under way when this returns, before the event behind them."""
@@ -102,10 +102,10 @@ class StreamTransfer:
             for _ in range(2):
                 buffer = torch.empty(self._staging_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
                 self._buffers.append((buffer, self.namespace.Event()))
-        arrived = {name: self._send(tensor, dtype) for name, (tensor, dtype) in weights.items()}
+        on_device = {name: self._send(tensor, dtype) for name, (tensor, dtype) in weights.items()}
         event = self.namespace.Event()
         event.record(self._stream)
-        return arrived, event
+        return on_device, event
 
     def receive(self, tensors: Tensors, event: Any) -> Tensors:
         """Return the weights; what their device's current stream computes from here on waits for their copies."""
@@ -122,8 +122,8 @@ class StreamTransfer:
             if not tensor.is_contiguous():
                 return tensor.to(self.device, dtype)  # keeps the strides, on which the bits of results may depend
             flat, step = tensor.reshape(-1), self._staging_bytes // dtype.itemsize
-            arrived = torch.empty(flat.shape, dtype=dtype, device=self.device)
-            for source, target in zip(flat.split(step), arrived.split(step), strict=True):
+            on_device = torch.empty(flat.shape, dtype=dtype, device=self.device)
+            for source, target in zip(flat.split(step), on_device.split(step), strict=True):
                 self._buffers.reverse()
                 buffer, sent = self._buffers[0]  # the one that was sent longest ago
                 sent.synchronize()
@@ -131,7 +131,7 @@ class StreamTransfer:
                 staged.copy_(source)  # reads the file and casts, while the part before is on its way
                 target.copy_(staged, non_blocking=True)
                 sent.record(self._stream)
-        return arrived.reshape(tensor.shape)
+        return on_device.reshape(tensor.shape)
 
 
 @dataclass(frozen=True)

@@ -190,12 +190,12 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
         ValueError: The map does not cover a tied parameter.
     """
     placed = [{name: device_of(name, device_map) for name in group} for group in tied_params]
-    apart = [str(group) for group in placed if len(set(group.values())) > 1]
-    if apart:
+    separated = [str(group) for group in placed if len(set(group.values())) > 1]
+    if separated:
         logger.warning(
             "Tied parameters are on different devices: %s. Each device gets a copy of its own; put these modules on one device, "
             "or use `device_map='auto'`.",
-            listed(apart, _SHOWN),
+            listed(separated, _SHOWN),
         )
 
 

@@ -2,7 +2,7 @@
 
 Transformers shards models while it loads them (`DistributedConfig`), and programs do so by `fully_shard` or `parallelize_module`. Nothing
 is sharded here: the Accelerator learns which ranks share what, so that loaders, gradients and checkpoints fit. Adapters that were added
-to a sharded model stay whole, and are trained alike.
+to a sharded model stay whole, and are trained in the same way.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """

@@ -1,4 +1,4 @@
-"""What ranks that shard a model have alike: its weights before, and the parameters that every rank has whole beside shards.
+"""What is equal on ranks that shard a model: its weights before, and the parameters that every rank has whole beside shards.
 
 Torch takes each rank's part from that rank, and compares nothing. FSDP exchanges the gradients of what it shards alone: those of whole
 parameters (adapters of a sharded model, and modules that FSDP ignores) are averaged after each backward pass that exchanges gradients.
@@ -167,17 +167,17 @@ def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.
         )
         same = {name for name, other in zip(first, others.tolist(), strict=True) if not other}
         own = sorted({*first, *sums} - same)
-    alike = {name: parameter for name, parameter in parameters.items() if name not in own}
-    if alike:
-        accelerator.prepared.replicated.append((model, list(alike.values())))
-    if alike and dist.get_rank() == 0:
+    replicated = {name: parameter for name, parameter in parameters.items() if name not in own}
+    if replicated:
+        accelerator.prepared.replicated.append((model, list(replicated.values())))
+    if replicated and dist.get_rank() == 0:
         logger.warning(
-            f"{len(alike)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(alike))!r} for one: "
+            f"{len(replicated)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(replicated))!r} for one: "
             "`accelerator.backward` averages their gradients."
         )
     if own and dist.get_rank() == 0:
         logger.warning(
-            f"{len(own)} trainable parameters in ignored_modules differ between ranks, {own[0]!r} for one, and train apart: their "
+            f"{len(own)} trainable parameters in ignored_modules differ between ranks, {own[0]!r} for one, and train differently: their "
             "gradients are not averaged. Build them after `set_seed`, unless each rank is to have its own."
         )
 

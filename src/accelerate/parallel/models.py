@@ -261,5 +261,5 @@ class ModelHook:
         if renumbered:
             raise ValueError(
                 f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part, "
-                f"name whole ones in the buffers, or none. {self.region.what} cannot keep packed documents apart."
+                f"name whole ones in the buffers, or none. {self.region.what} cannot separate packed documents."
             )

@@ -175,7 +175,7 @@ class Outputs:
             return value
         if not hasattr(value, "get_seq_length"):
             raise ValueError(
-                f"The model returns a {type(value).__name__} ({name}), which cannot be taken apart. Return tensors in lists, "
+                f"The model returns a {type(value).__name__} ({name}), which cannot be divided. Return tensors in lists, "
                 "tuples, dictionaries or dataclasses that `torch.export.register_dataclass` knows."
             )
         return None  # a cache of transformers

@@ -166,7 +166,7 @@ class Region:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
     ) -> Tensor:
-        """Attend over the whole sequence. Tensors are [batch, heads, length / size, width], alike on all ranks."""
+        """Attend over the whole sequence. Tensors are [batch, heads, length / size, width], of equal shapes on all ranks."""
         raise NotImplementedError
 
     # -- checks, before anything is changed ----------------------------------------------------------------------

@@ -43,7 +43,7 @@ MACHINES = "accelerate_machines-"
 HUNG = 79
 # Lets a rank write its stacks: a real-time signal, which no shell or system sends; 0 where there is none (macOS).
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
-# The status of a run that was told to stop and has saved a checkpoint; it goes on when it is submitted again (EX_TEMPFAIL of sysexits.h).
+# The status of a run that a signal asked to stop and has saved a checkpoint; it goes on when it is submitted again (EX_TEMPFAIL of sysexits.h).
 PREEMPTED = 75
 # A traceback may carry a tensor in words. Both ends of it matter.
 _LONGEST = 200_000

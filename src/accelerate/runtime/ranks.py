@@ -132,7 +132,7 @@ def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def mpi_port(environ: Mapping[str, str]) -> int | None:
-    """Return a port that all processes of an mpirun compute alike, and other runs most likely otherwise.
+    """Return a port that all processes of an mpirun compute, and other runs most likely otherwise.
 
     It comes from what identifies this one mpirun, or else from the number of the job; None without either. Steps of
     Slurm do not count: only helpers of mpirun run in them.
@@ -144,7 +144,7 @@ def mpi_port(environ: Mapping[str, str]) -> int | None:
 def job_port(
     environ: Mapping[str, str], names: tuple[str, ...] = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 ) -> int | None:
-    """Return a port that all processes of a job compute alike, from the first name set; None outside of a job."""
+    """Return a port that all processes of a job compute, from the first name set; None outside of a job."""
     for name in names:
         if number := environ.get(name, "").strip():
             return port_of(number + (environ.get("LSB_JOBINDEX", "") if name == "LSB_JOBID" else ""))
@@ -174,22 +174,22 @@ def _hydra() -> str | None:
 
 
 def export(ranks: Ranks) -> None:
-    """Write ranks and meeting point to torchrun's variables, which torch and other libraries read; set ones stay.
+    """Write ranks and the address of the rendezvous to torchrun's variables, which torch and other libraries read; set ones stay.
 
     ValueError if processes run on several machines and no variable says where they meet.
     """
     environ = os.environ
     for name, value in ranks.variables.items():
         environ.setdefault(name, value)
-    meeting = slurm_address(environ) if ranks.source == "Slurm" else None
-    if meeting is None and ranks.local_world_size in (None, ranks.world_size):
+    address = slurm_address(environ) if ranks.source == "Slurm" else None
+    if address is None and ranks.local_world_size in (None, ranks.world_size):
         port = mpi_port(environ) if ranks.source in _MPI and not environ.get("MASTER_PORT") else None
-        meeting = "127.0.0.1", port or DEFAULT_PORT
+        address = "127.0.0.1", port or DEFAULT_PORT
     if "MASTER_ADDR" not in environ:
-        if meeting is None:
+        if address is None:
             raise ValueError(
                 f"{ranks.source} runs processes on several machines but MASTER_ADDR is not set. Set it in every process to "
                 "the name or address of the machine with rank 0."
             )
-        environ["MASTER_ADDR"] = meeting[0]
-    environ.setdefault("MASTER_PORT", str(meeting[1] if meeting else DEFAULT_PORT))
+        environ["MASTER_ADDR"] = address[0]
+    environ.setdefault("MASTER_PORT", str(address[1] if address else DEFAULT_PORT))

@@ -50,24 +50,24 @@ def serve_this_machine(port: int, timeout: Any, **settings: Any) -> TCPStore:
     return serve(LOOPBACK, timeout=timeout, **settings)
 
 
-Meeting = Callable[[Any], contextlib.AbstractContextManager]
+Waiting = Callable[[Any], contextlib.AbstractContextManager]
 
 
-def init_process_group(ranks: Ranks, backend: str, meeting: Meeting = contextlib.nullcontext, **settings: Any) -> None:
+def init_process_group(ranks: Ranks, backend: str, waiting: Waiting = contextlib.nullcontext, **settings: Any) -> None:
     """Join the other processes, with settings of torch's function; None is torch's default. Every rank must call it.
 
-    Inside ``meeting(store)`` the ranks wait for each other.
+    Inside ``waiting(store)`` the ranks wait for each other.
     """
     settings = {name: value for name, value in settings.items() if value is not None}
     if ranks == ALONE:
-        # A group of one needs no meeting point, so it cannot collide with another job's port either.
+        # A group of one needs no address, so it cannot collide with another job's port either.
         settings.setdefault("store", dist.HashStore())
         settings.pop("init_method", None)
     elif "init_method" not in settings and "store" not in settings:
         export(ranks)
     if "store" not in settings:
         settings["store"] = _meet(ranks, settings.pop("init_method", "env://"), settings.get("timeout"))
-    with meeting(settings["store"]):
+    with waiting(settings["store"]):
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, **settings)
     fork_when_quiet()
     global _leaves_at_exit
@@ -112,7 +112,7 @@ def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
     gone; and the one of rank 0 goes down with its group, possibly after another rank has connected to it again.
     """
     place = (url, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), ranks.rank, ranks.world_size)
-    if place not in _meetings:
+    if place not in _stores:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         is_here = ranks.world_size == ranks.local_world_size and place[1] in (LOOPBACK, "localhost")
         store = None
@@ -124,13 +124,13 @@ def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
         if store is None:
             limit = {} if timeout is None else {"timeout": timeout}
             store, _, _ = next(dist.rendezvous(url, ranks.rank, ranks.world_size, **limit))
-        _meetings[place] = [store, 0]
-    meeting = _meetings[place]
-    meeting[1] += 1  # all ranks count alike
-    return dist.PrefixStore(f"accelerate/group/{meeting[1]}", meeting[0])
+        _stores[place] = [store, 0]
+    shared = _stores[place]
+    shared[1] += 1  # all ranks count the same
+    return dist.PrefixStore(f"accelerate/group/{shared[1]}", shared[0])
 
 
-_meetings: dict[tuple[Any, ...], list[Any]] = {}  # place to store, and how many groups have met there
+_stores: dict[tuple[Any, ...], list[Any]] = {}  # place to store, and how many groups have met there
 _leaves_at_exit = False
 
 

@@ -1,4 +1,4 @@
-"""What the rooms below `training` may ask of an Accelerator: the annotations of strategies, overlays and checkpoints."""
+"""What the folders below `training` may ask of an Accelerator: the annotations of strategies, overlays and checkpoints."""
 
 from typing import Any, Protocol
 

@@ -159,7 +159,7 @@ def first_node(environ: Mapping[str, str]) -> str | None:
 
 
 def port(environ: Mapping[str, str]) -> int | None:
-    """Return a port that all tasks of a step compute alike, and other steps and jobs most likely otherwise."""
+    """Return a port that all tasks of a step compute, and other steps and jobs most likely otherwise."""
     job = integer(environ, "SLURM_JOB_ID")
     if job is None:
         return None

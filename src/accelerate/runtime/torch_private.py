@@ -163,7 +163,7 @@ def sharding_for_one() -> Iterator[None]:
         length = tensor.shape[dim]
         size = max(1, -(-length // count))
         full, rest = divmod(length, size)
-        if is_shape(tensor):  # all alike
+        if is_shape(tensor):  # all the same
             parts = [tensor.narrow(dim, 0, size)] * full
         else:
             parts = [tensor.narrow(dim, start, size) for start in range(0, full * size, size)]

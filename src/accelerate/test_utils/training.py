@@ -37,7 +37,7 @@ class RegressionDataset(Dataset):
 class RegressionModel(nn.Module):
     """A line with two parameters, `a` and `b`.
 
-    The first batch after construction prints the number formats, so that a test sees what precision arrived.
+    The first batch after construction prints the number formats, so that a test sees which precision the batch has.
 
     Args:
         a: the first slope.
@@ -66,7 +66,7 @@ _TRAIN, _EVALUATE = 36, 12
 
 
 def _sentences(length: int, seed: int, labels: bool) -> list[dict[str, Any]]:
-    """Return pairs of short rows of token ids, alike or not."""
+    """Return pairs of short rows of token ids, equal or not."""
     random = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     for index in range(length):

@@ -94,7 +94,7 @@ class ReplicaCheck:
             lines = self._differences(names, len(bits), values, places)
             raise ReplicasDiffer(
                 f"The ranks have parted before step {step} of {type(optimizer.optimizer).__name__}; the first of each kind:"
-                f"{lines}\nThey were alike {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
+                f"{lines}\nThey were equal {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
                 f"than {self.every} finds the step; look there for code that only some ranks run."
             )
         self._first = -torch.ones_like(self._first)
@@ -113,11 +113,11 @@ class ReplicaCheck:
                 part = row[0] if place >= numbers else 0
                 groups.setdefault(part, {}).setdefault(row[column], []).append(rank)
             found = next(ranks for ranks in groups.values() if len(ranks) > 1)
-            told = [
+            shown = [
                 f"{value if place >= numbers else torch.tensor(value).view(torch.float64)} on rank {listed(ranks)}"
                 for value, ranks in sorted(found.items(), key=lambda item: len(item[1]))[:LISTED]
             ]
-            text += f"\n  - {names[place]}: {'; '.join(told)}"
+            text += f"\n  - {names[place]}: {'; '.join(shown)}"
         return text
 
     def _described(self, optimizer: AcceleratedOptimizer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

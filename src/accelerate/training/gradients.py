@@ -131,7 +131,7 @@ def no_sync(accelerator: Facade, backend: Backend, model: nn.Module) -> Iterator
 def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
-    Those that FSDP keeps whole are out of reach, so windows whose weights settle at their end exchange each time.
+    Those that FSDP keeps whole are out of reach, so windows whose weights are known at their end exchange each time.
     """
     if accelerator._sync_each_batch:
         return True
@@ -172,10 +172,10 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
 
 
 def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
-    """Weigh the current micro-batch by its items; in the last one of a window, settle the weights over all ranks.
+    """Weigh the current micro-batch by its items; in the last one of a window, fix the weights over all ranks.
 
     `models` have the gradients that are rescaled; all prepared ones by default. ValueError for a count that is missing
-    in some micro-batches, is negative, or cannot be settled.
+    in some micro-batches, is negative, or cannot be used.
     """
     window = accelerator._window
     if not accelerator._scales_loss:
@@ -204,11 +204,11 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     # that share a sequence: through attention, the loss of one reaches the gradients that another keeps. What all know is the
     # window before; of its items the next power of two, so that a resumed run, which has none, rounds as one that went on.
     layout = accelerator.parallelism_config
-    alike = _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled))
+    same_on_all = _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled))
     last = accelerator.gradient_state.sync_gradients
-    if alike and not (window.reference or window.usual or last):
+    if same_on_all and not (window.reference or window.usual or last):
         window.usual = _over_ranks(accelerator, count, "mean") * accelerator.gradient_state.num_steps
-    known = 2.0 ** math.frexp(window.usual)[1] if alike else count
+    known = 2.0 ** math.frexp(window.usual)[1] if same_on_all else count
     window.reference = window.reference or known or 1.0
     if not last:
         window.factor = count / window.reference
@@ -278,7 +278,7 @@ def unscale(accelerator: Facade, optimizer: Any | None) -> None:
     for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         while isinstance(item, AcceleratedOptimizer):
             item = item.optimizer
-        # Two models are often clipped apart, and each call unscales the gradients of all optimizers.
+        # Two models are often clipped one by one, and each call unscales the gradients of all optimizers.
         if id(item) not in accelerator._window.unscaled:
             scaler.unscale_(item)
             accelerator._window.unscaled.add(id(item))

@@ -38,10 +38,10 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     spread = layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None
     # A sampler of the user's own fills up each part at its own end, and a reader of a node the parts of its node.
     plan = getattr(state.active_dataloader, "plan", None)
-    apart = counts is not None and bool(getattr(plan, "filled_ends", None) or getattr(plan, "readers", None))
-    if spread or apart:
+    uneven = counts is not None and bool(getattr(plan, "filled_ends", None) or getattr(plan, "readers", None))
+    if spread or uneven:
         inner, copies = (layout.non_data_parallel_size, layout.tp_size) if spread else (1, 1)
-        limit = counts if apart else None if whole or keep < 0 else keep
+        limit = counts if uneven else None if whole or keep < 0 else keep
         pick = partial(_of_distinct, inner=inner, copies=copies, ranks=accelerator.num_processes, keep=limit)
         return operations.recursively_apply(pick, gathered) if by_tensor else pick(gathered)
     if whole:

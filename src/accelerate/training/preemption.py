@@ -233,7 +233,7 @@ class Watch:
 
 def _save(accelerator: Facade) -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
-    accelerator._background.settle()  # one that failed has been logged, and is no reason not to save now
+    accelerator._background.wait()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)
     taken = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []

@@ -326,7 +326,8 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
     amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
     if device_placement and not accelerator.verify_device_map(model):
-        with followed(accelerator, model, alike=True):  # torch_xla puts new parameters in a model that it moves
+        # torch_xla puts new parameters in a model that it moves.
+        with followed(accelerator, model, same_elements=True):
             model = model.to(accelerator.device)
     wrapped = model if evaluation_mode else _wrap(accelerator, model)
     wrapped = compile_model(accelerator, wrapped)
@@ -396,7 +397,7 @@ def prepare_optimizer(
         return known
     if hasattr(optimizer, "fused_backward") and accelerator.num_processes > 1:
         raise NotImplementedError(
-            f"{type(optimizer).__name__} updates weights before gradients are averaged: {accelerator.num_processes} processes would train apart. "
+            f"{type(optimizer).__name__} updates weights before gradients are averaged: {accelerator.num_processes} processes would train different models. "
             "Train on one, or take another optimizer."
         )
     if device_placement is None:

@@ -1,4 +1,4 @@
-"""Which ranks read what all of them have alike, the whole models and optimizers of replicas, and how the others get it.
+"""Which ranks read what is the same on all of them, the whole models and optimizers of replicas, and how the others get it.
 
 Where a network is faster than the disk, a rank that reads for others broadcasts from its own tensors once they have their values; the
 others open none of those files. ``ACCELERATE_CHECKPOINT_READERS`` chooses: ``all`` ranks read, ``one_per_node``, or ``one``.

@@ -49,7 +49,7 @@ def load_state(
     place meanwhile, all ranks start over with that one, so that they never mix two.
     """
     background = accelerator._background
-    problem: Exception | None = background.settle("load_state()") if background.pending else None
+    problem: Exception | None = background.wait("load_state()") if background.pending else None
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     storage = _storage(accelerator, input_dir)
@@ -383,7 +383,7 @@ def _read_together(
 
 
 def _attempted(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Take a step; return its result, or why it failed: the other ranks would wait for one that leaves before they are told."""
+    """Take a step; return its result, or why it failed: the other ranks would wait for one that leaves before they know."""
     try:
         return step(), None
     except BaseException as error:

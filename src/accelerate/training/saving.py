@@ -56,7 +56,7 @@ def save_state(
     ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
     """
     background = accelerator._background
-    former = background.settle("save_state()") if background.pending else None
+    former = background.wait("save_state()") if background.pending else None
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
     path = _path(accelerator, output_dir)
@@ -70,7 +70,7 @@ def save_state(
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
     if backend.saves_shards and not blocking:
-        save.shards = comm.side_group(apart=True)
+        save.shards = comm.side_group(beside=True)
     try:
         _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options)
         if not blocking:
@@ -81,14 +81,14 @@ def save_state(
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
         accelerator._unfinished_save = storage.location
         if backend.saves_shards:
-            save.settle()  # a rank that has nothing to write would be waited for by those that write together
+            save.check_collected()  # a rank that has nothing to write would be waited for by those that write together
         save.finish()
         accelerator._unfinished_save = None
         project.iteration += 1
     else:
         project.iteration += 1  # on all ranks, whatever becomes of it on one of them
         try:
-            save.settle()
+            save.check_collected()
         except BaseException:
             background.buffers.release()
             raise

@@ -77,7 +77,7 @@ class DeepSpeedEngineWrapper:
             optimizer, "_global_grad_norm"
         )
         self._norm: torch.Tensor | None = None
-        # How many contexts hold its step back, whatever `backward` is told: the next one outside steps with all gradients.
+        # How many contexts hold its step back, whatever is passed to `backward`: the next one outside steps with all gradients.
         self._held = 0
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:

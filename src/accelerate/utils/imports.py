@@ -119,7 +119,7 @@ def is_pippy_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Tell whether `torch.load(weights_only=True)` can be told which other classes are safe: it always can."""
+    """Tell whether `torch.load(weights_only=True)` takes a list of other classes that are safe: it always can."""
     return True
 
 

@@ -185,9 +185,9 @@ def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[],
     barrier.begin()
     size = barrier.smallest(reduced()) if barrier.any_of(failed) else None
     started = sum(threads.counters().values())
-    alike = size is None or barrier.smallest(started) == -barrier.smallest(-started)
+    same_size = size is None or barrier.smallest(started) == -barrier.smallest(-started)
     barrier.leave()
-    if not alike:
+    if not same_size:
         raise RuntimeError(
             f"`{name}` ran out of memory where the ranks had started different numbers of collectives (this one {started}), so the "
             f"next ones would not fit together. Start the program again with starting_batch_size={size}."

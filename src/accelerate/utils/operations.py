@@ -313,11 +313,11 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 
 def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int, tuple[int, ...], int]:
     mine = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
-    told = communicator.gather_object(mine)
-    owners = [rank for rank, entry in enumerate(told) if entry is not None]
-    if not owners or any(told[rank] != told[owners[0]] for rank in owners):
-        raise ValueError(f"One tensor is expected, on one or more processes; the processes have {told}.")
-    return owners[0], *told[owners[0]]
+    entries = communicator.gather_object(mine)
+    owners = [rank for rank, entry in enumerate(entries) if entry is not None]
+    if not owners or any(entries[rank] != entries[owners[0]] for rank in owners):
+        raise ValueError(f"One tensor is expected, on one or more processes; the processes have {entries}.")
+    return owners[0], *entries[owners[0]]
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:

@@ -75,7 +75,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the newest whole checkpoint of a run, as transformers' function of that name does for any folder.
 
     Those that are unfinished or damaged are passed over, and a warning names each with what is wrong. Names and sizes of files
-    are compared here; their bytes when `train` is told to resume. Any rank, alone.
+    are compared here; their bytes when `train` resumes. Any rank, alone.
 
     Args:
         folder: The `output_dir` of the run.

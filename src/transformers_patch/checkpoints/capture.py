@@ -36,7 +36,7 @@ Stamp = tuple[int, int, int]  # of a file: which it is, its size, when it was wr
 def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
     """Let a plan take the files of its folder that are saved in a block, and give the stamps of those that it wrote.
 
-    It writes each at once, or `waits` until it is told to.
+    It writes each at once, or `waits` for the call that writes.
     """
     stamps: dict[str, Stamp] = {}
     save, save_file = torch.save, safetensors.torch.save_file

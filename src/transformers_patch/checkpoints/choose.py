@@ -1,7 +1,7 @@
 """Which checkpoints of a Trainer are whole, and from which one a run goes on.
 
 A folder with a manifest is compared with it. One without was written by the stock Trainer, which writes into the final folder, so
-what can be told from its files is: those that a reader would stumble over, and sets of which a part is missing.
+its files show only: those that a reader would stumble over, and sets of which a part is missing.
 """
 
 import json
@@ -85,7 +85,7 @@ def _stock_flaws(folder: str) -> list[str]:
 
 
 def _unreadable(folder: str, name: str) -> str:
-    """Return why a reader would stumble over a file, as far as its beginning and end tell; nothing for what cannot be told."""
+    """Return why a reader would stumble over a file, as far as its beginning and end tell; nothing for what they do not show."""
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return ""

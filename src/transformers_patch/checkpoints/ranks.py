@@ -48,9 +48,9 @@ def keep(trainer: Any, folder: str) -> dict[str, Any]:
     # What `auto_find_batch_size` had found is taken over by the Trainer.
     former |= {"global_batch": None} if trainer.args.auto_find_batch_size else {}
     found = [(name, former.get(name), value) for name, value in _data(trainer).items()]
-    told = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found if old not in (None, new))
-    if told and trainer.args.process_index == 0:
-        logger.warning("%r goes on with other samples than the run that saved it: %s.", folder, told)
+    changed = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found if old not in (None, new))
+    if changed and trainer.args.process_index == 0:
+        logger.warning("%r goes on with other samples than the run that saved it: %s.", folder, changed)
     return former
 
 

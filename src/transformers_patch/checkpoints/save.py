@@ -1,7 +1,7 @@
 """A Trainer's checkpoint is staged, written by the Trainer as ever, and published by one rename.
 
 What is written, and by which rank, is the Trainer's affair: strategies, adapters, tokenizers and callbacks work as they are. Here
-is what comes before and after: the meeting of the ranks, the hidden folder, the manifest, the rename, and what must wait for it.
+is what comes before and after: the agreement of the ranks, the hidden folder, the manifest, the rename, and what must wait for it.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def wait(trainer: Any) -> None:
         RuntimeError: It could not be saved.
     """
     if (flight := vars(trainer).get(_FLIGHT)) is not None:
-        if (problem := flight.settle()) is not None:
+        if (problem := flight.wait()) is not None:
             raise problem
         flight.push(trainer)
 
@@ -92,7 +92,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     run_dir = trainer._get_output_dir(trial=trial)
     place = choose.place_of(run_dir, trainer.state.global_step)
     flight = vars(trainer).setdefault(_FLIGHT, _Flight())
-    former = flight.settle("save_checkpoint")
+    former = flight.wait("save_checkpoint")
     save = _save_of(trainer, run_dir, place)
     save.begin(former)
     flight.push(trainer)
@@ -105,11 +105,11 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))
         if goes_on:
             save.attempt(lambda: snapshot(save.plan, flight.background.buffers))
-        save.settle()
+        save.check_collected()
         if not goes_on:  # callbacks find all files
             save.attempt(save.plan.write)
         elif save.plan.has_shards and save.group.world_size > 1:
-            save.shards = accelerate.comm.side_group(apart=True)
+            save.shards = accelerate.comm.side_group(beside=True)
         if trainer.control.should_save:
             _call_back(trainer, save, place)
         save.attempt(lambda: capture.look_again(save.plan, stamps))
@@ -140,9 +140,9 @@ class _Flight:
         self.background = Background()
         self.pushes: list[str] = []
 
-    def settle(self, reason: str | None = None) -> RuntimeError | None:
+    def wait(self, reason: str | None = None) -> RuntimeError | None:
         """Wait until the save under way has ended, and return why it failed, once. Any rank, alone."""
-        problem = self.background.settle(reason)
+        problem = self.background.wait(reason)
         self.pushes = self.pushes if problem is None else []
         return problem
 
@@ -242,7 +242,7 @@ def _call_back(trainer: Any, save: Save, place: str) -> None:
             args = copy.copy(args)
             args.output_dir = os.path.dirname(staged)
         save.attempt(lambda: setattr(trainer, "control", handler.on_save(args, trainer.state, trainer.control)))
-        save.settle()
+        save.check_collected()
     finally:
         if links:
             os.unlink(place)

@@ -74,11 +74,11 @@ def checker(monkeypatch):
 
 def test_ranks_that_did_what_was_expected_learn_before_the_next_call_that_one_did_not(checker):
     assert checker.is_valid(call(2), call(2), Flags(0, 1))
-    checker.settle()
+    checker.flush()
     assert checker.is_valid(call(2), call(2), Flags(1, 1))
     with pytest.raises(DistributedOperationException, match=r"not all processes.*process 1.*gather` of float32\[2\]"):
         checker.expected()
-    checker.settle()
+    checker.flush()
 
 
 def test_a_rank_that_does_something_else_raises_at_once_unless_all_do(checker):

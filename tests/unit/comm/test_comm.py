@@ -77,10 +77,10 @@ def test_awkward_tensors(process_group):
 def test_the_default_group_is_the_side_group_where_it_has_gloo(process_group):
     storage.process.filled()["distributed_type"] = "MULTI_CPU"
     assert comm.side_group() is dist.group.WORLD
-    apart = comm.side_group(apart=True)
-    assert apart is not dist.group.WORLD and comm.side_group(apart=True) is apart
+    beside = comm.side_group(beside=True)
+    assert beside is not dist.group.WORLD and comm.side_group(beside=True) is beside
     comm.forget()
-    assert comm.side_group(apart=True) is not apart
+    assert comm.side_group(beside=True) is not beside
 
 
 def test_one_side_group_is_made_where_the_default_group_has_no_gloo():

@@ -115,5 +115,5 @@ def test_an_optimizer_that_steps_in_its_backward_pass_is_driven_by_it(monkeypatc
     optimizer.step()
     torch.testing.assert_close(before - model.weight, torch.full((1, 2), 0.5))
     monkeypatch.setattr(accelerator.state, "num_processes", 2)
-    with pytest.raises(NotImplementedError, match="2 processes would train apart"):
+    with pytest.raises(NotImplementedError, match="2 processes would train different models"):
         accelerator.prepare(Fused(model.parameters(), {}))

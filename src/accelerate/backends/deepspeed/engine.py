@@ -166,7 +166,7 @@ def resolve(
         # The optimizer that was given is the one that trains; DeepSpeed would refuse it beside an offload otherwise.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if layout is not None and layout._sp_by_deepspeed:
-        config[_TRAIN] = known[_TRAIN]  # the Trainer has counted ranks that share sequences apart
+        config[_TRAIN] = known[_TRAIN]  # the Trainer has counted ranks that share sequences one by one
     plugin.deepspeed_config_process(must_match=False, **known)
     return {"steps_per_print": math.inf, **copy.deepcopy(config)}
 

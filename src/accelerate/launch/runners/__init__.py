@@ -213,7 +213,7 @@ def start(
 
 
 def _in_foreground() -> bool:
-    """Return whether Ctrl-C in the terminal reaches this process and its child alike."""
+    """Return whether Ctrl-C in the terminal reaches both this process and its child."""
     if os.name != "posix":
         return True  # a console of Windows reaches all its processes
     try:

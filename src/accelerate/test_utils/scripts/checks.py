@@ -139,7 +139,7 @@ def check_loader(dispatch: bool) -> Check:
             found, counts = torch.cat(parts).sort().values.tolist(), set(gather_object([len(parts)]))
             _require(
                 found == list(range(length)),
-                f"Of {length} samples, {len(found)} arrived, {len(set(found))} of them different.",
+                f"Of {length} samples, {len(found)} came, {len(set(found))} of them different.",
             )
             _require(len(counts) == 1, f"The ranks had different numbers of batches: {sorted(counts)}.")
         loading.free_memory()
