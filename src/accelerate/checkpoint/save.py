@@ -267,8 +267,7 @@ class Save:
         self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
         folder = self._meet(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
-        # Each machine stages a part of what one of them publishes.
-        if not self.group.shared and not self.group.each_node:
+        if not self.group.shared and not self.group.each_node:  # machines stage parts of what one of them publishes
             self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))

@@ -164,20 +164,20 @@ def advise(address: int, length: int, advice: int) -> bool:
 def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
     """Copy memory, which may be a mapped file's: OSError, where a plain copy ends the process, if a page cannot be read.
 
-    Where it is a file's, the file is read: that is faster than its mapping, which the system fills a page at a time. Only a file
-    that another one has replaced since is copied from its mapping.
+    Of much memory, what is a file's is read from the file: that is faster than its mapping, which the system fills a page at a time.
 
     Args:
         copies: address to copy to, address to copy from, and bytes, of each piece of memory.
     """
-    maps = _mapped_files()
+    copies = list(copies)
+    maps = _mapped_files() if sum(length for _, _, length in copies) >= CHUNK else [_NO_FILE]
     with contextlib.ExitStack() as held:
         same_file = functools.cache(functools.partial(_same_file, held))
         for target, source, length in copies:
             begin, end, offset, inode, path = maps[bisect.bisect(maps, (source, sys.maxsize)) - 1]
             file = same_file(path, inode) if source + length <= end else None
             if file is None:
-                ctypes.memmove(target, source, length)
+                _copy_pages(target, source, length)
                 continue
             left, start = memoryview((ctypes.c_char * length).from_address(target)).cast("B"), source - begin + offset
             while len(left):
@@ -186,14 +186,33 @@ def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
                 left, start = left[size:], start + size
 
 
+def _copy_pages(target: int, source: int, length: int) -> None:
+    """Copy memory by the system, which says so if a page cannot be read. Source: https://man7.org/linux/man-pages/man2/process_vm_readv.2.html"""
+    read = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong")
+    own, span, done = os.getpid(), ctypes.c_size_t * 2, 0
+    while read is not None and done < length:
+        count = min(length - done, 1 << 30)  # what is returned is an int
+        copied = read(own, span(target + done, count), 1, span(source + done, count), 1, 0)
+        if copied <= 0:
+            if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
+                break
+            raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
+        done += copied
+    ctypes.memmove(target + done, source + done, length - done)
+
+
+# Stands before the entries of `_mapped_files`, so that each address has one before it.
+_NO_FILE = (0, 0, 0, 0, "")
+
+
 def _mapped_files() -> list[tuple[int, int, int, int, str]]:
     """Return where the memory of files begins and ends in this process, in order, from which byte on, and the file's inode and path.
 
-    There is an empty entry at the beginning, and no other one on systems that do not tell.
+    `_NO_FILE` is the first entry, and the only one on systems that have no such list.
 
     Source: https://man7.org/linux/man-pages/man5/proc_pid_maps.5.html
     """
-    found = [(0, 0, 0, 0, "")]
+    found = [_NO_FILE]
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             span, _, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
