@@ -216,7 +216,7 @@ def check_refused_at_first():
         (Layers(), {**example, "num_chunks": 0}, ("num_chunks=0", "at least 1")),
         (Layers(), {"example_args": (batch, Opaque())}, ("scale", "Opaque", "Leave it out")),
         (Layers(lambda x, states, logits: logits.sum()), example, ("returns it of shape ()", "labels")),
-        (Layers(lambda x, states, logits: {"a": [Opaque()]}), example, ("Opaque (a[0])", "taken apart")),
+        (Layers(lambda x, states, logits: {"a": [Opaque()]}), example, ("Opaque (a[0])", "cannot be divided")),
         (Branching(), example, ("cannot trace Branching", "one graph")),
         (Layers().to("meta"), example, ("'embed.weight' is on the meta device", "load")),
     ]
