@@ -38,7 +38,7 @@ def alternatives(pattern: str) -> list[str]:
 # Row -> what ours raises, what 1.15.0 raises, and the cases; `<a|b>` stands for a or b.
 ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "A subclass of `AbstractTrainStep`": [(None, None, "plain.megatron_lm_AbstractTrainStep(*")],
-    "`id_tensor_storage` tells apart": [("", "", "plain.modeling_id_tensor_storage(*")],
+    "`id_tensor_storage` distinguishes": [("", "", "plain.modeling_id_tensor_storage(*")],
     "Fields of plugins and sizes of `ParallelismConfig` may be given as text": [
         ("", "",
          "plugins.*Plugin_*(value=<'1'|'2'|'3'|'0.5'|'true'|'TRUE'|'False'|'FALSE'|'100000000'|0|-1|1|2|3|4>)*",
