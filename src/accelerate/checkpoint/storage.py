@@ -229,7 +229,7 @@ def refuse_unreadable(path: str | os.PathLike[str]) -> None:
 
 def refuse_unfinished(entries: Collection[str]) -> None:
     """Raise DamagedCheckpoint if the names in a folder say that it must not be loaded: a save there has not ended."""
-    if any(entry.startswith(manifest.INCOMPLETE_MARKER) for entry in entries):
+    if [entry for entry in entries if entry.startswith(manifest.INCOMPLETE_MARKER)]:
         raise DamagedCheckpoint("its saving did not come to its end")
     if NAME not in entries and any(map(manifest.is_ours_alone, entries)):
         raise DamagedCheckpoint(f"its manifest {NAME} is missing")

@@ -16,6 +16,7 @@ import errno
 import functools
 import io
 import mmap
+import operator
 import os
 import re
 import sys
@@ -169,36 +170,52 @@ def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
     Args:
         copies: address to copy to, address to copy from, and bytes, of each piece of memory.
     """
-    copies = list(copies)
-    maps = _mapped_files() if sum(length for _, _, length in copies) >= CHUNK else [_NO_FILE]
+    maps, copies = [_NO_FILE], list(copies)
+    if sum(map(operator.itemgetter(2), copies)) >= CHUNK:
+        maps = _mapped_files()
+    in_memory = []
     with contextlib.ExitStack() as held:
         same_file = functools.cache(functools.partial(_same_file, held))
         for target, source, length in copies:
             begin, end, offset, inode, path = maps[bisect.bisect(maps, (source, sys.maxsize)) - 1]
             file = same_file(path, inode) if source + length <= end else None
             if file is None:
-                _copy_pages(target, source, length)
+                in_memory.append((target, source, length))
                 continue
             left, start = memoryview((ctypes.c_char * length).from_address(target)).cast("B"), source - begin + offset
             while len(left):
                 if not (size := os.preadv(file, [left], start)):
                     raise OSError(errno.EIO, "the file became shorter while it was read", path)
                 left, start = left[size:], start + size
+    for number in range(0, len(in_memory), _SPANS):
+        _copy_pages(in_memory[number : number + _SPANS])
 
 
-def _copy_pages(target: int, source: int, length: int) -> None:
+# The system takes so many pieces of memory in one call (its IOV_MAX).
+_SPANS = 1024
+
+
+def _copy_pages(copies: list[tuple[int, int, int]]) -> None:
     """Copy memory by the system, which says so if a page cannot be read. Source: https://man7.org/linux/man-pages/man2/process_vm_readv.2.html"""
-    read = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong")
-    own, span, done = os.getpid(), ctypes.c_size_t * 2, 0
-    while read is not None and done < length:
-        count = min(length - done, 1 << 30)  # what is returned is an int
-        copied = read(own, span(target + done, count), 1, span(source + done, count), 1, 0)
+    read, own = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"), os.getpid()
+    copies = [copy for copy in reversed(copies) if copy[2]]
+    while read is not None and copies:
+        spans = ctypes.c_size_t * (2 * len(copies))
+        targets, sources = spans(), spans()
+        targets[::2], sources[::2], lengths = zip(*reversed(copies), strict=True)
+        targets[1::2] = sources[1::2] = lengths
+        copied = read(own, targets, len(copies), sources, len(copies), 0)
         if copied <= 0:
             if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
                 break
             raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
-        done += copied
-    ctypes.memmove(target + done, source + done, length - done)
+        while copied:  # of more than 2 GiB a part
+            target, source, length = copies.pop()
+            if (done := min(copied, length)) < length:
+                copies.append((target + done, source + done, length - done))
+            copied -= done
+    for copy in copies:
+        ctypes.memmove(*copy)
 
 
 # Stands before the entries of `_mapped_files`, so that each address has one before it.

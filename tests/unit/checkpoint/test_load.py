@@ -442,6 +442,8 @@ def test_tensors_of_any_layout_are_copied_over_others():
         (torch.zeros(8)[::2], grid[0, 0, 0]),
         (nn.Parameter(torch.zeros(4)).data, grid[0, 0, 1]),
     ]
+    # More than the system copies in one call.
+    pairs += [(torch.zeros(3), row) for row in torch.arange(3600.0).reshape(-1, 3)]
     load.copy_over(pairs)
     for target, value in pairs:
         assert torch.equal(target, value.to(target.dtype))
