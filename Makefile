@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-ray test-trackers test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
+	test-deepspeed test-liger test-ray test-trackers test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -103,6 +103,13 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	.venv-ray/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[testing,ray]'
 	@touch $@
 
+.venv-liger/.ready: setup.py constraints.txt
+	@echo "setting up .venv-liger (once)"
+	$(PYTHON) -m venv .venv-liger
+	.venv-liger/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
+		-e '.[testing,transformers]' liger-kernel triton
+	@touch $@
+
 .cache/upstream/%/.ready: $(VENV)/.ready
 	$(BIN)/python tools/fetch_sources.py --out .cache/upstream $*
 	@touch $@
@@ -160,6 +167,9 @@ test-trackers: .venv-trackers/.ready ## a real run of each tracker, offline, in 
 
 test-ray: .venv-ray/.ready ## Ray Train with our Accelerator inside, a worker killed, in an environment of its own: it starts servers
 	PATH="$(CURDIR)/.venv-ray/bin:$$PATH" .venv-ray/bin/python -m pytest -k ray tests/interop/test_examples.py $(ARGS)
+
+test-liger: .venv-liger/.ready ## Liger's kernels by Triton's interpreter, in an environment of its own: its Triton would be torch's compiler
+	PATH="$(CURDIR)/.venv-liger/bin:$$PATH" .venv-liger/bin/python -m pytest -k liger tests/interop/test_examples.py $(ARGS)
 
 test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)

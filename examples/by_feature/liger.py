@@ -2,7 +2,7 @@
 
 Patch the classes before the model is built; strategies then see an ordinary module. The kernels are written in Triton for GPUs. Without
 one, `TRITON_INTERPRET=1` runs them operation by operation on the CPU: slow, and enough to compare losses. Triton's interpreter (3.9) fails
-in Liger's RMS norm and SwiGLU, so on a CPU they stay as they are. It needs `pip install transformers liger-kernel triton`.
+in Liger's RMS norm and SwiGLU, so on a CPU they stay as they are. It needs `pip install transformers liger-kernel triton`; `make test-liger` runs it.
 
     TRITON_INTERPRET=1 accelerate launch --cpu --num_processes 2 examples/by_feature/liger.py
 
