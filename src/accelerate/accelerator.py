@@ -477,6 +477,12 @@ class Accelerator(Processes):
 
         Returns:
             An AcceleratedOptimizer.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = Accelerator(cpu=True).prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> type(optimizer).__name__
+            'AcceleratedOptimizer'
         """
         result = prepare.prepare_optimizer(self, optimizer, device_placement)
         self.has_lomo_optimizer = bool(gradients.lomo_optimizers(self))
@@ -490,6 +496,13 @@ class Accelerator(Processes):
 
         Returns:
             An AcceleratedScheduler.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> optimizer = accelerator.prepare_optimizer(torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1))
+            >>> schedule = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
+            >>> schedule.get_last_lr()
+            [0.1]
         """
         return prepare.prepare_scheduler(self, scheduler)
 
@@ -508,6 +521,11 @@ class Accelerator(Processes):
 
         Returns:
             A loader of the same interface.
+
+        Example:
+            >>> loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=4)
+            >>> len(Accelerator(cpu=True).prepare_data_loader(loader))
+            2
         """
         return prepare.prepare_data_loader(
             self, data_loader, device_placement, prepare_data_loader, slice_fn_for_dispatch
@@ -607,6 +625,10 @@ class Accelerator(Processes):
 
         Args:
             model: The model.
+
+        Example:
+            >>> Accelerator(cpu=True).verify_device_map(torch.nn.Linear(1, 1))
+            False
         """
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
@@ -773,6 +795,14 @@ class Accelerator(Processes):
 
         Args:
             model: The prepared model.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with accelerator.no_sync(model):
+            ...     loss = model(torch.ones(1, 1)).sum()
+            >>> with accelerator.trigger_sync_in_backward(model):
+            ...     accelerator.backward(loss)
         """
         return gradients.trigger_sync(model)
 
@@ -787,6 +817,13 @@ class Accelerator(Processes):
 
         Inside, gradients are exchanged after every micro-batch, and ranks that have ended add zeros to the averages, so a
         window in which some end counts by the share of ranks that close it. ``num_items`` is refused.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, loader = accelerator.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(3, 1)))
+            >>> with accelerator.join_uneven_inputs([model]):  # on one process there is nothing to join
+            ...     for batch in loader:
+            ...         accelerator.backward(model(batch).sum())
 
         Source:
             https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
@@ -828,6 +865,15 @@ class Accelerator(Processes):
 
         Args:
             optimizer: The optimizer or optimizers whose gradients are meant; all prepared ones by default.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)  # with mixed_precision="fp16" a scale would be divided out
+            >>> model = torch.nn.Linear(1, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> accelerator.backward(model(torch.ones(1, 1)).sum())
+            >>> accelerator.unscale_gradients()
+            >>> model.weight.grad.item()
+            1.0
         """
         gradients.unscale(self, optimizer)
 
@@ -858,6 +904,14 @@ class Accelerator(Processes):
 
         Raises:
             NotImplementedError: The strategy holds gradients in shards that cannot be clipped by value.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> accelerator.backward(5 * model(torch.ones(1, 1)).sum())
+            >>> accelerator.clip_grad_value_(model.parameters(), 0.5)
+            >>> model.weight.grad.item()
+            0.5
         """
         gradients.clip_value(self, parameters, clip_value)
 
@@ -928,7 +982,14 @@ class Accelerator(Processes):
         return operations.pad_with(self._communicator, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank, which ``check_trigger`` shows to every rank. Any rank, alone."""
+        """Raise a flag on this rank, which ``check_trigger`` shows to every rank. Any rank, alone.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.set_trigger()  # on the rank whose loss is no number, say
+            >>> accelerator.check_trigger()
+            True
+        """
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
@@ -983,6 +1044,13 @@ class Accelerator(Processes):
         Args:
             profile_handler: Settings for this region, instead of the Accelerator's.
 
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with accelerator.profile() as profiler:
+            ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+            >>> any("mm" in row.key for row in profiler.key_averages())
+            True
+
         Source:
             https://docs.pytorch.org/docs/stable/profiler.html
         """
@@ -1007,6 +1075,12 @@ class Accelerator(Processes):
             buffers: Tensors to shard in place.
             buffer_seq_dims: The sequence dimension of each.
             no_restore_buffers: Those that stay sharded afterwards.
+
+        Example:
+            >>> ids = torch.arange(8).unsqueeze(0)
+            >>> with Accelerator(cpu=True).maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]):
+            ...     ids.shape[1]  # a part of it where context parallelism is on
+            8
         """
         context = self.prepared.sequence_context
         if context is None:
@@ -1093,6 +1167,13 @@ class Accelerator(Processes):
             DamagedCheckpoint: A file is missing, truncated or changed; the message names it.
             FileNotFoundError: There is no complete checkpoint.
             RuntimeError: Another rank could not load it.
+
+        Example:
+            >>> import tempfile
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     accelerator.load_state(folder, latest=True, missing_ok=True) is None  # the first start of a run
+            True
         """
         return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
 
@@ -1103,6 +1184,13 @@ class Accelerator(Processes):
             obj: The object.
             f: The file.
             safe_serialization: Whether to write a dict of tensors as safetensors.
+
+        Example:
+            >>> import os, tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     Accelerator(cpu=True).save({"mean": torch.zeros(2)}, f"{folder}/statistics.bin")
+            ...     os.listdir(folder)
+            ['statistics.bin']
         """
         each_node = self.project_configuration.save_on_each_node
         other.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
@@ -1121,6 +1209,14 @@ class Accelerator(Processes):
             save_directory: The folder.
             max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``.
             safe_serialization: Whether to write safetensors.
+
+        Example:
+            >>> import os, tempfile
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     accelerator.save_model(accelerator.prepare(torch.nn.Linear(1, 1)), folder)
+            ...     os.listdir(folder)
+            ['model.safetensors']
         """
         saving.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
@@ -1130,6 +1226,11 @@ class Accelerator(Processes):
         Args:
             model: The model.
             unwrap: Whether the keys are those of the model before ``prepare``.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> sorted(accelerator.get_state_dict(accelerator.prepare(torch.nn.Linear(1, 1))))
+            ['bias', 'weight']
         """
         return saving.get_state_dict(self, model, unwrap, get_state_dict_offloaded_model)
 
@@ -1141,6 +1242,10 @@ class Accelerator(Processes):
 
         Raises:
             ValueError: One of them lacks these methods.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.register_for_checkpointing(torch.nn.BatchNorm1d(2))
         """
         saving.register_for_checkpointing(self, *objects)
 
@@ -1152,6 +1257,11 @@ class Accelerator(Processes):
 
         Returns:
             A handle whose ``remove()`` takes the hook away.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: print(len(models), "models"))
+            >>> handle.remove()
         """
         return saving.register_hook(self._save_model_state_pre_hook, hook)
 
@@ -1163,6 +1273,11 @@ class Accelerator(Processes):
 
         Returns:
             A handle whose ``remove()`` takes the hook away.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> handle = accelerator.register_load_state_pre_hook(lambda models, folder: print(len(models), "models"))
+            >>> handle.remove()
         """
         return saving.register_hook(self._load_model_state_pre_hook, hook)
 
@@ -1204,6 +1319,12 @@ class Accelerator(Processes):
         Args:
             dataloader: A prepared loader.
             num_batches: How many batches to leave out.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4)))
+            >>> [batch.item() for batch in accelerator.skip_first_batches(loader, 2)]
+            [2, 3]
         """
         return skip_first_batches(dataloader, num_batches=num_batches)
 

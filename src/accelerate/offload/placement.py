@@ -243,6 +243,11 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
     Args:
         module: Any module; its submodules are not looked at.
+
+    Example:
+        >>> from accelerate.utils import has_offloaded_params
+        >>> has_offloaded_params(torch.nn.Linear(1, 1))
+        False
     """
     hook = module.__dict__.get("_hf_hook")
     return hook is not None and offloading_hook(module) is hook

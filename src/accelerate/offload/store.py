@@ -261,6 +261,14 @@ def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, torch.Tensor
     Raises:
         OSError: The disk is full; then nothing is left behind.
         ValueError: A tensor is on the meta device.
+
+    Example:
+        >>> import tempfile
+        >>> from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     offload_state_dict(folder, {"weight": torch.ones(2)})
+        ...     OffloadedWeightsLoader(save_folder=folder)["weight"]
+        tensor([1., 1.])
     """
     with OffloadWriter(save_dir) as writer:
         for name, tensor in state_dict.items():

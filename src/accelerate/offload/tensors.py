@@ -94,6 +94,11 @@ def is_peft_model(model: nn.Module) -> bool:
 
     Args:
         model: Any module.
+
+    Example:
+        >>> from accelerate.utils import is_peft_model
+        >>> is_peft_model(torch.nn.Linear(1, 1))
+        False
     """
     # Where peft was never imported nobody can have made a PeftModel.
     peft = sys.modules.get("peft")
@@ -382,6 +387,12 @@ def get_max_layer_size(
 
     Returns:
         The size in bytes, and the names of all layers that have it.
+
+    Example:
+        >>> from accelerate.utils import compute_module_sizes, get_max_layer_size
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))
+        >>> get_max_layer_size(list(model.named_children()), compute_module_sizes(model), [])
+        (48, ['1'])
     """
     whole = class_names(no_split_module_classes)
     largest, names = 0, []

@@ -39,6 +39,11 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
     Raises:
         ValueError: the word is none of these.
+
+    Example:
+        >>> from accelerate.utils import str_to_bool
+        >>> str_to_bool("yes"), str_to_bool("off")
+        (1, 0)
     """
     word = value.lower()
     if word not in _TRUE and word not in _FALSE:
@@ -55,6 +60,11 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
     Raises:
         ValueError: a variable holds something else than an integer.
+
+    Example:
+        >>> from accelerate.utils import get_int_from_env
+        >>> get_int_from_env(["SOME_SIZE_THAT_IS_NOT_SET"], 1)
+        1
     """
     for key in env_keys:
         text = os.environ.get(key, "").strip()
@@ -76,6 +86,11 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
     Raises:
         ValueError: its value is no truth value; see `str_to_bool`.
+
+    Example:
+        >>> from accelerate.utils import parse_flag_from_env
+        >>> parse_flag_from_env("SOME_FLAG_THAT_IS_NOT_SET", default=True)
+        True
     """
     text = os.environ.get(key, "").strip()
     if not text:
@@ -87,7 +102,13 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return a variable as it is, or the default where it is not set, or empty."""
+    """Return a variable as it is, or the default where it is not set, or empty.
+
+    Example:
+        >>> from accelerate.utils import parse_choice_from_env
+        >>> parse_choice_from_env("SOME_CHOICE_THAT_IS_NOT_SET", default="no")
+        'no'
+    """
     text = os.environ.get(key, "")
     return text if text.strip() else str(default)
 
@@ -242,7 +263,13 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the given modules that have been imported already."""
+    """Return those of the given modules that have been imported already.
+
+    Example:
+        >>> from accelerate.utils import are_libraries_initialized
+        >>> are_libraries_initialized("torch", "a_library_that_is_not_there")
+        ['torch']
+    """
     return [name for name in library_names if name in sys.modules]
 
 

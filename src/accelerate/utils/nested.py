@@ -222,7 +222,13 @@ def send_to_device(
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in a nested structure, or None if it has none."""
+    """Return the device of the first tensor in a nested structure, or None if it has none.
+
+    Example:
+        >>> from accelerate.utils import find_device
+        >>> find_device({"ids": torch.arange(2)})
+        device(type='cpu')
+    """
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
@@ -277,7 +283,13 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """Replace each tensor of a nested structure by numbers, in nested lists."""
+    """Replace each tensor of a nested structure by numbers, in nested lists.
+
+    Example:
+        >>> from accelerate.utils import listify
+        >>> listify({"loss": torch.tensor([0.5, 1.0])})
+        {'loss': [0.5, 1.0]}
+    """
     return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
@@ -291,6 +303,11 @@ def slice_tensors(
         tensor_slice: which part.
         process_index: not used; accepted for the sake of callers that pass it.
         num_processes: not used, likewise.
+
+    Example:
+        >>> from accelerate.utils import slice_tensors
+        >>> slice_tensors({"ids": torch.arange(6)}, slice(0, 2))
+        {'ids': tensor([0, 1])}
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 

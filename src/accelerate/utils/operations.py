@@ -164,6 +164,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
         TypeError: a leaf is no tensor.
+
+    Example:
+        >>> from accelerate.utils import broadcast
+        >>> broadcast(torch.tensor([1, 2]))  # those of rank 0, on all ranks
+        tensor([1, 2])
     """
     communicator = comm.current()
     if communicator.world_size == 1:
@@ -184,6 +189,11 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
     Returns:
         The same list.
+
+    Example:
+        >>> from accelerate.utils import broadcast_object_list
+        >>> broadcast_object_list(["run-1"])
+        ['run-1']
     """
     communicator = comm.current()
     # Given an empty list, torch fails on one rank, and the others wait.
@@ -291,6 +301,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
     Warns:
         CannotPadNestedTensorWarning: a tensor is a `torch.nested` one; it stays as it is.
+
+    Example:
+        >>> from accelerate.utils import pad_across_processes
+        >>> pad_across_processes(torch.ones(1, 3), dim=1).shape  # as long as the longest of all ranks
+        torch.Size([1, 3])
     """
     return pad_with(comm.current(), tensor, dim, pad_index, pad_first)
 
@@ -423,6 +438,11 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     Returns:
         A plain function, which keeps signature probes and `torch.compile` at ease; its `__wrapped__` is a
         `ConvertOutputsToFp32`, whose `__wrapped__` is the original.
+
+    Example:
+        >>> from accelerate.utils import convert_outputs_to_fp32
+        >>> convert_outputs_to_fp32(lambda: torch.ones(1, dtype=torch.float16))().dtype
+        torch.float32
     """
     converter = ConvertOutputsToFp32(model_forward)
 

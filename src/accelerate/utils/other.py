@@ -196,18 +196,35 @@ def load_each(files: Sequence[Path | BinaryIO], map_location: Any = None, **kwar
 
 
 def wait_for_everyone() -> None:
-    """Wait until every rank has reached this call. All ranks must call it."""
+    """Wait until every rank has reached this call. All ranks must call it.
+
+    Example:
+        >>> from accelerate.utils import wait_for_everyone
+        >>> wait_for_everyone()  # returns when all ranks have called it
+    """
     PartialState().wait_for_everyone()
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the qualified name of a class or function, or of an object's class."""
+    """Return the qualified name of a class or function, or of an object's class.
+
+    Example:
+        >>> from accelerate.utils import get_pretty_name
+        >>> get_pretty_name(torch.nn.Linear)
+        'Linear'
+    """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return getattr(named, "__qualname__", None) or named.__name__
 
 
 def merge_dicts(source: dict, destination: dict) -> dict:
-    """Merge a nested dict into another one, in place, and return that one; the source's values win."""
+    """Merge a nested dict into another one, in place, and return that one; the source's values win.
+
+    Example:
+        >>> from accelerate.utils import merge_dicts
+        >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
+        {'a': {'y': 2, 'x': 1}}
+    """
     for key, value in source.items():
         if isinstance(value, dict):
             below = destination.get(key)
@@ -218,12 +235,24 @@ def merge_dicts(source: dict, destination: dict) -> dict:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return an attribute by its dotted name, such as ``"encoder.0.weight"``; a missing part is an AttributeError."""
+    """Return an attribute by its dotted name, such as ``"encoder.0.weight"``; a missing part is an AttributeError.
+
+    Example:
+        >>> from accelerate.utils import recursive_getattr
+        >>> recursive_getattr(torch.nn.Linear(1, 1), "weight.shape")
+        torch.Size([1, 1])
+    """
     return reduce(getattr, attr.split("."), obj)
 
 
 def convert_bytes(size: int | float) -> str:
-    """Return a size in bytes as text in the largest unit that fits, up to petabytes: 1536 is "1.5 KB"."""
+    """Return a size in bytes as text in the largest unit that fits, up to petabytes: 1536 is "1.5 KB".
+
+    Example:
+        >>> from accelerate.utils import convert_bytes
+        >>> convert_bytes(3 * 1024**3)
+        '3.0 GB'
+    """
     units = ("bytes", "KB", "MB", "GB", "TB", "PB")
     step = 0
     while size >= 1024 and step < len(units) - 1:
@@ -233,7 +262,13 @@ def convert_bytes(size: int | float) -> str:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Say whether a program on this machine listens on a port, by default 29500, where processes meet."""
+    """Say whether a program on this machine listens on a port, by default 29500, where processes meet.
+
+    Example:
+        >>> from accelerate.utils import is_port_in_use
+        >>> is_port_in_use(1)
+        False
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else int(port))) == 0

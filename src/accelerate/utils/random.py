@@ -103,6 +103,11 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """Do `synchronize_rng_state` for several generators, in the same order on every rank. Every rank must call it."""
+    """Do `synchronize_rng_state` for several generators, in the same order on every rank. Every rank must call it.
+
+    Example:
+        >>> from accelerate.utils import synchronize_rng_states
+        >>> synchronize_rng_states(["torch"])  # all ranks draw the numbers of rank 0 now
+    """
     for rng_type in rng_types:
         synchronize_rng_state(RNGType(rng_type), generator=generator)

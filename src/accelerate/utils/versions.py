@@ -35,6 +35,11 @@ def compare_versions(library_or_version: "str | Version", operation: str, requir
     Raises:
         ValueError: `operation` is unknown.
         importlib.metadata.PackageNotFoundError: the distribution is not installed.
+
+    Example:
+        >>> from accelerate.utils import compare_versions
+        >>> compare_versions("torch", ">=", "2.0")
+        True
     """
     from packaging.version import parse
 
@@ -49,5 +54,10 @@ def is_torch_version(operation: str, version: str) -> bool:
     """Compare the version of the installed torch with a required one, as `compare_versions` does.
 
     A local suffix counts: torch 2.6.0+cpu is not `== 2.6.0` but `> 2.6.0`.
+
+    Example:
+        >>> from accelerate.utils import is_torch_version
+        >>> is_torch_version(">=", "2.0")
+        True
     """
     return compare_versions("torch", operation, version)
