@@ -141,6 +141,12 @@ def cpu_offload(
 
     Raises:
         ValueError: A tensor has no data anywhere. The model is as it was.
+
+    Example:
+        >>> from accelerate import cpu_offload
+        >>> model = cpu_offload(torch.nn.Linear(2, 1), execution_device="cpu")
+        >>> model.weight.device, model(torch.ones(1, 2)).shape
+        (device(type='meta'), torch.Size([1, 1]))
     """
     prefetch_budget(prefetch)  # before anything is changed
     if state_dict is None:
@@ -227,6 +233,14 @@ def disk_offload(
     Raises:
         OSError: The disk is full; then the folder and the model are as they were.
         ValueError: What the folder has does not fit the model.
+
+    Example:
+        >>> import tempfile
+        >>> from accelerate import disk_offload
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model = disk_offload(torch.nn.Linear(2, 1), folder, execution_device="cpu")
+        ...     model(torch.ones(1, 2)).shape
+        torch.Size([1, 1])
     """
     prefetch_budget(prefetch)  # before anything is changed
     tied = find_tied_parameters(model)
@@ -405,6 +419,17 @@ def load_checkpoint_and_dispatch(
         RuntimeError: ``strict``, and names differ.
         ValueError: ``device_map`` is text but none of the four, a file is truncated or does not fit the model, or a weight has no
             place. The model is as it was.
+
+    Example:
+        >>> import tempfile
+        >>> from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Accelerator(cpu=True).save_model(torch.nn.Linear(2, 1), folder)
+        ...     with init_empty_weights():
+        ...         model = torch.nn.Linear(2, 1)
+        ...     model = load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"})
+        >>> model.weight.device
+        device(type='cpu')
     """
     prefetch_budget(prefetch)  # before anything is changed
     if isinstance(device_map, str):

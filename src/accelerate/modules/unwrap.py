@@ -149,6 +149,11 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
     Args:
         module: Any module.
+
+    Example:
+        >>> from accelerate.utils import has_compiled_regions
+        >>> has_compiled_regions(torch.nn.Linear(1, 1))
+        False
     """
     return "torch._dynamo.eval_frame" in sys.modules and any(is_compiled_module(part) for part in module.modules())
 
@@ -385,6 +390,12 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     Raises:
         ValueError: A value is not a tensor; the message names it.
 
+    Example:
+        >>> from accelerate.utils import clean_state_dict_for_safetensors
+        >>> weight = torch.ones(2)
+        >>> list(clean_state_dict_for_safetensors({"embedding": weight, "head": weight}))  # tied ones once
+        ['embedding']
+
     Source:
         https://huggingface.co/docs/safetensors/torch_shared_tensors
     """
@@ -409,6 +420,11 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
     Args:
         model: Any module.
+
+    Example:
+        >>> from accelerate.utils import model_has_dtensor
+        >>> model_has_dtensor(torch.nn.Linear(1, 1))
+        False
 
     Source:
         https://docs.pytorch.org/docs/stable/distributed.tensor.html

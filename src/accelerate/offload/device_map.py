@@ -193,6 +193,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: Tensors have no device; the message names them.
+
+    Example:
+        >>> from accelerate.utils import check_device_map
+        >>> check_device_map(torch.nn.Sequential(torch.nn.Linear(1, 1)), {"0": "cpu"})  # raises if a weight has no device
     """
     tensors = list(model.state_dict(keep_vars=True))  # non-persistent buffers go where their module goes
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}.union(tensors)
@@ -359,6 +363,11 @@ def get_balanced_memory(
 
     Raises:
         ValueError: A budget, class or dtype is none; the message names it.
+
+    Example:
+        >>> from accelerate.utils import get_balanced_memory
+        >>> get_balanced_memory(torch.nn.Linear(2, 1), max_memory={"cpu": "1GB"})
+        {'cpu': 1000000000}
     """
     user_set = max_memory is not None
     # Devices that are not there are warned about when the budgets are used.

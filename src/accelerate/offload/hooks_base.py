@@ -152,6 +152,12 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Returns:
         The same module.
+
+    Example:
+        >>> from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+        >>> model = add_hook_to_module(torch.nn.Linear(1, 1), ModelHook())
+        >>> hasattr(remove_hook_from_module(model), "_hf_hook")
+        False
     """
     own = module.__dict__
     ties = next((hook.ties for hook in hooks_of(module) if getattr(hook, "ties", ())), ()) if recurse else ()

@@ -202,6 +202,14 @@ def offload_weight(
     Raises:
         OSError: The disk is full; nothing is left behind.
         ValueError: The tensor is on the meta device, so that there is nothing to write.
+
+    Example:
+        >>> import tempfile
+        >>> from accelerate.utils import load_offloaded_weight, offload_weight
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     index = offload_weight(torch.ones(2), "weight", folder, index={})
+        ...     load_offloaded_weight(f"{folder}/weight.dat", index["weight"])
+        tensor([1., 1.])
     """
     with OffloadWriter(offload_folder, indexed=False) as writer:
         writer.add(weight_name, weight)

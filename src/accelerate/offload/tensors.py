@@ -137,6 +137,13 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
     Raises:
         AttributeError: A name does not exist in the model.
+
+    Example:
+        >>> from accelerate.utils import retie_parameters
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> retie_parameters(model, [["0.weight", "1.weight"]])
+        >>> model[0].weight is model[1].weight
+        True
     """
     for group in tied_params:
         owners = [tensor_at(model, name) for name in group]
@@ -193,6 +200,10 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 
     Raises:
         ValueError: The map does not cover a tied parameter.
+
+    Example:
+        >>> from accelerate.utils import check_tied_parameters_on_same_device
+        >>> check_tied_parameters_on_same_device([["embedding.weight", "head.weight"]], {"": "cpu"})  # warns where they are not
     """
     placed = [{name: device_of(name, device_map) for name in group} for group in tied_params]
     separated = [str(group) for group in placed if len(set(group.values())) > 1]

@@ -48,7 +48,13 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return the built-in trackers whose library is installed."""
+    """Return the built-in trackers whose library is installed.
+
+    Example:
+        >>> from accelerate.tracking import get_available_trackers
+        >>> isinstance(get_available_trackers(), list)  # of those whose package is installed
+        True
+    """
     return [LoggerType(name) for name, available in _AVAILABLE.items() if available()]
 
 

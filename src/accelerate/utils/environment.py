@@ -152,6 +152,13 @@ def clear_environment() -> Iterator[None]:
     """Run a `with` block without any environment variable; all of them are back afterwards, changes are dropped.
 
     Not safe beside threads: their C code may read a variable while it is gone.
+
+    Example:
+        >>> import os
+        >>> from accelerate.utils import clear_environment
+        >>> with clear_environment():
+        ...     len(os.environ)
+        0
     """
     previous = dict(os.environ)
     os.environ.clear()
@@ -246,6 +253,11 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
     A name that is no plain identifier, an empty value, or a value that could end the line or start another command is
     left out with a warning.
+
+    Example:
+        >>> from accelerate.utils import convert_dict_to_env_variables
+        >>> convert_dict_to_env_variables({"NCCL_DEBUG": "INFO"})
+        ['NCCL_DEBUG=INFO\\n']
     """
     lines = []
     for key, value in current_env.items():

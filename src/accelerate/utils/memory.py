@@ -36,6 +36,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Give the device memory that torch holds in reserve back to the driver. Any rank, alone.
 
     `garbage_collection` collects Python's garbage first, so that tensors in reference cycles count as free.
+
+    Example:
+        >>> from accelerate.utils.memory import clear_device_cache
+        >>> clear_device_cache(garbage_collection=True)
     """
     if garbage_collection:
         gc.collect()
@@ -62,7 +66,13 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Say whether an exception means that memory ran out, so that a smaller batch may work."""
+    """Say whether an exception means that memory ran out, so that a smaller batch may work.
+
+    Example:
+        >>> from accelerate.utils.memory import should_reduce_batch_size
+        >>> should_reduce_batch_size(RuntimeError("CUDA out of memory."))
+        True
+    """
     if isinstance(exception, torch.OutOfMemoryError):
         return True
     if not isinstance(exception, RuntimeError):

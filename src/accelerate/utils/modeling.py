@@ -56,6 +56,12 @@ def get_mixed_precision_context_manager(
 
     Raises:
         ValueError: Autocast is wanted and no `Accelerator` was made yet.
+
+    Example:
+        >>> from accelerate.utils import get_mixed_precision_context_manager
+        >>> with get_mixed_precision_context_manager(native_amp=False):
+        ...     torch.ones(1).dtype
+        torch.float32
     """
     if not native_amp:
         return contextlib.nullcontext()

@@ -12,7 +12,13 @@ from accelerate.config.enums import at_public_path
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Say whether the argument is a tensor."""
+    """Say whether the argument is a tensor.
+
+    Example:
+        >>> from accelerate.utils import is_torch_tensor
+        >>> is_torch_tensor(torch.ones(1)), is_torch_tensor([1.0])
+        (True, False)
+    """
     return isinstance(tensor, torch.Tensor)
 
 
@@ -177,7 +183,13 @@ class TensorInformation:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Say whether the argument is a `TensorInformation`."""
+    """Say whether the argument is a `TensorInformation`.
+
+    Example:
+        >>> from accelerate.utils import get_data_structure, is_tensor_information
+        >>> is_tensor_information(get_data_structure(torch.ones(1)))
+        True
+    """
     return isinstance(tensor_info, TensorInformation)
 
 
@@ -233,7 +245,13 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def get_data_structure(data: Any) -> Any:
-    """Replace each tensor of a nested structure by its `TensorInformation`."""
+    """Replace each tensor of a nested structure by its `TensorInformation`.
+
+    Example:
+        >>> from accelerate.utils import get_data_structure
+        >>> get_data_structure({"ids": torch.ones(2, 3)})
+        {'ids': TensorInformation(shape=torch.Size([2, 3]), dtype=torch.float32)}
+    """
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
@@ -243,7 +261,13 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Replace each `TensorInformation` of a nested structure by a tensor with unspecified content."""
+    """Replace each `TensorInformation` of a nested structure by a tensor with unspecified content.
+
+    Example:
+        >>> from accelerate.utils import get_data_structure, initialize_tensors
+        >>> initialize_tensors(get_data_structure([torch.ones(2, 3)]))[0].shape  # of undefined values
+        torch.Size([2, 3])
+    """
 
     def made(info: TensorInformation) -> torch.Tensor:
         return torch.empty(*info.shape, dtype=info.dtype)

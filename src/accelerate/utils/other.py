@@ -175,6 +175,14 @@ def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
         **kwargs: Passed to ``torch.load``. ``weights_only=False`` accepts any pickle, and runs what it says: use it
             only for files that you trust.
 
+    Example:
+        >>> import tempfile
+        >>> from accelerate.utils import load, save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"epoch": 3}, f"{folder}/state.bin")
+        ...     load(f"{folder}/state.bin")
+        {'epoch': 3}
+
     Source:
         https://docs.pytorch.org/docs/stable/generated/torch.load.html
     """
@@ -275,7 +283,13 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """Return a port that no program listens on now. Another program may take it before you do."""
+    """Return a port that no program listens on now. Another program may take it before you do.
+
+    Example:
+        >>> from accelerate.utils.other import get_free_port
+        >>> 0 < get_free_port() < 65536
+        True
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
