@@ -68,14 +68,6 @@ def load_state_dict(checkpoint_file: PathLike, device_map: Mapping[str, Any] | N
     Raises:
         OSError: The safetensors file does not say PyTorch-like metadata.
         ValueError: The safetensors file was written for another framework.
-
-    Example:
-        >>> import tempfile
-        >>> from accelerate.utils import load_state_dict, save
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save({"weight": torch.ones(2)}, f"{folder}/model.safetensors", safe_serialization=True)
-        ...     load_state_dict(f"{folder}/model.safetensors")
-        {'weight': tensor([1., 1.])}
     """
     path = os.fspath(checkpoint_file)
     if not path.endswith(".safetensors"):
