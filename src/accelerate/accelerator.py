@@ -743,18 +743,18 @@ class Accelerator(Processes):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module, num_items: Any = None) -> contextlib.AbstractContextManager:
-        """Return the context of one micro-batch: in it, prepared optimizers step only when their window closes.
+        """Return the context of one micro-batch: in it, prepared optimizers step only at the end of their accumulation step.
 
         The forward pass belongs into it, too: under DDP it decides whether the backward pass exchanges gradients.
 
         Args:
-            *models: The prepared models trained in it, whose gradients stay local until the window closes.
+            *models: The prepared models trained in it, whose gradients stay local until the accumulation step ends.
             num_items: How many items (tokens, say) this rank's loss is the mean of. Given for every micro-batch, the
-                gradients are the mean over all items of the window and of all ranks, exactly; it costs one all-reduce
+                gradients are the mean over all items of the accumulation step and of all ranks, exactly; it costs one all-reduce
                 of a number per optimizer step.
 
         Raises:
-            ValueError: ``num_items`` was given for some micro-batches of a window and not for others.
+            ValueError: ``num_items`` was given for some micro-batches of an accumulation step and not for others.
 
         Example:
             >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -816,7 +816,7 @@ class Accelerator(Processes):
             even_batches: Overrides ``even_batches`` of the prepared loaders inside the context.
 
         Inside, gradients are exchanged after every micro-batch, and ranks that have ended add zeros to the averages, so a
-        window in which some end counts by the share of ranks that close it. ``num_items`` is refused.
+        accumulation step in which some end counts by the share of ranks that close it. ``num_items`` is refused.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -840,7 +840,7 @@ class Accelerator(Processes):
 
         Raises:
             TypeError: The loss is not a tensor.
-            ValueError: ``num_items`` is missing for a part of the window, or was given twice.
+            ValueError: ``num_items`` is missing for a part of the accumulation step, or was given twice.
 
         Example:
             >>> weight = torch.ones(1, requires_grad=True)

@@ -91,7 +91,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     state = _of_inner("state", "The inner optimizer's state.")
     param_groups = _of_inner("param_groups", "The inner optimizer's parameter groups.")
     defaults = _of_inner("defaults", "The inner optimizer's default options.")
-    # Called with the optimizer before a step that ends a window, in a run that compares its replicas.
+    # Called with the optimizer before a step that ends an accumulation step, in a run that compares its replicas.
     _before_step: Callable[["AcceleratedOptimizer"], None] | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None) -> None:

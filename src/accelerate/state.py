@@ -379,9 +379,9 @@ class GradientState:
         gradient_accumulation_plugin: replaces the settings in force; None keeps them.
 
     Attributes:
-        sync_gradients: whether the coming backward pass ends an accumulation window.
+        sync_gradients: whether the coming backward pass ends an accumulation step.
         plugin_kwargs: the settings that differ from the plugin's defaults.
-        is_xla_gradients_synced: whether gradients on XLA devices were reduced in this window.
+        is_xla_gradients_synced: whether gradients on XLA devices were reduced in this accumulation step.
     """
 
     _shared_state: ClassVar[Any] = SharedDict(storage.gradient)
@@ -401,7 +401,7 @@ class GradientState:
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
             if self.num_steps == 1:
-                self.sync_gradients = True  # a window that was left open by an exception ends here
+                self.sync_gradients = True  # an accumulation step that was left open by an exception ends here
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy follows its process's training, and in another process it is in none of this one's loaders.
@@ -423,12 +423,12 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether the scheduler counts the backward passes of a window, too."""
+        """Whether the scheduler counts the backward passes of an accumulation step, too."""
         return self.plugin_kwargs.get("adjust_scheduler", False)
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the end of a loader ends the accumulation window."""
+        """Whether the end of a loader ends the accumulation step."""
         return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
@@ -464,11 +464,11 @@ class GradientState:
         return -1 if loader is None else loader.remainder
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether the coming backward pass ends an accumulation window."""
+        """Say whether the coming backward pass ends an accumulation step."""
         self.sync_gradients = sync_gradients
         if sync_gradients and not self.is_xla_gradients_synced and "distributed_type" in storage.process.current:
             if traits.of(storage.process.current["distributed_type"]).xla:
-                # Runs what was recorded so far, or the graph would grow over the whole window.
+                # Runs what was recorded so far, or the graph would grow over the whole accumulation step.
                 from accelerate.devices.table import DEVICES
 
                 DEVICES["xla"].namespace().mark_step()

@@ -219,7 +219,7 @@ class Manifest:
         save: name of the save, the same on all machines that have a part of it, and no other save's.
         strategy: name of the backend that saved: ``"single"``, ``"ddp"``, ...
         mesh: sizes of the mesh dims by name, or None without a mesh.
-        step: the run's count of batches within the accumulation window, as upstream counts.
+        step: the run's count of batches within the accumulation step, as upstream counts.
         iteration: number of the checkpoint in its run.
         text: what it was read from; another save has another one.
     """

@@ -262,11 +262,11 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: batches per optimizer step; None takes the Accelerator's `gradient_accumulation_steps`.
-        adjust_scheduler: count the accumulated batches in the scheduler's own step counter. Accepted for its name: as in the
-            peer, the default is not passed on, and schedules follow optimizer steps.
-        sync_with_dataloader: let the end of a data loader close the window, however short it is.
+        adjust_scheduler: count the accumulated batches in the scheduler's own step counter. Accepted for its name: as in
+            upstream, the default is not passed on, and schedules follow optimizer steps.
+        sync_with_dataloader: let the end of a data loader close the accumulation step, however short it is.
         sync_each_batch: exchange gradients at every batch; more traffic, less memory with sharded gradients.
-        exact: divide the loss of a window that the end of the data loader cuts short by its real length instead of
+        exact: divide the loss of an accumulation step that the end of the data loader cuts short by its real length instead of
             `num_steps`, so that the last step of an epoch weighs its batches like every other step does. It needs
             `sync_with_dataloader` and a data loader with a known length.
 
@@ -289,7 +289,9 @@ class GradientAccumulationPlugin(KwargsHandler):
         if isinstance(self.num_steps, int) and self.num_steps < 1:
             raise ValueError(f"num_steps is {self.num_steps}; accumulate over at least 1 batch.")
         if self.exact and not self.sync_with_dataloader:
-            raise ValueError("exact=True needs sync_with_dataloader=True: it weighs windows that a loader's end cuts.")
+            raise ValueError(
+                "exact=True needs sync_with_dataloader=True: it weighs accumulation steps that a loader's end cuts."
+            )
 
 
 @at_public_path

@@ -154,7 +154,7 @@ class DataPlan:
         if self.readers:
             facts.append(("readers", f"ranks {', '.join(map(str, self.readers))}"))
         if self.walked:
-            facts.append(("find", "each process walks the batches of all, because the sampler is a custom one"))
+            facts.append(("find", "each process goes through the batches of all, because the sampler is a custom one"))
         if self.uneven:
             facts.append(("end", "all processes stop when the first shard ends"))
         return facts

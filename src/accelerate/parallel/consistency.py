@@ -2,7 +2,7 @@
 
 Torch takes each rank's part from that rank, and compares nothing. FSDP exchanges the gradients of what it shards alone: those of whole
 parameters (adapters of a sharded model, and modules that FSDP ignores) are averaged after each backward pass that exchanges gradients.
-Averaging twice changes nothing, so it does not matter how passes, micro-batches and models share a window.
+Averaging twice changes nothing, so it does not matter how passes, micro-batches and models share an accumulation step.
 """
 
 import logging

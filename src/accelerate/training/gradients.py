@@ -1,12 +1,12 @@
-"""Gradients: accumulation windows, scaling, backward, clipping, and when they are synchronised.
+"""Gradients: accumulation steps, scaling, backward, clipping, and when they are synchronised.
 
-An *accumulation window* is the run of micro-batches between two optimizer steps. Its gradients are the mean over the
+An *accumulation step* is the run of micro-batches between two optimizer steps. Its gradients are the mean over the
 micro-batches, so each loss is divided by the configured length N. Two opt-in refinements change the weights:
 
-* exact windows: the last window of an epoch may hold k < N micro-batches, and is then divided by k;
+* exact accumulation steps: the last one of an epoch may hold k < N micro-batches, and is then divided by k;
 * counted items: with ``num_items`` each micro-batch weighs as many items (tokens, say) as it has, over all ranks.
 
-In both cases the right weight is known only with the last micro-batch of the window, so the gradients kept so far are
+In both cases the right weight is known only with the last micro-batch of the accumulation step, so the gradients kept so far are
 rescaled once, right before its backward pass, and are exact after it.
 """
 
@@ -34,20 +34,20 @@ from accelerate.training.prepared import Facade
 
 @dataclass
 class Window:
-    """The accumulation window that is open.
+    """The accumulation step that is open.
 
     Attributes:
         micro_batches: How many have begun since the last optimizer step.
-        done: Whether the current one is its last, so that the next begins a new window.
+        done: Whether the current one is its last, so that the next begins a new accumulation step.
         inside: Whether an ``accumulate`` context is open.
         counted: Micro-batches that came with ``num_items``.
         items: Sum of their ``num_items`` on this rank.
         reference: What weights are kept relative to, so that they stay near one.
-        usual: Items of a rank in the window before, on the average over the ranks; 0 before the first.
+        usual: Items of a rank in the accumulation step before, on the average over the ranks; 0 before the first.
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
-        warned: Whether the note about short windows was given.
+        warned: Whether the note about short accumulation steps was given.
         unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
-        joining: Whether ranks may run out of batches, and close windows, at different steps.
+        joining: Whether ranks may run out of batches, and end accumulation steps at different times.
         held: Sharded models whose whole gradients a strategy keeps beside the shards, where nothing can be rescaled, by id.
     """
 
@@ -65,7 +65,7 @@ class Window:
     held: frozenset[int] = frozenset()
 
     def begin(self) -> None:
-        """Count a micro-batch, as the first of a new window if the last one is done."""
+        """Count a micro-batch, as the first of a new accumulation step if the last one is done."""
         if self.done:
             self.micro_batches = self.counted = 0
             self.items = self.reference = 0.0
@@ -96,7 +96,7 @@ class Accumulation:
             weigh_items(accelerator, self.num_items, self.models)
         elif synchronise and window.micro_batches < state.num_steps and not window.counted:
             _short_window(accelerator, self.models)
-        # A rank whose loader ends closes its window there, while the others' may be open: all have to communicate then.
+        # A rank whose loader ends ends its accumulation step there, while the others' may be open: all have to communicate then.
         if not synchronise and not window.joining and not _syncs_each(accelerator, self.num_items is not None):
             backend = resolve(accelerator.state)
             if backend.synchronises:
@@ -131,7 +131,7 @@ def no_sync(accelerator: Facade, backend: Backend, model: nn.Module) -> Iterator
 def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
-    Those that FSDP keeps whole are out of reach, so windows whose weights are known at their end exchange each time.
+    Those that FSDP keeps whole are out of reach, so accumulation steps whose weights are known at their end exchange each time.
     """
     if accelerator._sync_each_batch:
         return True
@@ -155,7 +155,7 @@ def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) ->
 
 
 def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
-    """Give a window with fewer micro-batches than configured its true mean, or say once that it is not."""
+    """Give an accumulation step with fewer micro-batches than configured its true mean, or say once that it is not."""
     window, steps = accelerator._window, accelerator.gradient_state.num_steps
     length = window.micro_batches
     if accelerator._exact_accumulation:
@@ -165,14 +165,14 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
         window.warned = True
         if accelerator.is_main_process:
             warn_user(
-                f"The last accumulation window of this epoch has {length} micro-batches instead of "
+                f"The last accumulation step of this epoch has {length} micro-batches instead of "
                 f"gradient_accumulation_steps={steps}: it counts {length}/{steps} of a full one. Pass "
                 f"GradientAccumulationPlugin(num_steps={steps}, exact=True) to divide by its real length."
             )
 
 
 def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
-    """Weigh the current micro-batch by its items; in the last one of a window, fix the weights over all ranks.
+    """Weigh the current micro-batch by its items; in the last one of an accumulation step, fix the weights over all ranks.
 
     `models` have the gradients that are rescaled; all prepared ones by default. ValueError for a count that is missing
     in some micro-batches, is negative, or cannot be used.
@@ -202,7 +202,7 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     window.items += count
     # Gradients that are averaged after every micro-batch need weights that mean the same on every rank. So do those of ranks
     # that share a sequence: through attention, the loss of one reaches the gradients that another keeps. What all know is the
-    # window before; of its items the next power of two, so that a resumed run, which has none, rounds as one that went on.
+    # accumulation step before; of its items the next power of two, so that a resumed run, which has none, rounds as one that went on.
     layout = accelerator.parallelism_config
     same_on_all = _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled))
     last = accelerator.gradient_state.sync_gradients
@@ -218,7 +218,9 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     total = _over_ranks(accelerator, window.items, "sum") / copies
     window.usual = total * copies / accelerator.num_processes
     if total == 0:
-        raise ValueError("num_items is 0 on every rank in every micro-batch of this window: no loss to average.")
+        raise ValueError(
+            "num_items is 0 on every rank in every micro-batch of this accumulation step: no loss to average."
+        )
     # The wrapper averages over its replicas; the mean over items needs their sum.
     scale = accelerator.num_processes // copies / total
     _rescale(accelerator, models, window.reference * scale)
@@ -232,13 +234,13 @@ def _over_ranks(accelerator: Facade, count: float, how: str) -> float:
 
 def _mixed(window: Window, num_items: Any) -> ValueError:
     return ValueError(
-        "num_items was given for some micro-batches of this accumulation window and not for others (micro-batch "
+        "num_items was given for some micro-batches of this accumulation step and not for others (micro-batch "
         f"{window.micro_batches}: num_items={num_items!r}). Give it for every one, or for none."
     )
 
 
 def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
-    """Scale a loss for its window, and run the backend's backward pass; refuse what is no loss, or no clear count."""
+    """Scale a loss for its accumulation step, and run the backend's backward pass; refuse what is no loss, or no clear count."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"backward() got loss={loss!r} ({type(loss).__name__}); pass the tensor, not `loss.item()`.")
     window = accelerator._window
@@ -321,8 +323,8 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
 def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
-    Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks
-    that close it; gradients are exchanged after every micro-batch, because windows close at different steps.
+    Ranks that have ended add zeros to the averages. So an accumulation step in which some end counts less, by the share of ranks
+    that close it; gradients are exchanged after every micro-batch, because accumulation steps end at different times.
     """
     row = traits.of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:

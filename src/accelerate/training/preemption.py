@@ -166,7 +166,7 @@ class Watch:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """Take note that a prepared optimizer ends an accumulation window. All ranks."""
+        """Take note that a prepared optimizer ends an accumulation step. All ranks."""
         if self.closed or ends_are_uneven():
             return
         self._stepped = True

@@ -538,7 +538,7 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.prepared.clear()
     accelerator._window.__init__()
     accelerator.step = 0
-    accelerator.gradient_state._set_sync_gradients(True)  # the window that was open, if any, is gone
+    accelerator.gradient_state._set_sync_gradients(True)  # the accumulation step that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
     if accelerator._meter is not None:
         vars(accelerator).update(accelerator._meter.replaced)

@@ -144,7 +144,7 @@ def _warn_of_open_window(accelerator: Facade) -> None:
         return
     if done := accelerator.step % state.num_steps:
         warn_user(
-            f"save_state() in the middle of an accumulation window, after {done} of {state.num_steps} micro-batches: their "
+            f"save_state() in the middle of an accumulation step, after {done} of {state.num_steps} micro-batches: their "
             "gradients are not in the checkpoint, so a run resumed from it takes one step on fewer samples. Save where "
             "accelerator.sync_gradients is True."
         )

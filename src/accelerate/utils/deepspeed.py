@@ -81,9 +81,9 @@ class DeepSpeedEngineWrapper:
         self._held = 0
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run backward, and step where `sync_gradients` says that an accumulation window ends. Every rank calls it."""
+        """Run backward, and step where `sync_gradients` says that an accumulation step ends. Every rank calls it."""
         sync_gradients = sync_gradients and not self._held
-        # The window is counted here rather than in the engine, because a data loader's end closes it early.
+        # The accumulation step is counted here rather than in the engine, because a data loader's end closes it early.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:

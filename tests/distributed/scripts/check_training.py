@@ -70,11 +70,11 @@ def synchronised_micro_batches(batches, steps, sync_with_dataloader):
 
 def check_windows_at_the_end_of_a_loader():
     main_process = fresh_accelerator().is_main_process
-    with warned(0, "accumulation window"):
+    with warned(0, "accumulation step"):
         assert synchronised_micro_batches(4, 2, True) == "-+-+-+-+"
         assert synchronised_micro_batches(4, 3, False) == "--+--+--"
         assert synchronised_micro_batches(5, 2, False) == "-+-+-+-+-+"
-    with warned(int(main_process), "accumulation window", at="with accelerator.accumulate"):
+    with warned(int(main_process), "accumulation step", at="with accelerator.accumulate"):
         assert synchronised_micro_batches(5, 2, True) == "-+-++-+-++"
 
 
@@ -85,7 +85,7 @@ def check_windows_that_are_short():
         accelerator = fresh_accelerator(gradient_accumulation_plugin=plugin)
         pieces = [inputs_of(number) for number in range(3 * accelerator.num_processes)]
         model, loader = accelerator.prepare(network(), DataLoader(torch.cat(pieces), batch_size=2))
-        with warned(int(not exact and accelerator.is_main_process), "accumulation window"):
+        with warned(int(not exact and accelerator.is_main_process), "accumulation step"):
             for x in itertools.chain(loader, loader):
                 with accelerator.accumulate(model):
                     if accelerator.gradient_state.end_of_dataloader:

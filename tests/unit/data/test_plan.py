@@ -172,7 +172,7 @@ def test_a_custom_sampler_is_walked_and_the_plan_says_so(batched):
         loader = DataLoader(Rows(10), 2 if batched else None, sampler=sampler)
         return prepare_data_loader(loader, num_processes=processes, process_index=0).plan
 
-    line = "find     each process walks the batches of all, because the sampler is a custom one"
+    line = "find     each process goes through the batches of all, because the sampler is a custom one"
     assert planned(Custom(range(10))).walked and line in str(planned(Custom(range(10)))).splitlines()
     for sampler in (SequentialSampler(range(10)), RandomSampler(range(10)), SeedableRandomSampler(range(10))):
         assert not planned(sampler).walked and "find" not in str(planned(sampler))

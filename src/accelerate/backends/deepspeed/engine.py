@@ -303,7 +303,7 @@ class DeepSpeed(Backend):
     # -- step ----------------------------------------------------------------------------------------------------
 
     def backward(self, accelerator: Run, loss: torch.Tensor, model: Any = None, **kwargs: Any) -> None:
-        """Run the engine's backward pass, and its step where the window ends. All ranks.
+        """Run the engine's backward pass, and its step where the accumulation step ends. All ranks.
 
         Args:
             accelerator: The Accelerator.
