@@ -58,6 +58,7 @@ EXTRAS = {
         "optuna",
         "bitsandbytes",
         "pytest-mock",
+        "schedulefree",
         # The schemas of Kubernetes, offline.
         "kubernetes-validate",
     ],

@@ -33,6 +33,7 @@ NEEDED = {
     "by_feature/liger.py": ("liger_kernel", "triton", "transformers"),
     "by_feature/qlora.py": ("bitsandbytes", "peft", "transformers"),
     "by_feature/quantise.py": ("bitsandbytes",),
+    "by_feature/schedule_free.py": ("schedulefree",),
 }
 PROGRAMS = [*FEATURES, *LARGER, RAY]
 LINES = {"by_feature": 120, ".": 300, "clusters": 300}
