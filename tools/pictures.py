@@ -70,6 +70,23 @@ def label(axes: Any, x: float, y: float, text: str, palette: Palette, **words: A
     axes.text(x, y, text, **options)
 
 
+def on(colour: str, palette: Palette) -> str:
+    """Return the colour of a text in a box of this colour."""
+    return palette.text if colour == palette.box else ("#ffffff" if palette is LIGHT else "#15181f")
+
+
+def row(
+    axes: Any, at: tuple[float, float], parts: list[tuple[str, float, str]], palette: Palette, height: float = 0.45
+) -> list[float]:
+    """Draw boxes side by side, each with its text, width and colour, and return where they begin."""
+    x, places = at[0], []
+    for text, width, colour in parts:
+        box(axes, (x, at[1]), (width, height), text, colour, palette, fontsize=7.5, color=on(colour, palette))
+        places.append(x)
+        x += width + 0.05
+    return places
+
+
 def layers(palette: Palette) -> Any:
     """Three layers: the program, the Accelerator, strategies over devices."""
     figure, axes = canvas(7.2, 3.5)
@@ -112,14 +129,9 @@ def timeline(palette: Palette) -> Any:
         ("clip", 0.4, palette.box),
         ("step", 0.45, palette.third),
     ]
-    for row, y in (("rank 0", 2.2), ("rank 1", 0.75)):
-        label(axes, 0.1, y + 0.22, row, palette, fontsize=9.5, fontweight="bold")
-        x = 0.9
-        for name, width, colour in phases:
-            light = colour == palette.box
-            shade = palette.text if light else ("#ffffff" if palette is LIGHT else "#15181f")
-            box(axes, (x, y), (width, 0.45), name, colour, palette, fontsize=7.5, color=shade)
-            x += width + 0.05
+    for rank, y in (("rank 0", 2.2), ("rank 1", 0.75)):
+        label(axes, 0.1, y + 0.22, rank, palette, fontsize=9.5, fontweight="bold")
+        row(axes, (0.9, y), phases, palette)
     start = 0.9 + 0.45 + 0.85 + 1.15 + 0.45 + 0.85 + 5 * 0.05
     for index in range(4):
         arrow(axes, (start + 0.3 + index * 0.25, 1.25), (start + 0.3 + index * 0.25, 2.15), palette, both=True)
@@ -201,16 +213,149 @@ def scaler(palette: Palette) -> Any:
         ("step\nschedule", palette.third),
     ]
     for index, (text, colour) in enumerate(steps):
-        shade = palette.text if colour == palette.box else ("#ffffff" if palette is LIGHT else "#15181f")
-        box(axes, (0.2 + index * 1.48, 1.35), (1.2, 0.7), text, colour, palette, color=shade)
+        box(axes, (0.2 + index * 1.48, 1.35), (1.2, 0.7), text, colour, palette, color=on(colour, palette))
         if index:
             arrow(axes, (0.2 + index * 1.48 - 0.27, 1.7), (0.2 + index * 1.48 - 0.02, 1.7), palette)
-    shade = "#ffffff" if palette is LIGHT else "#15181f"
-    box(axes, (4.64, 0.3), (1.2, 0.55), "no step\nscale / 2", palette.fourth, palette, color=shade)
+    box(
+        axes,
+        (4.64, 0.3),
+        (1.2, 0.55),
+        "no step\nscale / 2",
+        palette.fourth,
+        palette,
+        color=on(palette.fourth, palette),
+    )
     arrow(axes, (5.24, 1.33), (5.24, 0.87), palette)
     label(axes, 5.32, 1.1, "yes, on some rank", palette, fontsize=7.5, color=palette.line)
     label(axes, 5.9, 1.9, "no", palette, fontsize=7.5, color=palette.line)
     label(axes, 6.1, 0.57, "after 2,000 steps\nwithout one: scale x 2", palette, fontsize=7.5, color=palette.line)
+    return figure
+
+
+def accumulation(palette: Palette) -> Any:
+    """What the gradients of two ranks hold over one accumulation step of four micro-batches."""
+    figure, axes = canvas(7.6, 2.9)
+    for rank, y in (("rank 0", 1.75), ("rank 1", 0.6)):
+        label(axes, 0.1, y + 0.25, rank, palette, fontsize=9.5, fontweight="bold")
+        parts = [(f"loss {number} / 4", 1.15, palette.first) for number in (1, 2, 3, 4)]
+        places = row(axes, (0.9, y), [*parts, ("step", 0.7, palette.third)], palette, height=0.32)
+        for number, x in enumerate(places[:4], 1):
+            box(axes, (x, y + 0.4), (1.15 * number / 4, 0.14), "", palette.second, palette)
+    for x in (4.7, 5.0, 5.3):
+        arrow(axes, (x, 1.2), (x, 1.7), palette, both=True)
+    label(axes, 4.55, 1.4, "one exchange: the mean over ranks", palette, ha="right", fontsize=8, color=palette.fourth)
+    label(
+        axes, 0.9, 2.6, "the bar is what the gradients hold: a quarter more with each micro-batch", palette, fontsize=8
+    )
+    note = "gradient_accumulation_steps=4: three backward passes without communication, one with, then the optimizer's step"
+    label(axes, 0.9, 0.25, note, palette, fontsize=7.5, color=palette.line)
+    return figure
+
+
+def sequences(palette: Palette) -> Any:
+    """How attention gets all tokens of a sequence that two ranks share: context and sequence parallelism."""
+    figure, axes = canvas(7.6, 3.6)
+    colours = (palette.first, palette.second)
+    for left, title in ((0.3, "context parallelism"), (4.1, "sequence parallelism")):
+        label(axes, left, 3.35, title, palette, fontsize=9.5, fontweight="bold")
+    for rank, colour in enumerate(colours):
+        own = [(f"tokens {4 * rank}-{4 * rank + 3}", 1.45, colour)]
+        both = [("0-3", 0.7, colours[0]), ("4-7", 0.7, colours[1])]
+        for left in (0.3, 4.1):
+            label(axes, left + 1.55 * rank + 0.7, 3.05, f"rank {rank}", palette, ha="center", fontsize=8)
+            row(axes, (left + 1.55 * rank, 2.5), own, palette, height=0.35)
+            row(axes, (left + 1.55 * rank, 0.55), own, palette, height=0.35)
+        row(axes, (0.3 + 1.55 * rank, 1.5), both, palette, height=0.35)
+        heads = [(f"all tokens, heads {4 * rank}-{4 * rank + 3}", 1.45, palette.third)]
+        row(axes, (4.1 + 1.55 * rank, 1.5), heads, palette, height=0.35)
+    for left, texts in (
+        (0.3, ("keys and values of all tokens: all-gather", "queries stay: nothing is sent")),
+        (4.1, ("heads for tokens: all-to-all", "tokens for heads: all-to-all")),
+    ):
+        for y, text in zip((2.17, 1.2), texts, strict=True):
+            arrow(axes, (left + 0.15, y + 0.27), (left + 0.15, y - 0.25), palette)
+            label(axes, left + 0.3, y, text, palette, fontsize=7.5, color=palette.fourth)
+    note = (
+        "above: what a rank holds of the activations; middle: what its attention reads; below: its part of the result"
+    )
+    label(axes, 0.3, 0.2, note, palette, fontsize=7.5, color=palette.line)
+    return figure
+
+
+def machines(palette: Palette) -> Any:
+    """Processes over two machines: launchers, ranks, devices, and the key-value store."""
+    figure, axes = canvas(7.6, 3.1)
+    for machine, left in enumerate((0.15, 4.15)):
+        box(axes, (left, 0.45), (3.3, 2.3), "", "none", palette)
+        label(axes, left + 0.1, 2.58, f"machine {machine}", palette, fontsize=9.5, fontweight="bold")
+        box(
+            axes,
+            (left + 0.1, 1.9),
+            (1.45, 0.45),
+            "accelerate launch",
+            palette.first,
+            palette,
+            fontsize=7.5,
+            color=on("", palette),
+        )
+        for local in range(2):
+            rank, x = 2 * machine + local, left + 0.1 + 1.6 * local
+            text = f"rank {rank}, local rank {local}"
+            box(axes, (x, 1.05), (1.5, 0.4), text, palette.second, palette, fontsize=7.5, color=on("", palette))
+            box(axes, (x, 0.55), (1.5, 0.35), f"device {local}", palette.box, palette, fontsize=7.5)
+            arrow(axes, (left + 0.8, 1.88), (x + 0.75, 1.47), palette)
+    box(axes, (1.95, 1.9), (1.4, 0.45), "key-value store", palette.third, palette, fontsize=7.5, color=on("", palette))
+    arrow(axes, (1.66, 2.12), (1.99, 2.12), palette, both=True)
+    arrow(axes, (4.28, 2.12), (3.32, 2.12), palette, both=True)
+    label(axes, 3.5, 2.3, "heartbeats", palette, fontsize=7, color=palette.line)
+    arrow(axes, (3.32, 1.25), (4.28, 1.25), palette, both=True)
+    label(axes, 3.5, 1.38, "gradients", palette, fontsize=7, color=palette.line)
+    note = "--num_machines 2 --num_processes 4: the number of processes is that of all machines"
+    label(axes, 0.15, 0.2, note, palette, fontsize=7.5, color=palette.line)
+    return figure
+
+
+def preemption(palette: Palette) -> Any:
+    """A run that is preempted, saves, leaves with status 75, and goes on."""
+    figure, axes = canvas(7.6, 2.3)
+    first = [("steps", 1.3, palette.first), ("step", 0.55, palette.first), ("save_state", 0.85, palette.second)]
+    first += [("exit 75", 0.65, palette.fourth)]
+    again = [("queue", 0.75, palette.box), ("load_state", 0.85, palette.second), ("steps", 1.3, palette.first)]
+    for rank, y in (("rank 0", 1.2), ("rank 1", 0.65)):
+        label(axes, 0.1, y + 0.2, rank, palette, fontsize=9.5, fontweight="bold")
+        places = row(axes, (0.75, y), [*first, *again], palette, height=0.4)
+    arrow(axes, (2.0, 1.95), (2.0, 1.62), palette)
+    label(axes, 2.0, 2.08, "SIGTERM at one rank", palette, ha="center", fontsize=8, color=palette.fourth)
+    label(axes, places[2], 1.78, "all ranks agree on the same step", palette, fontsize=7.5, color=palette.line)
+    note = "the scheduler starts the job again because of its exit status; the next sample is that of a run that was not stopped"
+    label(axes, 0.75, 0.35, note, palette, fontsize=7.5, color=palette.line)
+    return figure
+
+
+def precedence(palette: Palette) -> Any:
+    """Which setting counts where several say something."""
+    figure, axes = canvas(7.6, 2.5)
+    sources = [
+        ("the script", 'Accelerator(mixed_precision="bf16")', palette.first),
+        ("the command line", "accelerate launch --mixed_precision bf16", palette.second),
+        ("variables", "ACCELERATE_MIXED_PRECISION=bf16", palette.third),
+        ("the file", "mixed_precision: bf16", palette.fourth),
+        ("defaults", "no", palette.box),
+    ]
+    for number, (source, example, colour) in enumerate(sources):
+        y = 2.0 - 0.42 * number
+        box(axes, (0.6, y), (1.7, 0.34), source, colour, palette, fontsize=8, color=on(colour, palette))
+        label(axes, 2.45, y + 0.17, example, palette, fontsize=8, family="monospace")
+    arrow(axes, (0.35, 0.35), (0.35, 2.3), palette)
+    label(
+        axes,
+        6.1,
+        1.25,
+        "the upper one\ncounts; two\nexceptions are\nin the text",
+        palette,
+        fontsize=7.5,
+        color=palette.line,
+    )
     return figure
 
 
@@ -219,6 +364,11 @@ PICTURES: dict[str, Callable[[Palette], Any]] = {
     "step-timeline": timeline,
     "who-holds-what": who_holds_what,
     "scaler": scaler,
+    "accumulation": accumulation,
+    "sequences": sequences,
+    "machines": machines,
+    "preemption": preemption,
+    "precedence": precedence,
 }
 
 
