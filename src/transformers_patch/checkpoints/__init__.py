@@ -19,10 +19,8 @@ __all__ = ["CheckpointMixin", "available", "get_last_checkpoint"]
 
 def available() -> bool:
     """Return whether the installed accelerate has what the checkpoints are staged and published with. Any rank, alone."""
-    try:
-        return importlib.util.find_spec("accelerate.checkpoint.storage") is not None
-    except ModuleNotFoundError:  # upstream's has no such folder, or there is none at all
-        return False
+    # Upstream's has no such folder.
+    return bool(importlib.util.find_spec("accelerate") and importlib.util.find_spec("accelerate.checkpoint"))
 
 
 def usable(depth: int = 3) -> bool:

@@ -21,12 +21,6 @@ from transformers_patch.symbols import shadowed
 # Warns at the first save of many.
 say_once = functools.cache(logging.getLogger(__name__).warning)
 
-# Where libraries look safetensors' function up; the first is the function's own place.
-_SAVE_FILE = (
-    ("safetensors.torch", "save_file"),
-    ("transformers.modeling_utils", "safe_save_file"),
-    ("peft.peft_model", "safe_save_file"),
-)
 # By these names the callbacks of transformers keep whether they upload checkpoints.
 _UPLOADS = ("_log_model", "_log_artifacts", "_log_checkpoints", "_should_upload_checkpoint", "sync_checkpoints")
 Stamp = tuple[int, int, int]  # of a file: which it is, its size, when it was written
@@ -68,9 +62,10 @@ def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(shadowed(torch, save=take_object))
-        for module, name in _SAVE_FILE:
-            if getattr(sys.modules.get(module), name, None) is save_file:
-                stack.enter_context(shadowed(sys.modules[module], **{name: take_tensors}))
+        for module in [*sys.modules.values()]:  # libraries import the function, by one of two names
+            for name in ("save_file", "safe_save_file"):
+                if getattr(module, "__dict__", {}).get(name) is save_file:
+                    stack.enter_context(shadowed(module, **{name: take_tensors}))
         yield stamps
 
 

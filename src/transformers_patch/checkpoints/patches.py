@@ -13,17 +13,10 @@ from transformers_patch.symbols import Patch
 
 def _around(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return what makes, of a Trainer's method, one that lets a hook call it."""
-
-    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **options: Any) -> Any:
-            return hook(partial(original, self), self, *args, **options)
-
-        return method
-
-    return replacement
+    return lambda original: lambda self, *args, **options: hook(partial(original, self), self, *args, **options)
 
 
-def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _newest(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda folder: checkpoints.get_last_checkpoint(folder)
 
 
@@ -37,5 +30,5 @@ PATCHES = {
     "train": Patch(
         "Trainer", "train", ("self", "resume_from_checkpoint"), ("get_last_checkpoint",), _around(checkpoints.train)
     ),
-    "last_checkpoint": Patch("", "get_last_checkpoint", ("folder",), ("listdir",), _choosing),
+    "last_checkpoint": Patch("", "get_last_checkpoint", ("folder",), ("listdir",), _newest),
 }

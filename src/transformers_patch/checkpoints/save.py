@@ -96,15 +96,15 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     save = _save_of(trainer, run_dir, place)
     save.begin(former)
     flight.push(trainer)
-    staged, goes_on = save.plan.folder, _goes_on(trainer, save)
-    methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": flight.pushes.append}
+    staged, goes_on, pushes = save.plan.folder, _goes_on(trainer, save), []
+    methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": pushes.append}
     try:
         with shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
             stamps = save.attempt(lambda: _written(trainer, write, save.plan, goes_on))
-        flight.pushes = [place] * len(flight.pushes)
+        flight.pushes = (place,) * len(pushes)
         save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))
         if goes_on:
-            save.attempt(lambda: snapshot(save.plan, flight.background.buffers))
+            save.attempt(lambda: snapshot(save.plan, flight.buffers))
         save.check_collected()
         if not goes_on:  # callbacks find all files
             save.attempt(save.plan.write)
@@ -117,15 +117,15 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         held = bool(save.plan.contents())
         exists = save.barrier.any_of(held or save.leads and bool(os.listdir(staged)), save.problem)
         if exists and goes_on:
-            flight.background.start(lambda: save.finish(writers=1), what=place)
+            flight.start(lambda: save.finish(writers=1), what=place)
             return
         if exists:
             save.finish()
         else:
             save.barrier.leave()
     except BaseException:
-        flight.pushes = []
-        flight.background.buffers.release()
+        flight.pushes = ()
+        flight.buffers.release()
         save.storage.discard()
         raise
     save.storage.discard()  # nothing is left of what has been published
@@ -133,22 +133,19 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     preempt.leave_if_due(trainer, place)
 
 
-class _Flight:
+class _Flight(Background):
     """The save of a Trainer that may be under way, and what is pushed when it has its place."""
 
-    def __init__(self) -> None:
-        self.background = Background()
-        self.pushes: list[str] = []
+    pushes: tuple[str, ...] = ()
 
     def wait(self, reason: str | None = None) -> RuntimeError | None:
-        """Wait until the save under way has ended, and return why it failed, once. Any rank, alone."""
-        problem = self.background.wait(reason)
-        self.pushes = self.pushes if problem is None else []
+        if (problem := super().wait(reason)) is not None:
+            self.pushes = ()
         return problem
 
     def push(self, trainer: Any) -> None:
         """Push what has been published."""
-        pushes, self.pushes = self.pushes, []
+        pushes, self.pushes = self.pushes, ()
         for place in pushes:
             trainer._push_from_checkpoint(place)
 
@@ -197,8 +194,10 @@ def _written(trainer: Any, write: Callable[[], Any], plan: SavePlan, goes_on: bo
 def _make_way(storage: CheckpointStorage) -> None:
     """See to it that what lies at the location can be exchanged for the new checkpoint. The leader, before it stages."""
     place = storage.location
-    if choose.is_staged_link(place):
-        os.unlink(place)
+    for number in choose.numbers(os.path.dirname(place)) if os.path.isdir(os.path.dirname(place)) else ():
+        # A killed run left it; what it led to is gone, or is removed with its hidden folder.
+        if choose.is_staged_link(link := choose.place_of(os.path.dirname(place), number)):
+            os.unlink(link)
     if not os.path.isdir(place):
         return
     if reason := choose.flaw(place):
@@ -232,10 +231,10 @@ def _call_back(trainer: Any, save: Save, place: str) -> None:
     arguments name the folder around the hidden one instead.
     """
     handler, staged = trainer.callback_handler, save.plan.folder
-    if save.leads:
-        save.attempt(lambda: _sweep_links(os.path.dirname(save.storage.location)))
-    links = save.leads and _link(staged, place)
-
+    if save.leads:  # where the place is not free, or the system has no links, the arguments lead there
+        with contextlib.suppress(OSError, NotImplementedError):
+            os.symlink(staged, place)
+    links = save.leads and choose.is_staged_link(place)
     try:
         linked, args = save.barrier.share(links, save.barrier.leader(), save.problem), trainer.args
         if not linked:
@@ -252,15 +251,6 @@ def _call_back(trainer: Any, save: Save, place: str) -> None:
     vars(handler)["on_save"] = lambda args, state, control: (vars(handler).pop("on_save"), control)[1]
 
 
-def _link(staged: str, place: str) -> bool:
-    """Let a free place lead to what is staged; say whether it does."""
-    # It is not free; or a system, or file system, without links.
-    with contextlib.suppress(OSError, NotImplementedError):
-        os.symlink(staged, place)
-        return True
-    return False
-
-
 def _bring_back(aside: str, output_dir: str, name: str) -> None:
     """Move what callbacks wrote beside the checkpoint to where it belongs."""
     for entry in [entry for entry in os.listdir(aside) if entry != name and not entry.startswith(".accelerate")]:
@@ -270,13 +260,6 @@ def _bring_back(aside: str, output_dir: str, name: str) -> None:
             shutil.rmtree(source)
         else:
             os.replace(source, target)
-
-
-def _sweep_links(folder: str) -> None:
-    """Remove the links that killed runs left; what they led to is gone, or is removed with its hidden folder."""
-    for number in choose.numbers(folder):
-        if choose.is_staged_link(place := choose.place_of(folder, number)):
-            os.unlink(place)
 
 
 # -- older ones --------------------------------------------------------------------------------------------------------
