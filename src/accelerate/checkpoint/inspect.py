@@ -1,7 +1,7 @@
 """Looking at checkpoints without loading them: which there are, whether they are whole, what is in them, and which may go.
 
 Nothing here needs a GPU or a process group. Nothing is changed, no file is trusted, and no code in a file runs. Torch is
-imported only for folders of shards, whose metadata is torch's, and safetensors only for files without a manifest.
+imported only for folders of shards, whose metadata is torch's, and to verify files without a manifest, as safetensors is.
 """
 
 import contextlib
@@ -120,8 +120,12 @@ def all_files(storage: CheckpointStorage) -> dict[str, int]:
 
 
 def verify(summary: Summary) -> list[str]:
-    """Compare all files with their checksums; return a line for each that is wrong, none for a foreign checkpoint."""
+    """Compare all files with their checksums; return a line for each that is wrong. Of a foreign one, those that no reader can open."""
     state = summary.state
+    if state.kind == "foreign" and isinstance(summary.storage, LocalStorage):
+        from accelerate.checkpoint.layouts import unreadable  # here: with torch
+
+        return unreadable(summary.storage.fetch())
     if state.manifest is None:
         return [] if state.kind == "foreign" else [state.reason]
     try:

@@ -10,9 +10,13 @@ Parameters have the names that the user wrote (see `checkpoint.state`), so each 
 ranks. Everything is read before anything changes.
 """
 
+import contextlib
 import glob
 import itertools
+import json
 import os
+import pathlib
+import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -196,6 +200,24 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Fou
             f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(usual_names(kind, index))} is there. Load "
             "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
         )
+    return found
+
+
+def unreadable(folder: Path) -> list[str]:
+    """Return a line for each file of a folder at which a reader would fail, as far as headers and ends tell. Any rank, alone."""
+    found = []
+    for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
+        path = os.path.join(folder, name)
+        try:
+            if name.endswith(INDEX_SUFFIX):
+                Found(os.fspath(folder), name, "full").files()
+            elif name.endswith(".json"):
+                json.loads(pathlib.Path(path).read_bytes())
+            elif name.endswith((".safetensors", ".pt", ".pth", ".bin")):
+                with contextlib.suppress(pickle.UnpicklingError):  # it holds more than plain data
+                    load.mapped_file(path)
+        except Exception as error:  # each format has errors of its own
+            found.append(f"{name} cannot be read: {error}")
     return found
 
 

@@ -4,18 +4,15 @@ A folder with a manifest is compared with it. One without was written by the sto
 its files show only: those that a reader would stumble over, and sets of which a part is missing.
 """
 
-import contextlib
-import json
 import logging
 import os
-import pickle
 import re
 import sys
 from typing import Any
 
-from accelerate.checkpoint import load, manifest
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
-from accelerate.checkpoint.layouts import Found
+from accelerate.checkpoint.layouts import unreadable
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.runtime.durable import STAGING_PREFIX
@@ -49,8 +46,7 @@ def is_staged_link(place: str) -> bool:
 
 def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
     """Return why the Trainer cannot resume from a folder, or nothing; `deep` reads all bytes that a manifest lists. Any rank, alone."""
-    folder = os.fspath(folder)
-    if is_staged_link(folder):
+    if is_staged_link(os.fspath(folder)):
         return "its saving did not come to its end"
     try:
         status = LocalStorage(folder).state()
@@ -58,10 +54,8 @@ def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
             return status.reason
         if not os.path.isfile(os.path.join(folder, STATE)):
             return f"it has no {STATE}"
-        if status.manifest is None:
-            found = _stock_flaws(folder)
-        else:
-            found = manifest.problems(folder, status.manifest, deep=True) if deep else []
+        listing = status.manifest
+        found = _stock_flaws(folder) if listing is None else manifest.problems(folder, listing, deep=deep)
         return "; ".join(manifest.first_of(found))
     except OSError as error:
         return str(error)
@@ -70,7 +64,7 @@ def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
 def _stock_flaws(folder: str) -> list[str]:
     names = sorted(os.listdir(folder))
     found = ["the stock Trainer did not finish writing it"] if _UNFINISHED in names else []
-    found += [f"{name} {problem}" for name in names if (problem := _unreadable(folder, name))]
+    found += unreadable(folder)
     optimizer = any(name.startswith(("optimizer", "global_step")) or "-optimizer." in name for name in names)
     if optimizer != any(name.startswith("rng_state") for name in names):
         found.append(f"the {'generators' if optimizer else 'optimizer'} are missing")
@@ -83,25 +77,6 @@ def _stock_flaws(folder: str) -> list[str]:
     if not weights and not any(os.path.isdir(os.path.join(folder, name)) for name in names):
         found.append("it has no weights")
     return found
-
-
-def _unreadable(folder: str, name: str) -> str:
-    """Return why a reader would stumble over a file, as far as its beginning and end tell; nothing for what they do not show."""
-    path = os.path.join(folder, name)
-    if not os.path.isfile(path):
-        return ""
-    try:
-        if name.endswith(manifest.INDEX_SUFFIX):
-            Found(folder, name, "full").files()  # raises for one that is missing
-        elif name.endswith(".json"):
-            with open(path, "rb") as file:
-                json.load(file)
-        elif name.endswith((".safetensors", ".pt", ".pth", ".bin")):
-            with contextlib.suppress(pickle.UnpicklingError):  # it holds more than plain data
-                load.mapped_file(path)
-    except Exception as error:  # each format has errors of its own
-        return f"cannot be read: {error}"
-    return ""
 
 
 def newest(folder: str, deep: bool = False) -> tuple[int | None, list[str]]:
@@ -137,8 +112,7 @@ def resolved(trainer: Any, asked: Any) -> Any:
     folder = os.fspath(trainer.args.output_dir if asked is True else asked)
     barrier = SaveBarrier("train", os.path.realpath(folder), group, default_store())
     barrier.begin()
-    problem, number = None, sys.maxsize
-    leads = barrier.leader() == group.rank
+    leads, problem, number = barrier.leader() == group.rank, None, sys.maxsize
     try:
         if asked is True and leads:
             number = _newest_number(folder)

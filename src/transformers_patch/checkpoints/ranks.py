@@ -6,7 +6,7 @@ global batch lie in a small file of the checkpoint, because the Trainer's own st
 
 import json
 import logging
-import os
+from pathlib import Path
 from typing import Any
 
 from transformers_patch.checkpoints import streams
@@ -21,8 +21,7 @@ def record(trainer: Any, folder: str) -> None:
     values = {"world_size": trainer.args.world_size, "replicas": _replicas(trainer), **_data(trainer)}
     if (passes := vars(trainer).get(streams.STREAM)) is not None:
         values["stream"] = [passes.number, passes.batches * together(trainer)]
-    with open(os.path.join(folder, RUN), "w", encoding="utf-8") as file:
-        json.dump(values, file)
+    Path(folder, RUN).write_text(json.dumps(values), "utf-8")
 
 
 def keep(trainer: Any, folder: str) -> dict[str, Any]:
@@ -37,11 +36,9 @@ def keep(trainer: Any, folder: str) -> dict[str, Any]:
         ValueError: The ranks do not divide the global batch; it lists the numbers of ranks that do. Or DeepSpeed's engine, whose
             configuration is fixed by then, has another accumulation.
     """
-    path = os.path.join(folder, RUN)
-    if not os.path.isfile(path):
+    if not (file := Path(folder, RUN)).is_file():
         return {}
-    with open(path, encoding="utf-8") as file:
-        former: dict[str, Any] = json.load(file)
+    former: dict[str, Any] = json.loads(file.read_text("utf-8"))
     parts = "replicas", _replicas(trainer)
     if former.get(*parts) != parts[1] or "replicas" not in former and former["world_size"] != trainer.args.world_size:
         _fit(trainer, folder, former["world_size"], former["global_batch"])

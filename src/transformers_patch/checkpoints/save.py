@@ -63,8 +63,7 @@ def wait(trainer: Any) -> None:
         RuntimeError: It could not be saved.
     """
     if (flight := vars(trainer).get(_FLIGHT)) is not None:
-        if (problem := flight.wait()) is not None:
-            raise problem
+        flight.finish()
         flight.push(trainer)
 
 
@@ -114,8 +113,8 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
             _call_back(trainer, save, place)
         save.attempt(lambda: capture.look_again(save.plan, stamps))
         # A subclass may save elsewhere, or nothing.
-        held = bool(save.plan.contents())
-        exists = save.barrier.any_of(held or save.leads and bool(os.listdir(staged)), save.problem)
+        holds = save.plan.contents() or save.leads and os.listdir(staged)
+        exists = save.barrier.any_of(bool(holds), save.problem)
         if exists and goes_on:
             flight.start(lambda: save.finish(writers=1), what=place)
             return

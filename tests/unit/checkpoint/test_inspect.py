@@ -1,8 +1,10 @@
 """What is said of checkpoints that no run loads, and which of them may go; the rest is in the tests of the command."""
 
 import json
+import os
 
 import pytest
+import torch
 
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect, manifest
@@ -56,6 +58,21 @@ def test_details_without_a_manifest(tmp_path):
     assert values["files"]["sub/part.safetensors"] == {"size": 13, "rank": None}
     with pytest.raises(FileNotFoundError, match="epoch_0: name one"):
         inspect.details(storage_of(tmp_path))
+
+
+def test_of_a_foreign_checkpoint_files_that_no_reader_can_open_are_named(tmp_path):
+    folder = samples.foreign(tmp_path / "epoch_0")
+    (one,) = inspect.survey(storage_of(tmp_path))
+    torch.save({"weight": torch.zeros(2)}, folder / "whole.pt")
+    torch.save(samples.foreign, folder / "code.pt")  # no plain data: nothing tells whether it is whole
+    (folder / "whole.json").write_text("{}")
+    assert inspect.verify(one) == []
+    for name, size in (("whole.pt", 300), ("whole.json", 1), ("model.safetensors", 100)):
+        os.truncate(folder / name, size)
+    (folder / "empty.bin").write_bytes(b"")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "model-9.safetensors"}}')
+    names = ["empty.bin", "model.safetensors", "model.safetensors.index.json", "whole.json", "whole.pt"]
+    assert [line.split()[0] for line in inspect.verify(one)] == names
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])
