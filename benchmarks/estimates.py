@@ -27,41 +27,23 @@ CPU = os.environ.get("BENCHMARK_DEVICE", "cpu") == "cpu"
 BATCH, SEQUENCE, WIDTH, HEADS = (2, 64, 128, 4) if CPU else (4, 512, 1024, 16)
 
 
-class Double(nn.Module):
-    """Two convolutions, as a stage of the UNet has them."""
-
-    def __init__(self, channels: int, out: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, out, 3, padding=1)
-        self.norm = nn.GroupNorm(8, out)
-        self.second = nn.Conv2d(out, out, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.second(nn.functional.silu(self.norm(self.first(x)))))
-
-
 class UNet(nn.Module):
-    """Down and up again, with connections across."""
+    """One of diffusers, with attention to a text, and its loss."""
 
-    _no_split_modules = ("Double",)
+    _no_split_modules = ("ResnetBlock2D", "Transformer2DModel")
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self) -> None:
+        from diffusers import UNet2DConditionModel
+
         super().__init__()
-        sizes = [width, 2 * width, 4 * width]
-        self.down = nn.ModuleList([Double(3, sizes[0]), Double(sizes[0], sizes[1]), Double(sizes[1], sizes[2])])
-        self.up = nn.ModuleList([Double(sizes[2] + sizes[1], sizes[1]), Double(sizes[1] + sizes[0], sizes[0])])
-        self.out = nn.Conv2d(sizes[0], 3, 1)
+        kinds = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+        sizes = {"cross_attention_dim": WIDTH, "attention_head_dim": 8, "norm_num_groups": 8, "layers_per_block": 1}
+        sizes |= {"in_channels": 3, "out_channels": 3, "block_out_channels": (WIDTH // 4, WIDTH // 2)}
+        self.net = UNet2DConditionModel(down_block_types=kinds[0], up_block_types=kinds[1], **sizes)
+        self.gradient_checkpointing_enable = self.net.enable_gradient_checkpointing
 
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        x, kept = pixel_values, []
-        for stage in self.down:
-            x = stage(x)
-            kept.append(x)
-            x = nn.functional.max_pool2d(x, 2) if stage is not self.down[-1] else x
-        kept.pop()
-        for stage in self.up:
-            x = stage(torch.cat([nn.functional.interpolate(x, scale_factor=2), kept.pop()], 1))
-        return {"loss": nn.functional.mse_loss(self.out(x), labels)}
+    def forward(self, sample: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.mse_loss(self.net(sample, 0, text).sample, sample)}
 
 
 def build(name: str) -> nn.Module:
@@ -100,13 +82,11 @@ def build(name: str) -> nn.Module:
 
 def inputs(name: str, batch: int, sequence: int) -> dict[str, torch.Tensor]:
     """Return the arguments of a forward."""
-    if name in ("vit", "unet"):
-        pixels = torch.zeros(batch, 3, 64, 64)
-        return {
-            "pixel_values": pixels,
-            "labels": pixels.clone() if name == "unet" else torch.zeros(batch, dtype=torch.long),
-        }
-    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    if name == "unet":
+        return {"sample": torch.zeros(batch, 3, 32, 32), "text": torch.zeros(batch, 16, WIDTH)}
+    if name == "vit":
+        return {"pixel_values": torch.zeros(batch, 3, 64, 64), "labels": torch.zeros(batch, dtype=torch.long)}
+    tokens = torch.randint(0, 1000, (batch, sequence))  # so that experts get about as many each
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 

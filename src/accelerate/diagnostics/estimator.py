@@ -125,16 +125,28 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         exchanged = 2 * (model.largest // 4) if layout.zero == 3 else min(trained, _ZERO_BUCKET)
         return Memory(weights + buffers, gradients, 12 * part, 0 if ranks == 1 else compute * exchanged)
     if layout.shards:
-        mine = sum(_padded(item, layout.shards) // layout.shards for item in model.parameters)
+        mine = sum(_cut(item, layout)[1] for item in model.parameters)
         return Memory(4 * mine + buffers, 4 * mine, 8 * mine, compute * _whole(model, layout.reshard))
     copies = compute * trained if compute < 4 else 0
     return Memory(4 * trained + buffers, 4 * trained, 8 * trained, copies + (0 if ranks == 1 else 4 * trained))
 
 
-def _padded(item: Item, ranks: int) -> int:
-    """Numbers of a tensor that FSDP cuts along the first dimension: the first rank has the most rows, and others are filled up."""
+def _cut(item: Item, layout: Layout) -> tuple[int, int]:
+    """Numbers of a tensor, whole and on the first rank: FSDP cuts along the first dimension, so that rank has the most rows, and others are filled up."""
     rows, *row = item.shape or (1,)
-    return math.ceil(rows / ranks) * ranks * math.prod(row)
+    ranks = max(1, layout.shards // item.split)
+    mine = math.ceil(rows / ranks) * math.prod(row)
+    return mine * ranks, mine
+
+
+def _units(model: Inventory, layout: Layout) -> tuple[Counter[str], Counter[str]]:
+    """Numbers of each unit of FSDP, whole and on the first rank."""
+    whole, mine = Counter[str](), Counter[str]()
+    for item in model.parameters:
+        counts = _cut(item, layout)
+        whole[item.block] += counts[0]
+        mine[item.block] += counts[1]
+    return whole, mine
 
 
 def _whole(model: Inventory, again: bool) -> int:
@@ -171,8 +183,7 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
 
 def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: DeviceSpec | None) -> Memory:
     """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
-    ranks = max(layout.shards, 1)
-    sizes = [4 * _padded(item, ranks) // ranks for item in model.parameters]
+    sizes = [4 * _cut(item, layout)[1] for item in model.parameters]
     replicas = layout.zero is None and not layout.shards and layout.batches > 1
     buckets = rest.gradients if replicas else 0
     return Memory(
@@ -204,9 +215,7 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
     A gathered unit is received in one buffer and copied out of it: in forward the buffer stays until the next unit's, in backward
     it is that of the unit before, fetched ahead. In backward the buffer of the last reduction stays as well.
     """
-    sizes = Counter[str]()
-    for item in profile.inventory.parameters:
-        sizes[item.block] += _padded(item, layout.shards)
+    sizes, mine = _units(profile.inventory, layout)
     unit = {name: layout.compute * size for name, size in sizes.items()}
     root = unit.get("", 0)
     held = 0 if layout.reshard else sum(unit.values()) - root
@@ -249,10 +258,10 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
                 when=_when(segment),
             )
             reduced = own
-            sharded += own // layout.compute * 4 // layout.shards if layout.accumulation == 1 else 0
+            sharded += 4 * mine[name] if layout.accumulation == 1 else 0
             if layout.dp_replicate > 1 and layout.compute < 4:
                 # What copies exchange stays until the pass ends, beside the fp32 gradients.
-                sharded += own // layout.shards
+                sharded += layout.compute * mine[name]
         else:
             of_root += segment.created
     yield Memory(rest.parameters, sharded + of_root, rest.optimizer, root, 0, when="reduction")
@@ -289,29 +298,23 @@ class Transfer:
 
 
 def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
-    """Return what a rank exchanges in a step, for a profile as `memory` takes it: DDP, FSDP2, HSDP, tensor and context parallelism, ZeRO."""
+    """Return what a rank exchanges in a step, for a profile as `memory` takes it."""
     model, compute, windows = profile.inventory, layout.compute, layout.accumulation
     trained = sum(item.elements for item in model.parameters)
     inner = layout.tp * layout.sp * layout.cp
     found: list[tuple[str, str, int, int, float]] = []
     if layout.shards:
-        sizes = Counter[str]()
-        for item in model.parameters:
-            sizes[item.block] += _padded(item, layout.shards)
-        all_units, again = sum(sizes.values()), sum(sizes.values()) - sizes.get("", 0)
-        gathered = windows * compute * (all_units + (again if layout.reshard else 0))
-        stride = layout.tp
-        found.append(("dp_shard", "all_gather", layout.shards, stride, gathered))
-        found.append(("dp_shard", "reduce_scatter", layout.shards, stride, compute * all_units))
-        found.append(
-            (
-                "dp_replicate",
-                "all_reduce",
-                layout.dp_replicate,
-                stride * layout.shards,
-                compute * all_units // layout.shards,
+        for dimension, split in {"efsdp": layout.ep, "dp_shard": 1}.items() if layout.ep > 1 else [("dp_shard", 1)]:
+            part = replace(model, items=tuple(item for item in model.items if item.split == split))
+            sizes, mine = (counted.total() for counted in _units(part, layout))
+            root = _units(part, layout)[0].get("", 0)
+            gathered = windows * compute * (2 * sizes - root if layout.reshard else sizes)
+            ranks, stride = layout.shards // split, layout.tp * split
+            found.append((dimension, "all_gather", ranks, stride, gathered))
+            found.append((dimension, "reduce_scatter", ranks, stride, compute * sizes))
+            found.append(
+                ("dp_replicate", "all_reduce", layout.dp_replicate, layout.tp * layout.shards, compute * mine)
             )
-        )
     elif layout.zero is not None:
         ranks = layout.batches
         reduction = "all_reduce" if layout.zero < 2 else "reduce_scatter"
@@ -328,8 +331,10 @@ def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
     split = Counter[str]()
     for name, size in (pair for segment in profile.segments for pair in segment.split):
         split[name] += size * windows
-    found += [("tp", name, layout.tp, 1, size) for name, size in split.items()]
-    if layout.cp > 1:
+    axis = next((axis for axis in _WITHIN_LAYERS if getattr(layout, axis) > 1), "tp")
+    stride = 1 if axis == "tp" else layout.tp
+    found += [(axis, name, getattr(layout, axis), stride, size) for name, size in split.items()]
+    if layout.cp > 1 and not split:
         keys = windows * compute * profile.keys * layout.cp  # keys and values of all ranks, forward and backward
         found += [
             ("cp", "all_gather", layout.cp, layout.tp, 2 * keys),
