@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from accelerate.devices.specs import DeviceSpec, Link
 from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
 
-# Numbers that DeepSpeed reduces at a time (reduce_bucket_size), unless its configuration says otherwise.
-_ZERO_BUCKET = 500_000_000
 # Bytes a second between a device and its host, in one direction: PCIe 4.0 x16.
 _HOST_LINK = 32e9
 # Dimensions of the mesh whose exchanges the next operation needs.
@@ -35,6 +33,7 @@ class Layout:
         micro_batch: samples of a micro-batch, for the ranks that share one.
         precision: what `mixed_precision` takes.
         offload: parameters, gradients and optimizer state rest in host memory, which FSDP and ZeRO 3 can.
+        bucket: numbers that DeepSpeed reduces at a time, its `reduce_bucket_size`.
     """
 
     dp_replicate: int = 1
@@ -51,6 +50,7 @@ class Layout:
     micro_batch: int = 1
     precision: str = "no"
     offload: bool = False
+    bucket: int = 500_000_000
 
     @property
     def ranks(self) -> int:
@@ -122,7 +122,7 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         part = 2 * math.ceil(trained / (2 * ranks))
         weights = compute * (part if layout.zero == 3 else trained)
         gradients = compute * (part if layout.zero >= 2 else trained)
-        exchanged = 2 * (model.largest // 4) if layout.zero == 3 else min(trained, _ZERO_BUCKET)
+        exchanged = 2 * (model.largest // 4) if layout.zero == 3 else layout.bucket
         return Memory(weights + buffers, gradients, 12 * part, 0 if ranks == 1 else compute * exchanged)
     if layout.shards:
         mine = sum(_cut(item, layout)[1] for item in model.parameters)
@@ -184,29 +184,30 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
 def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: DeviceSpec | None) -> Memory:
     """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
     sizes = [4 * _cut(item, layout)[1] for item in model.parameters]
-    replicas = layout.zero is None and not layout.shards and layout.batches > 1
-    buckets = rest.gradients if replicas else 0
-    return Memory(
-        rest.parameters,
-        rest.gradients,
-        rest.optimizer,
-        buckets,
-        sum(sizes) if device is not None and layout.zero is None else 2 * max(sizes, default=0),
-        when="optimizer",
-    )
+    gradients, buckets = rest.gradients, rest.gradients if layout.batches > 1 and not layout.shards else 0
+    if layout.zero is not None:  # one tensor of a third of what the optimizer has, with gradients in fp32
+        sizes, gradients, buckets = [rest.optimizer // 3], rest.optimizer // 3, 0
+    temporary = sum(sizes) if device is not None else 2 * max(sizes, default=0)
+    return Memory(rest.parameters, gradients, rest.optimizer, buckets, temporary, when="optimizer")
 
 
 def _whole_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
     """Yield the peak of each segment where a rank has whole parameters: one process, DDP, tensor parallelism, ZeRO below 3."""
-    replicas = layout.zero is None and layout.batches > 1
-    working = rest.gradients if replicas else 0 if layout.zero is None else rest.gathered
-    partial = layout.zero is not None and layout.zero >= 2
-    gradients = rest.gradients if layout.accumulation > 1 or partial else 0
+    zero, kept = layout.zero, layout.accumulation > 1
+    buckets = rest.gradients if zero is None and layout.batches > 1 else 0
+    partial = zero is not None and zero >= 2
+    gradients, filled = rest.gradients if kept or zero == 3 else 0, 0
     for segment in profile.segments:
+        working = rest.gathered if zero == 3 or zero is not None and segment.backward else buckets
         peak = segment.peak - (segment.created if partial else 0)
         yield Memory(rest.parameters, gradients, rest.optimizer, working, peak, when=_when(segment))
-        if not (layout.accumulation > 1 or partial):
+        if not (kept or partial):
             gradients += segment.created
+        filled += segment.created
+        if zero in (1, 2) and (filled >= working > 0 or segment is profile.segments[-1]):
+            # A bucket that is full is copied, to be reduced, and the rank keeps its part of it.
+            copied, filled = min(filled, working), 0
+            yield Memory(rest.parameters, rest.gradients, rest.optimizer, working + copied, segment.end, when="reduction")
 
 
 def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
