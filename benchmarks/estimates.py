@@ -1,12 +1,14 @@
 """Memory as `accelerate.diagnostics.estimator` predicts it, and as torch's allocator counts it in real steps on CPUs.
 
-    python benchmarks/estimates.py [--models llama bert] [--layouts one ddp] [--json]
+    python benchmarks/estimates.py [--models llama bert] [--layouts one ddp] [--json] [--write]
 
 Each row is a model, a layout, a precision, with checkpointing or without. A real run takes four steps with AdamW; torch's profiler sees
 each allocation and release on rank 0, and the most bytes of the last two steps, in the one that has less, are the measured peak. DDP
-runs under gloo, whose threads let go of a buffer when they come to it: hence the step that has less. The others run as rank 0 of
-several on torch's fake process group, which sends nothing: all memory is as in a run with the other ranks. With `BENCHMARK_DEVICE=cuda`
-models are eight times as wide, the allocator of the GPU counts, and DDP is left out. Needs transformers.
+runs under gloo. What its threads release, the profiler does not see, so that now and then a buffer seems to stay: of three takes the
+least counts. The others run as rank 0 of several on torch's fake process group, which sends nothing: all memory is as in a run with
+the other ranks. DeepSpeed takes a bucket of 500,000 numbers, for its own of half a billion would be all that there is to see. With
+`BENCHMARK_DEVICE=cuda` models are eight times as wide, the allocator of the GPU counts, and DDP and DeepSpeed are left out. Needs
+transformers and diffusers, and for DeepSpeed the environment of `make test-deepspeed`. `--write` keeps rows that were measured before.
 """
 
 import argparse
@@ -25,6 +27,9 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs/guides/plan.md", ROOT / "benchmarks/results/estimates.json"
+BEGIN, END = "<!-- written by benchmarks/estimates.py -->", "<!-- end -->"
+KEYS = ("model", "layout", "precision", "checkpointing")
 MODELS = ("llama", "gpt2", "mixtral", "bert", "vit", "unet")
 CPU = os.environ.get("BENCHMARK_DEVICE", "cpu") == "cpu"
 BATCH, SEQUENCE, WIDTH, HEADS = (2, 64, 128, 4) if CPU else (4, 512, 1024, 16)
@@ -105,7 +110,8 @@ LAYOUTS = {
     "zero2": (2, {"dp_replicate": 2, "zero": 2, "bucket": 500_000}),
 }
 # Those that only some models can take.
-ONLY = {"tp": ("llama",), "cp": ("llama",), "sp": ("llama", "gpt2"), "ep": ("mixtral",)}
+ONLY = {"tp": ("llama",), "cp": ("llama",), "sp": ("llama", "gpt2"), "ep": ("mixtral",), "hsdp": ("llama", "gpt2")}
+ONLY["zero2"] = ("llama", "gpt2", "bert", "vit")
 # DeepSpeed has an environment of its own, which `make test-deepspeed` makes.
 DEEPSPEED = ROOT / ".venv-deepspeed/bin/python"
 
@@ -256,6 +262,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the rows in results/, and write the table of the guide"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -285,17 +294,40 @@ def main() -> None:
     if args.json:
         print(json.dumps(done, indent=1))
         return
-    print(
-        "| model | layout | precision | checkpointing | measured MiB | predicted MiB | error | peak in |\n|---|---|---|---|---:|---:|---:|---|"
-    )
-    errors = []
-    for row in done:
+    print(table(done))
+    if args.write:
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+        merged = {tuple(row[name] for name in KEYS): row for row in known + done}
+        RESULTS.write_text(json.dumps([merged[key] for key in sorted(merged, key=order)], indent=1) + "\n")
+        write_page()
+
+
+def order(key: tuple) -> tuple:
+    """Return the place of a row in the table."""
+    model, layout, *rest = key
+    return MODELS.index(model), list(LAYOUTS).index(layout), *rest
+
+
+def table(rows: list[dict]) -> str:
+    """Return a Markdown table with a line for each model and layout, and the errors of all rows."""
+    lines = {}
+    for row in rows:
         error = row["predicted"] / row["measured"] - 1
-        errors.append(abs(error))
-        again = "yes" if row["checkpointing"] else "no"
-        sizes = f"{row['measured'] / 2**20:.2f} | {row['predicted'] / 2**20:.2f} | {error:+.1%}"
-        print(f"| {row['model']} | {row['layout']} | {row['precision']} | {again} | {sizes} | {row['when']} |")
-    print(f"\nError: median {statistics.median(errors):.1%}, worst {max(errors):.1%}, of {len(errors)} rows.")
+        cells = lines.setdefault((row["model"], row["layout"]), {})
+        cells[row["precision"], row["checkpointing"]] = f"{row['measured'] / 2**20:.2f} ({100 * error:+.1f} %)"
+    columns = [("no", False), ("no", True), ("bf16", False), ("bf16", True)]
+    text = "| model | layout | fp32 | fp32, recompute | bf16 | bf16, recompute |\n|---|---|---:|---:|---:|---:|\n"
+    for names, cells in lines.items():
+        text += f"| {' | '.join([*names, *(cells.get(column, '') for column in columns)])} |\n"
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
+    summary = f"median {100 * statistics.median(errors):.2f} %, worst {100 * max(errors):.1f} %, of {len(errors)} rows"
+    return f"{text}\nErrors: {summary}."
+
+
+def write_page() -> None:
+    """Write the table of the guide from the results that are there."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(json.loads(RESULTS.read_text()))}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

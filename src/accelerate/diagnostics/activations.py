@@ -75,11 +75,12 @@ def measure(
     styles = tensor_parallel.resolve(model, None, tp) if tp > 1 else {}
     dtype = precision_row(precision).autocast_dtype
     with contextlib.ExitStack() as last:
-        arguments = inputs(batch, sequence)
+        if gpu:
+            last.enter_context(gpu_kernels.as_on_gpus((sequences, "ATTENTION")))
         if cp * sp * ep > 1:
             last.enter_context(_joined(cp * sp * ep))
         if cp * sp > 1:
-            arguments = last.enter_context(_cut_sequences(model, arguments, "cp" if cp > 1 else "sp", cp * sp))
+            last.enter_context(_cut_sequences(model, sequence, "cp" if cp > 1 else "sp", cp * sp))
         split = experts.splitting(model, ep, ep)[1] if ep > 1 else None
         last.enter_context(torch_private.shapes_only())
         _fake(model, styles, tp, dtype if cast else None)
@@ -92,9 +93,10 @@ def measure(
         units, left_out = _shorten(model)
         each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep if ep > 1 else None
         recorder = _Recorder(model, each, gpu)
-        device = gpu_kernels.as_on_gpus() if gpu else contextlib.nullcontext()
-        with recorder.watching(model, units, styles, tp), _as_if_real(), device:
-            arguments = {name: torch.empty_like(value) for name, value in arguments.items()}
+        with recorder.watching(model, units, styles, tp), _as_if_real():
+            arguments = dict(inputs(batch, sequence // (cp * sp)))
+            if cp * sp > 1 and "labels" in arguments:
+                arguments["shift_labels"] = arguments["labels"]
             context = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
             try:
                 with context:
@@ -122,17 +124,15 @@ def _joined(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cut_sequences(
-    model: nn.Module, arguments: Mapping[str, torch.Tensor], axis: str, ranks: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Give the arguments of one of the ranks that share each sequence, and let the model's attention exchange what it needs."""
+def _cut_sequences(model: nn.Module, sequence: int, axis: str, ranks: int) -> Iterator[None]:
+    """Let the attention of a model exchange what it needs, as that of a rank which has a part of each sequence."""
     part = init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
     region = sequences.SequenceRegion(part) if axis == "sp" else sequences.GatheringRegion("cp", part, cuts=2)
     sequence_models.check(model, axis)
     sequence_models.attach(model, region)
-    parts = {name: value.clone() for name, value in arguments.items()}
-    with region(list(parts.values()), [1] * len(parts), list(parts.values())):
-        yield {**parts, "shift_labels": parts["labels"]} if "labels" in parts else parts
+    places = torch.arange(sequence)[None]
+    with region([places], [1], [places]):
+        yield
 
 
 def _keys(model: nn.Module, tp: int) -> int:

@@ -15,7 +15,7 @@ from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
 # Bytes a second between a device and its host, in one direction: PCIe 4.0 x16.
 _HOST_LINK = 32e9
 # Dimensions of the mesh whose exchanges the next operation needs.
-_WITHIN_LAYERS = ("tp", "cp", "sp", "ep")
+WITHIN_LAYERS = ("tp", "cp", "sp", "ep")
 # The bytes of a number in the forward and backward pass, by mixed_precision.
 COMPUTE_BYTES = {"no": 4, "fp16": 2, "bf16": 2}
 
@@ -174,7 +174,10 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
     found = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest, device)]
     best = max(found, key=lambda moment: moment.total)
     if device is not None:
-        best = replace(best, activations=best.activations + device.workspace)
+        # Context parallelism on devices gathers keys and values of one layer at a time, and their gradients in backward.
+        layers = len({segment.unit for segment in profile.segments if segment.unit}) or 1
+        keys = 2 * layout.compute * profile.keys * layout.cp // layers if layout.cp > 1 else 0
+        best = replace(best, activations=best.activations + device.workspace, gathered=best.gathered + keys)
     if not layout.offload:
         return best
     host = rest.parameters + rest.gradients + rest.optimizer
@@ -207,7 +210,9 @@ def _whole_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[M
         if zero in (1, 2) and (filled >= working > 0 or segment is profile.segments[-1]):
             # A bucket that is full is copied, to be reduced, and the rank keeps its part of it.
             copied, filled = min(filled, working), 0
-            yield Memory(rest.parameters, rest.gradients, rest.optimizer, working + copied, segment.end, when="reduction")
+            yield Memory(
+                rest.parameters, rest.gradients, rest.optimizer, working + copied, segment.end, when="reduction"
+            )
 
 
 def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
@@ -332,7 +337,7 @@ def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
     split = Counter[str]()
     for name, size in (pair for segment in profile.segments for pair in segment.split):
         split[name] += size * windows
-    axis = next((axis for axis in _WITHIN_LAYERS if getattr(layout, axis) > 1), "tp")
+    axis = next((axis for axis in WITHIN_LAYERS if getattr(layout, axis) > 1), "tp")
     stride = 1 if axis == "tp" else layout.tp
     found += [(axis, name, getattr(layout, axis), stride, size) for name, size in split.items()]
     if layout.cp > 1 and not split:
@@ -415,7 +420,7 @@ def step_time(arithmetic: float, sent: Iterable[Transfer], fleet: Fleet, offload
     Exchanges within layers (tensor, context, sequence and expert parallelism) are waited for. The others, and what is `offloaded`, in
     seconds, hide behind the stated part of the arithmetic.
     """
-    seconds = [(each.dimension in _WITHIN_LAYERS, fleet.seconds(each)) for each in sent]
+    seconds = [(each.dimension in WITHIN_LAYERS, fleet.seconds(each)) for each in sent]
     waiting = sum(taken for within, taken in seconds if within)
     hidden = offloaded + sum(taken for within, taken in seconds if not within)
     return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from accelerate.checkpoint.inspect import header_of, tensors_of_shards
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, METADATA, DamagedCheckpoint, TensorEntry, weight_map
-from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -137,6 +136,8 @@ def block_names(model: "nn.Module") -> list[str]:
 
 def inventory_of_model(model: "nn.Module", source: str) -> Inventory:
     """Return what a model consists of, which may be on the meta device."""
+    from accelerate.runtime import torch_private
+
     parameters = dict(model.named_parameters())
     blocks = block_names(model)
     items = []
