@@ -1,12 +1,14 @@
 """Memory as `accelerate.diagnostics.estimator` predicts it, and as torch's allocator counts it in real steps on CPUs.
 
-    python benchmarks/estimates.py [--models llama bert] [--layouts one ddp] [--json]
+    python benchmarks/estimates.py [--models llama bert] [--layouts one ddp] [--json] [--write]
 
 Each row is a model, a layout, a precision, with checkpointing or without. A real run takes four steps with AdamW; torch's profiler sees
 each allocation and release on rank 0, and the most bytes of the last two steps, in the one that has less, are the measured peak. DDP
-runs under gloo, whose threads let go of a buffer when they come to it: hence the step that has less. The others run as rank 0 of
-several on torch's fake process group, which sends nothing: all memory is as in a run with the other ranks. With `BENCHMARK_DEVICE=cuda`
-models are eight times as wide, the allocator of the GPU counts, and DDP is left out. Needs transformers.
+runs under gloo. What its threads release, the profiler does not see, so that now and then a buffer seems to stay: of three takes the
+least counts. The others run as rank 0 of several on torch's fake process group, which sends nothing: all memory is as in a run with
+the other ranks. DeepSpeed takes a bucket of 500,000 numbers, for its own of half a billion would be all that there is to see. With
+`BENCHMARK_DEVICE=cuda` models are eight times as wide, the allocator of the GPU counts, and DDP and DeepSpeed are left out. Needs
+transformers and diffusers, and for DeepSpeed the environment of `make test-deepspeed`. `--write` keeps rows that were measured before.
 """
 
 import argparse
@@ -18,50 +20,38 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import nn
 
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs/guides/plan.md", ROOT / "benchmarks/results/estimates.json"
+BEGIN, END = "<!-- written by benchmarks/estimates.py -->", "<!-- end -->"
+KEYS = ("model", "layout", "precision", "checkpointing")
 MODELS = ("llama", "gpt2", "mixtral", "bert", "vit", "unet")
 CPU = os.environ.get("BENCHMARK_DEVICE", "cpu") == "cpu"
 BATCH, SEQUENCE, WIDTH, HEADS = (2, 64, 128, 4) if CPU else (4, 512, 1024, 16)
 
 
-class Double(nn.Module):
-    """Two convolutions, as a stage of the UNet has them."""
-
-    def __init__(self, channels: int, out: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, out, 3, padding=1)
-        self.norm = nn.GroupNorm(8, out)
-        self.second = nn.Conv2d(out, out, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.second(nn.functional.silu(self.norm(self.first(x)))))
-
-
 class UNet(nn.Module):
-    """Down and up again, with connections across."""
+    """One of diffusers, with attention to a text, and its loss."""
 
-    _no_split_modules = ("Double",)
+    _no_split_modules = ("ResnetBlock2D", "Transformer2DModel")
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self) -> None:
+        from diffusers import UNet2DConditionModel
+
         super().__init__()
-        sizes = [width, 2 * width, 4 * width]
-        self.down = nn.ModuleList([Double(3, sizes[0]), Double(sizes[0], sizes[1]), Double(sizes[1], sizes[2])])
-        self.up = nn.ModuleList([Double(sizes[2] + sizes[1], sizes[1]), Double(sizes[1] + sizes[0], sizes[0])])
-        self.out = nn.Conv2d(sizes[0], 3, 1)
+        kinds = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+        sizes = {"cross_attention_dim": WIDTH, "attention_head_dim": 8, "norm_num_groups": 8, "layers_per_block": 1}
+        sizes |= {"in_channels": 3, "out_channels": 3, "block_out_channels": (WIDTH // 4, WIDTH // 2)}
+        self.net = UNet2DConditionModel(down_block_types=kinds[0], up_block_types=kinds[1], **sizes)
+        self.gradient_checkpointing_enable = self.net.enable_gradient_checkpointing
 
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        x, kept = pixel_values, []
-        for stage in self.down:
-            x = stage(x)
-            kept.append(x)
-            x = nn.functional.max_pool2d(x, 2) if stage is not self.down[-1] else x
-        kept.pop()
-        for stage in self.up:
-            x = stage(torch.cat([nn.functional.interpolate(x, scale_factor=2), kept.pop()], 1))
-        return {"loss": nn.functional.mse_loss(self.out(x), labels)}
+    def forward(self, sample: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.mse_loss(self.net(sample, 0, text).sample, sample)}
 
 
 def build(name: str) -> nn.Module:
@@ -100,13 +90,11 @@ def build(name: str) -> nn.Module:
 
 def inputs(name: str, batch: int, sequence: int) -> dict[str, torch.Tensor]:
     """Return the arguments of a forward."""
-    if name in ("vit", "unet"):
-        pixels = torch.zeros(batch, 3, 64, 64)
-        return {
-            "pixel_values": pixels,
-            "labels": pixels.clone() if name == "unet" else torch.zeros(batch, dtype=torch.long),
-        }
-    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    if name == "unet":
+        return {"sample": torch.zeros(batch, 3, 32, 32), "text": torch.zeros(batch, 16, WIDTH)}
+    if name == "vit":
+        return {"pixel_values": torch.zeros(batch, 3, 64, 64), "labels": torch.zeros(batch, dtype=torch.long)}
+    tokens = torch.randint(0, 1000, (batch, sequence))  # so that experts get about as many each
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
@@ -116,15 +104,23 @@ LAYOUTS = {
     "fsdp2": (2, {"dp_shard": 2}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "tp": (2, {"tp": 2}),
+    "cp": (2, {"cp": 2}),
+    "sp": (2, {"sp": 2, "fsdp": True}),
+    "ep": (2, {"dp_shard": 2, "ep": 2}),
+    "zero2": (2, {"dp_replicate": 2, "zero": 2, "bucket": 500_000}),
 }
+# Those that only some models can take.
+ONLY = {"tp": ("llama",), "cp": ("llama",), "sp": ("llama", "gpt2"), "ep": ("mixtral",), "hsdp": ("llama", "gpt2")}
+ONLY["zero2"] = ("llama", "gpt2", "bert", "vit")
+# DeepSpeed has an environment of its own, which `make test-deepspeed` makes.
+DEEPSPEED = ROOT / ".venv-deepspeed/bin/python"
 
 
 def cases(models: list[str], layouts: list[str]) -> list[dict]:
     """Return the rows that the arguments ask for."""
     rows = []
     for model, layout, precision, again in itertools.product(models, layouts, ("no", "bf16"), (False, True)):
-        fits = not (again and model == "unet") and not (layout == "tp" and model != "llama")
-        if fits:
+        if model in ONLY.get(layout, MODELS):
             rows.append({"model": model, "layout": layout, "precision": precision, "checkpointing": again})
     return rows
 
@@ -148,9 +144,9 @@ def predict(case: dict) -> int:
         SEQUENCE,
         case["precision"],
         case["checkpointing"],
-        cast=layout.shards > 0,
-        tp=layout.tp,
+        cast=layout.shards > 0 or layout.zero is not None,
         gpu=not CPU,
+        **{name: getattr(layout, name) for name in ("tp", "cp", "sp", "ep")},
     )
     return memory(profile, layout, None if CPU else device_spec("h200-141gb"))
 
@@ -161,8 +157,9 @@ def take_steps(case: dict) -> int:
     from torch.profiler import ProfilerActivity, profile, record_function
     from torch.testing._internal.distributed import fake_pg
 
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
     from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import shift_labels
 
     ranks = LAYOUTS[case["layout"]][0]
     if ranks > 1 and "RANK" not in os.environ:
@@ -172,9 +169,16 @@ def take_steps(case: dict) -> int:
     with watched as found:
         sizes = LAYOUTS[case["layout"]][1]
         options = {}
-        if len(sizes) > 1 or "tp" in sizes:
-            options["parallelism_config"] = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
-        if "dp_shard" in sizes:
+        if "zero" in sizes:
+            plugin = DeepSpeedPlugin(zero_stage=sizes["zero"])
+            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = BATCH
+            plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = sizes["bucket"]
+            options["deepspeed_plugin"] = plugin
+        elif len(sizes) > 1 or not {"dp_replicate", "dp_shard"} & set(sizes):
+            axes = {f"{name}_size": size for name, size in sizes.items() if name != "fsdp"}
+            axes |= {"sp_backend": "torch"} if "sp" in sizes else {}
+            options["parallelism_config"] = ParallelismConfig(**axes)
+        if {"dp_shard", "cp", "sp"} & set(sizes):
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
             )
@@ -186,7 +190,7 @@ def take_steps(case: dict) -> int:
         if hasattr(model, "config"):
             model.config.use_cache = False
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        on_device = []
+        on_device, shared = [], bool({"cp", "sp"} & set(sizes))
         for number in range(4):
             gc.collect()  # cycles of the step before are no part of this one
             batch = {
@@ -194,8 +198,15 @@ def take_steps(case: dict) -> int:
             }
             if not CPU:
                 torch.cuda.reset_peak_memory_stats()
-            with record_function(f"step {number}"):
-                output = model(**batch)
+            if shared:
+                batch |= {"labels": shift_labels(batch["labels"])}
+            cut = accelerator.maybe_context_parallel(
+                buffers=[*batch.values()] * shared,
+                buffer_seq_dims=[1, 1] * shared,
+                no_restore_buffers={*batch.values()} if shared else None,
+            )
+            with cut, record_function(f"step {number}"):
+                output = model(**batch, **({"shift_labels": batch["labels"]} if shared else {}))
                 loss = output["loss"]
                 del output
                 accelerator.backward(loss)
@@ -238,7 +249,8 @@ def worker(path: str) -> None:
     with open(path) as file:
         rows = json.load(file)
     for row in rows:
-        row["measured"] = take_steps(row)
+        # What gloo's threads free, the profiler does not see: of three takes one has it all.
+        row["measured"] = min(take_steps(row) for _ in range(3 if "RANK" in os.environ else 1))
     if os.environ.get("RANK", "0") == "0":
         with open(path, "w") as file:
             json.dump(rows, file)
@@ -250,28 +262,29 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the rows in results/, and write the table of the guide"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker)
         return
-    import tempfile
-
     rows = cases(args.models, args.layouts)
     done = []
-    for gloo in (False, True):
-        some = [row for row in rows if (row["layout"] == "ddp") == gloo]
-        if not some or (gloo and not CPU):
+    # DDP needs processes; the others are rank 0 of a group that sends nothing. DeepSpeed keeps groups until its process ends.
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    runs = [([sys.executable], [row for row in rows if row["layout"] not in ("ddp", "zero2")])]
+    if CPU:
+        runs.append((launch, [row for row in rows if row["layout"] == "ddp"]))
+        runs += [([str(DEEPSPEED)], [row]) for row in rows if row["layout"] == "zero2" and DEEPSPEED.exists()]
+    for command, some in runs:
+        if not some:
             continue
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "rows.json")
             with open(path, "w") as file:
                 json.dump(some, file)
-            command = (
-                [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-                if gloo
-                else [sys.executable]
-            )
             subprocess.run([*command, os.path.abspath(__file__), "--worker", path], check=True)
             with open(path) as file:
                 done += json.load(file)
@@ -281,17 +294,40 @@ def main() -> None:
     if args.json:
         print(json.dumps(done, indent=1))
         return
-    print(
-        "| model | layout | precision | checkpointing | measured MiB | predicted MiB | error | peak in |\n|---|---|---|---|---:|---:|---:|---|"
-    )
-    errors = []
-    for row in done:
+    print(table(done))
+    if args.write:
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+        merged = {tuple(row[name] for name in KEYS): row for row in known + done}
+        RESULTS.write_text(json.dumps([merged[key] for key in sorted(merged, key=order)], indent=1) + "\n")
+        write_page()
+
+
+def order(key: tuple) -> tuple:
+    """Return the place of a row in the table."""
+    model, layout, *rest = key
+    return MODELS.index(model), list(LAYOUTS).index(layout), *rest
+
+
+def table(rows: list[dict]) -> str:
+    """Return a Markdown table with a line for each model and layout, and the errors of all rows."""
+    lines = {}
+    for row in rows:
         error = row["predicted"] / row["measured"] - 1
-        errors.append(abs(error))
-        again = "yes" if row["checkpointing"] else "no"
-        sizes = f"{row['measured'] / 2**20:.2f} | {row['predicted'] / 2**20:.2f} | {error:+.1%}"
-        print(f"| {row['model']} | {row['layout']} | {row['precision']} | {again} | {sizes} | {row['when']} |")
-    print(f"\nError: median {statistics.median(errors):.1%}, worst {max(errors):.1%}, of {len(errors)} rows.")
+        cells = lines.setdefault((row["model"], row["layout"]), {})
+        cells[row["precision"], row["checkpointing"]] = f"{row['measured'] / 2**20:.2f} ({100 * error:+.1f} %)"
+    columns = [("no", False), ("no", True), ("bf16", False), ("bf16", True)]
+    text = "| model | layout | fp32 | fp32, recompute | bf16 | bf16, recompute |\n|---|---|---:|---:|---:|---:|\n"
+    for names, cells in lines.items():
+        text += f"| {' | '.join([*names, *(cells.get(column, '') for column in columns)])} |\n"
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
+    summary = f"median {100 * statistics.median(errors):.2f} %, worst {100 * max(errors):.1f} %, of {len(errors)} rows"
+    return f"{text}\nErrors: {summary}."
+
+
+def write_page() -> None:
+    """Write the table of the guide from the results that are there."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(json.loads(RESULTS.read_text()))}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

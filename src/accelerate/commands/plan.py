@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import importlib
 import inspect
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +15,16 @@ from accelerate.commands import estimate
 from accelerate.commands.config import config_utils
 from accelerate.commands.utils import brief, make_parser
 from accelerate.devices import specs
-from accelerate.diagnostics.estimator import Fleet, Layout, Memory, StepTime, memory, step_seconds, traffic
+from accelerate.diagnostics.estimator import (
+    WITHIN_LAYERS,
+    Fleet,
+    Layout,
+    Memory,
+    StepTime,
+    memory,
+    step_seconds,
+    traffic,
+)
 from accelerate.diagnostics.inventory import Profile
 from accelerate.diagnostics.table import size_text, table
 from accelerate.launch.errors import LaunchError
@@ -56,7 +64,7 @@ def name_of(layout: Layout) -> str:
         first = f"FSDP2 {layout.dp_shard}{'' if layout.reshard else ', kept gathered'}"
     else:
         first = f"DDP {layout.dp_replicate}" if layout.dp_replicate > 1 else ""
-    sizes = [f"{name}_size={size}" for name, size in (("tp", layout.tp), ("cp", layout.cp)) if size > 1]
+    sizes = [f"{name}_size={getattr(layout, name)}" for name in WITHIN_LAYERS if getattr(layout, name) > 1]
     return ", ".join([*filter(None, [first]), *sizes, *(["offload"] if layout.offload else [])]) or "one process"
 
 
@@ -136,15 +144,29 @@ class Profiles:
         self._arguments = (build, inputs)
         self._sequence, self._precision = sequence, precision
         self._found: dict[Any, tuple[Profile, Profile] | str] = {}
+        model = build()
+        config = getattr(model, "config", None)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        counts = [getattr(config, name, None) for name in names if getattr(model, "ep_plan", None)]
+        # Of a layer that ranks can share; 0 if they cannot.
+        self.experts = next((count for count in counts if isinstance(count, int)), 0)
 
     def of(self, layout: Layout) -> Profile:
         """Return the profile for a layout; ValueError if the model cannot run so."""
         from accelerate.diagnostics.activations import measure
 
-        key = (layout.tp, layout.cp, layout.checkpointing, layout.shards > 0 or layout.zero is not None)
+        key = (
+            layout.tp,
+            layout.cp,
+            layout.sp,
+            layout.ep,
+            layout.checkpointing,
+            layout.shards > 0 or layout.zero is not None,
+        )
         if key not in self._found:
-            tp, cp, again, cast = key
-            options = {"precision": self._precision, "checkpointing": again, "cast": cast, "tp": tp, "gpu": True}
+            tp, cp, sp, ep, again, cast = key
+            options = {"precision": self._precision, "checkpointing": again, "cast": cast, "gpu": True}
+            options |= {"tp": tp, "sp": sp, "ep": ep}  # torch's context parallelism keeps what a rank's own keys need
             try:
                 one, two = (measure(*self._arguments, batch, self._sequence // cp, **options) for batch in (1, 2))
                 self._found[key] = (one, two)
@@ -167,26 +189,35 @@ class Profiles:
 # -- the layouts -------------------------------------------------------------------------------------------------------
 
 
-def layouts(gpus: int, nodes: int, sequence: int, precision: str) -> Iterator[Layout]:
-    """Yield the layouts of so many ranks that this package runs, with a micro-batch of one sample."""
+def layouts(gpus: int, nodes: int, sequence: int, precision: str, experts: int = 0) -> Iterator[Layout]:
+    """Yield the layouts of so many ranks that this package runs, with a micro-batch of one sample; of models with so many experts also with those split."""
     per_node = gpus // nodes
-    powers = [size for size in (1, 2, 4, 8) if per_node % size == 0]
-    for tp, cp in itertools.product(powers, powers):
-        if tp > 1 and cp > 1 or sequence % (2 * cp if cp > 1 else 1):
+    powers = [size for size in (2, 4, 8) if per_node % size == 0]
+    within = [(), *((name, size) for name in ("tp", "cp", "sp", "ep") for size in powers)]
+    # A rank of context parallelism gets a part from the front and one from the back.
+    parts = {"cp": lambda size: sequence % (2 * size), "sp": lambda size: sequence % size}
+    parts["ep"] = lambda size: not experts or experts % size
+    for name, size in ((pair or ("", 1)) for pair in within):
+        if name in parts and parts[name](size):
             continue
-        data = gpus // tp // cp
-        common = {"tp": tp, "cp": cp, "precision": precision}
-        if tp == cp == 1:
+        data = gpus if name == "ep" else gpus // size
+        common = {"precision": precision, **({name: size} if name else {})}
+        if not name:
             yield Layout(dp_replicate=data, **common)
             if data > 1:
                 yield from (Layout(dp_replicate=data, zero=stage, **common) for stage in (2, 3))
-        elif data == 1 and cp == 1:
+        elif data == 1 and name == "tp":
             yield Layout(**common)
-        if data > 1 or cp > 1:
+        if data > 1 or name in ("cp", "sp"):
             yield Layout(dp_shard=data, fsdp=True, **common)
-            if tp == cp == 1:
+            if not name:
                 yield Layout(dp_shard=data, fsdp=True, reshard=False, **common)
-            if nodes > 1 and data % nodes == 0 and data > nodes:
+            if (
+                nodes > 1
+                and data % nodes == 0
+                and data > nodes
+                and (data // nodes) % (size if name == "ep" else 1) == 0
+            ):
                 yield Layout(dp_replicate=nodes, dp_shard=data // nodes, fsdp=True, **common)
 
 
@@ -224,7 +255,7 @@ def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
     size, room = size_text(getattr(needs, needs.largest)), size_text(fleet.device.memory)
     hints = {
         "activations": "use cp_size=2 or tp_size=2"
-        if layout.cp == layout.tp == 1
+        if layout.cp * layout.tp * layout.sp == 1
         else "use a larger cp_size or a shorter --sequence",
         "gathered": "use tp_size=2, so that less is whole at once"
         if layout.shards
@@ -240,7 +271,7 @@ def plan(
     profiles: Profiles, fleet: Fleet, gpus: int, nodes: int, sequence: int, global_batch: int, precision: str
 ) -> list[Choice]:
     """Return all layouts, those that fit first and the fastest of them first; offload is tried where none fits."""
-    bases = list(layouts(gpus, nodes, sequence, precision))
+    bases = list(layouts(gpus, nodes, sequence, precision, profiles.experts))
     found = [choose(profiles, base, fleet, global_batch) for base in bases]
     if all(each.why for each in found):
         able = (base for base in bases if base.shards and base.reshard)
@@ -276,12 +307,32 @@ def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
             "fsdp_activation_checkpointing": layout.checkpointing,
             "fsdp_offload_params": layout.offload,
         }
-    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp, "cp": layout.cp}
-    if layout.zero is None and sum(size > 1 for size in sizes.values()) > 1 or layout.tp > 1 or layout.cp > 1:
+    sizes = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    if layout.zero is None and sum(size > 1 for size in sizes.values()) > 1 or layout.tp * layout.cp * layout.sp > 1:
         content["parallelism_config"] = {
             f"parallelism_config_{name}_size": size for name, size in sizes.items() if size > 1
         }
+        content["parallelism_config"] |= {"parallelism_config_sp_backend": "torch"} if layout.sp > 1 else {}
     return content
+
+
+def in_the_program(layout: Layout) -> str:
+    """Say what the training program has to do for a layout, which no configuration file can."""
+    lines = [
+        f"a batch size of {layout.micro_batch}, and Accelerator(gradient_accumulation_steps={layout.accumulation})."
+    ]
+    if layout.cp * layout.sp > 1:
+        lines.append(
+            "Each batch in `with accelerator.maybe_context_parallel(...)`: without it each rank of a sequence computes all of it."
+        )
+    if layout.ep > 1:
+        size = f"dp_replicate_size={layout.dp_replicate}, dp_shard_size={layout.dp_shard}, ep_size={layout.ep}"
+        lines.append(
+            f"Accelerator(parallelism_config=ParallelismConfig({size})), for which there is no entry in the file."
+        )
+    if layout.checkpointing and not layout.shards:
+        lines.append("model.gradient_checkpointing_enable().")
+    return "In the program: " + "\n  ".join(lines)
 
 
 def plan_command(args: argparse.Namespace) -> None:
@@ -335,8 +386,8 @@ def plan_command(args: argparse.Namespace) -> None:
         config_utils.write(args.write, configuration(fitting[0].layout, args.nodes))
         layout = fitting[0].layout
         print(
-            f"{args.write}: {fitting[0].name}; see it by `accelerate launch --config_file {args.write} --dry_run train.py`. In the program: "
-            f"a batch size of {layout.micro_batch}, and Accelerator(gradient_accumulation_steps={layout.accumulation})."
+            f"{args.write}: {fitting[0].name}; see it by `accelerate launch --config_file {args.write} --dry_run train.py`.\n"
+            f"{in_the_program(layout)}"
         )
 
 

@@ -13,12 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accelerate.diagnostics import gpu_kernels
+from accelerate.diagnostics.collectives import collective_of
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.diagnostics.throughput import flops_of
+from accelerate.parallel import experts
+from accelerate.parallel import models as sequence_models
+from accelerate.parallel import sequence as sequences
 from accelerate.parallel import tensor as tensor_parallel
 from accelerate.precision.amp import precision as precision_row
 from accelerate.runtime import torch_private
@@ -37,8 +43,11 @@ def measure(
     cast: bool = False,
     tp: int = 1,
     gpu: bool = False,
+    cp: int = 1,
+    sp: int = 1,
+    ep: int = 1,
 ) -> Profile:
-    """Return what one step of a model allocates. Any rank, alone.
+    """Return what one step of a model allocates. Any rank, alone; with `cp`, `sp` or `ep` of a process that has joined no group.
 
     Args:
         build: returns the model, on any device; best on torch's meta device.
@@ -48,6 +57,8 @@ def measure(
         cast: parameters are handed to forward in the dtype of the precision, as FSDP does, where otherwise autocast copies them.
         tp: how many ranks share each layer.
         gpu: as a GPU's kernels allocate, where those of the CPU do otherwise.
+        cp, sp: how many ranks share each sequence by context or by sequence parallelism.
+        ep: how many ranks share the experts of each layer; tokens are taken to spread evenly.
 
     Raises:
         ValueError: the model cannot be split or has no checkpointing, or its forward looks at values.
@@ -63,15 +74,29 @@ def measure(
         model.config.use_cache = False
     styles = tensor_parallel.resolve(model, None, tp) if tp > 1 else {}
     dtype = precision_row(precision).autocast_dtype
-    mode = torch_private.shapes_only()
-    with mode:
+    with contextlib.ExitStack() as last:
+        if gpu:
+            last.enter_context(gpu_kernels.as_on_gpus((sequences, "ATTENTION")))
+        if cp * sp * ep > 1:
+            last.enter_context(_joined(cp * sp * ep))
+        if cp * sp > 1:
+            last.enter_context(_cut_sequences(model, sequence, "cp" if cp > 1 else "sp", cp * sp))
+        split = experts.splitting(model, ep, ep)[1] if ep > 1 else None
+        last.enter_context(torch_private.shapes_only())
         _fake(model, styles, tp, dtype if cast else None)
+        if split is not None:
+            split()
         inventory = inventory_of_model(model, type(model).__name__)
+        for module in list(experts.modules(model)):  # as FSDP hands them to forward
+            for own, value in list(module._parameters.items()):
+                module._parameters[own] = nn.Parameter(torch_private.local_part(value))
         units, left_out = _shorten(model)
-        recorder = _Recorder(model)
-        device = gpu_kernels.as_on_gpus() if gpu else contextlib.nullcontext()
-        with recorder.watching(model, units, styles, tp), _as_if_real(), device:
-            arguments = inputs(batch, sequence)
+        each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep if ep > 1 else None
+        recorder = _Recorder(model, each, gpu)
+        with recorder.watching(model, units, styles, tp), _as_if_real():
+            arguments = dict(inputs(batch, sequence // (cp * sp)))
+            if cp * sp > 1 and "labels" in arguments:
+                arguments["shift_labels"] = arguments["labels"]
             context = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
             try:
                 with context:
@@ -83,7 +108,31 @@ def measure(
                     f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes alone: {error}."
                 ) from error
     segments = recorder.segments if not left_out else _lengthen(recorder.segments, units, left_out)
-    return Profile(inventory, tuple(segments), batch * sequence * _keys(model, tp))
+    return Profile(inventory, tuple(segments), batch * sequence // cp * _keys(model, tp))
+
+
+@contextlib.contextmanager
+def _joined(ranks: int) -> Iterator[None]:
+    """Let this process be one of so many ranks, of which there are no others, for a time."""
+    if dist.is_initialized():
+        raise ValueError("A model that ranks split is measured in a process that has joined no process group.")
+    torch_private.join_alone(0, ranks, dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _cut_sequences(model: nn.Module, sequence: int, axis: str, ranks: int) -> Iterator[None]:
+    """Let the attention of a model exchange what it needs, as that of a rank which has a part of each sequence."""
+    part = init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
+    region = sequences.SequenceRegion(part) if axis == "sp" else sequences.GatheringRegion("cp", part, cuts=2)
+    sequence_models.check(model, axis)
+    sequence_models.attach(model, region)
+    places = torch.arange(sequence)[None]
+    with region([places], [1], [places]):
+        yield
 
 
 def _keys(model: nn.Module, tp: int) -> int:
@@ -191,10 +240,14 @@ def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Seg
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts the bytes of storages that are alive, without those that a model had before."""
+    """Counts the bytes of storages that are alive, without those that a model had before.
 
-    def __init__(self, model: nn.Module) -> None:
+    An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another.
+    """
+
+    def __init__(self, model: nn.Module, each: int | None, gpu: bool) -> None:
         super().__init__()
+        self.each, self.gpu = each, gpu
         self.segments: list[Segment] = []
         self.live: dict[int, tuple[weakref.ref, int]] = {}
         self.bytes = 0  # activations and temporaries
@@ -206,14 +259,20 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count what it returns."""
-        if torch_private.reads_value(func) and args[0].dtype == torch.bool:
-            return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
+        if torch_private.reads_value(func):
+            if args[0].dtype == torch.bool:
+                return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
+            if self.each is not None:
+                return self.each
         out = _without_limit_of_dtype(func, args, kwargs or {})
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage())
         self.flops += flops_of(func, args, kwargs or {}, out)
-        self.peak = max(self.peak, self.bytes + self.created)
+        if (sent := collective_of(func, args, out)) is not None:
+            self.split.append(sent)
+        scratch = 0 if self.gpu else torch_private.convolution_scratch(func, args, out)
+        self.peak = max(self.peak, self.bytes + self.created + scratch)
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:

@@ -98,13 +98,13 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         if any(torch_private.is_distributed(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "namespace", "") not in _HOMES or (kind := _kind(func)) is None:
+        if (found := collective_of(func, args, result)) is None:
             return self.seen(func, args, result)
+        kind, sent = found
         group, size = _group(args)
         self._sizes[group] = size
         self._calls[group, kind] += 1
-        if kind != "barrier":
-            self._bytes[group, kind] += max(map(_size, (*args, result)))
+        self._bytes[group, kind] += sent
         return self.exchanged(func, args, result)
 
     def seen(self, func: Any, args: Any, result: Any) -> Any:
@@ -126,9 +126,11 @@ def groups_of(mesh: Any | None) -> dict[str, str]:
     return labels
 
 
-def _kind(func: Any) -> str | None:
-    name = func.__name__.partition(".")[0].lstrip("_")
-    return next((kind for kind, pattern in _KINDS.items() if re.match(pattern, name)), None)
+def collective_of(func: Any, args: Any, result: Any) -> tuple[str, int] | None:
+    """Return the kind and the bytes of an operator's call, as in `Collective`; None if it is no collective."""
+    name = func.__name__.partition(".")[0].lstrip("_") if getattr(func, "namespace", "") in _HOMES else ""
+    kind = next((kind for kind, pattern in _KINDS.items() if re.match(pattern, name)), None)
+    return None if kind is None else (kind, 0 if kind == "barrier" else max(map(_size, (*args, result))))
 
 
 def _group(args: Any) -> tuple[str, int]:

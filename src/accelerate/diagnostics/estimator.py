@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from accelerate.devices.specs import DeviceSpec, Link
 from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
 
-# Numbers that DeepSpeed reduces at a time (reduce_bucket_size), unless its configuration says otherwise.
-_ZERO_BUCKET = 500_000_000
 # Bytes a second between a device and its host, in one direction: PCIe 4.0 x16.
 _HOST_LINK = 32e9
 # Dimensions of the mesh whose exchanges the next operation needs.
-_WITHIN_LAYERS = ("tp", "cp", "sp", "ep")
+WITHIN_LAYERS = ("tp", "cp", "sp", "ep")
 # The bytes of a number in the forward and backward pass, by mixed_precision.
 COMPUTE_BYTES = {"no": 4, "fp16": 2, "bf16": 2}
 
@@ -35,6 +33,7 @@ class Layout:
         micro_batch: samples of a micro-batch, for the ranks that share one.
         precision: what `mixed_precision` takes.
         offload: parameters, gradients and optimizer state rest in host memory, which FSDP and ZeRO 3 can.
+        bucket: numbers that DeepSpeed reduces at a time, its `reduce_bucket_size`.
     """
 
     dp_replicate: int = 1
@@ -51,6 +50,7 @@ class Layout:
     micro_batch: int = 1
     precision: str = "no"
     offload: bool = False
+    bucket: int = 500_000_000
 
     @property
     def ranks(self) -> int:
@@ -122,19 +122,31 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         part = 2 * math.ceil(trained / (2 * ranks))
         weights = compute * (part if layout.zero == 3 else trained)
         gradients = compute * (part if layout.zero >= 2 else trained)
-        exchanged = 2 * (model.largest // 4) if layout.zero == 3 else min(trained, _ZERO_BUCKET)
+        exchanged = 2 * (model.largest // 4) if layout.zero == 3 else layout.bucket
         return Memory(weights + buffers, gradients, 12 * part, 0 if ranks == 1 else compute * exchanged)
     if layout.shards:
-        mine = sum(_padded(item, layout.shards) // layout.shards for item in model.parameters)
+        mine = sum(_cut(item, layout)[1] for item in model.parameters)
         return Memory(4 * mine + buffers, 4 * mine, 8 * mine, compute * _whole(model, layout.reshard))
     copies = compute * trained if compute < 4 else 0
     return Memory(4 * trained + buffers, 4 * trained, 8 * trained, copies + (0 if ranks == 1 else 4 * trained))
 
 
-def _padded(item: Item, ranks: int) -> int:
-    """Numbers of a tensor that FSDP cuts along the first dimension: the first rank has the most rows, and others are filled up."""
+def _cut(item: Item, layout: Layout) -> tuple[int, int]:
+    """Numbers of a tensor, whole and on the first rank: FSDP cuts along the first dimension, so that rank has the most rows, and others are filled up."""
     rows, *row = item.shape or (1,)
-    return math.ceil(rows / ranks) * ranks * math.prod(row)
+    ranks = max(1, layout.shards // item.split)
+    mine = math.ceil(rows / ranks) * math.prod(row)
+    return mine * ranks, mine
+
+
+def _units(model: Inventory, layout: Layout) -> tuple[Counter[str], Counter[str]]:
+    """Numbers of each unit of FSDP, whole and on the first rank."""
+    whole, mine = Counter[str](), Counter[str]()
+    for item in model.parameters:
+        counts = _cut(item, layout)
+        whole[item.block] += counts[0]
+        mine[item.block] += counts[1]
+    return whole, mine
 
 
 def _whole(model: Inventory, again: bool) -> int:
@@ -162,7 +174,10 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
     found = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest, device)]
     best = max(found, key=lambda moment: moment.total)
     if device is not None:
-        best = replace(best, activations=best.activations + device.workspace)
+        # Context parallelism on devices gathers keys and values of one layer at a time, and their gradients in backward.
+        layers = len({segment.unit for segment in profile.segments if segment.unit}) or 1
+        keys = 2 * layout.compute * profile.keys * layout.cp // layers if layout.cp > 1 else 0
+        best = replace(best, activations=best.activations + device.workspace, gathered=best.gathered + keys)
     if not layout.offload:
         return best
     host = rest.parameters + rest.gradients + rest.optimizer
@@ -171,31 +186,33 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
 
 def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: DeviceSpec | None) -> Memory:
     """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
-    ranks = max(layout.shards, 1)
-    sizes = [4 * _padded(item, ranks) // ranks for item in model.parameters]
-    replicas = layout.zero is None and not layout.shards and layout.batches > 1
-    buckets = rest.gradients if replicas else 0
-    return Memory(
-        rest.parameters,
-        rest.gradients,
-        rest.optimizer,
-        buckets,
-        sum(sizes) if device is not None and layout.zero is None else 2 * max(sizes, default=0),
-        when="optimizer",
-    )
+    sizes = [4 * _cut(item, layout)[1] for item in model.parameters]
+    gradients, buckets = rest.gradients, rest.gradients if layout.batches > 1 and not layout.shards else 0
+    if layout.zero is not None:  # one tensor of a third of what the optimizer has, with gradients in fp32
+        sizes, gradients, buckets = [rest.optimizer // 3], rest.optimizer // 3, 0
+    temporary = sum(sizes) if device is not None else 2 * max(sizes, default=0)
+    return Memory(rest.parameters, gradients, rest.optimizer, buckets, temporary, when="optimizer")
 
 
 def _whole_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
     """Yield the peak of each segment where a rank has whole parameters: one process, DDP, tensor parallelism, ZeRO below 3."""
-    replicas = layout.zero is None and layout.batches > 1
-    working = rest.gradients if replicas else 0 if layout.zero is None else rest.gathered
-    partial = layout.zero is not None and layout.zero >= 2
-    gradients = rest.gradients if layout.accumulation > 1 or partial else 0
+    zero, kept = layout.zero, layout.accumulation > 1
+    buckets = rest.gradients if zero is None and layout.batches > 1 else 0
+    partial = zero is not None and zero >= 2
+    gradients, filled = rest.gradients if kept or zero == 3 else 0, 0
     for segment in profile.segments:
+        working = rest.gathered if zero == 3 or zero is not None and segment.backward else buckets
         peak = segment.peak - (segment.created if partial else 0)
         yield Memory(rest.parameters, gradients, rest.optimizer, working, peak, when=_when(segment))
-        if not (layout.accumulation > 1 or partial):
+        if not (kept or partial):
             gradients += segment.created
+        filled += segment.created
+        if zero in (1, 2) and (filled >= working > 0 or segment is profile.segments[-1]):
+            # A bucket that is full is copied, to be reduced, and the rank keeps its part of it.
+            copied, filled = min(filled, working), 0
+            yield Memory(
+                rest.parameters, rest.gradients, rest.optimizer, working + copied, segment.end, when="reduction"
+            )
 
 
 def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
@@ -204,9 +221,7 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
     A gathered unit is received in one buffer and copied out of it: in forward the buffer stays until the next unit's, in backward
     it is that of the unit before, fetched ahead. In backward the buffer of the last reduction stays as well.
     """
-    sizes = Counter[str]()
-    for item in profile.inventory.parameters:
-        sizes[item.block] += _padded(item, layout.shards)
+    sizes, mine = _units(profile.inventory, layout)
     unit = {name: layout.compute * size for name, size in sizes.items()}
     root = unit.get("", 0)
     held = 0 if layout.reshard else sum(unit.values()) - root
@@ -249,10 +264,10 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
                 when=_when(segment),
             )
             reduced = own
-            sharded += own // layout.compute * 4 // layout.shards if layout.accumulation == 1 else 0
+            sharded += 4 * mine[name] if layout.accumulation == 1 else 0
             if layout.dp_replicate > 1 and layout.compute < 4:
                 # What copies exchange stays until the pass ends, beside the fp32 gradients.
-                sharded += own // layout.shards
+                sharded += layout.compute * mine[name]
         else:
             of_root += segment.created
     yield Memory(rest.parameters, sharded + of_root, rest.optimizer, root, 0, when="reduction")
@@ -289,29 +304,23 @@ class Transfer:
 
 
 def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
-    """Return what a rank exchanges in a step, for a profile as `memory` takes it: DDP, FSDP2, HSDP, tensor and context parallelism, ZeRO."""
+    """Return what a rank exchanges in a step, for a profile as `memory` takes it."""
     model, compute, windows = profile.inventory, layout.compute, layout.accumulation
     trained = sum(item.elements for item in model.parameters)
     inner = layout.tp * layout.sp * layout.cp
     found: list[tuple[str, str, int, int, float]] = []
     if layout.shards:
-        sizes = Counter[str]()
-        for item in model.parameters:
-            sizes[item.block] += _padded(item, layout.shards)
-        all_units, again = sum(sizes.values()), sum(sizes.values()) - sizes.get("", 0)
-        gathered = windows * compute * (all_units + (again if layout.reshard else 0))
-        stride = layout.tp
-        found.append(("dp_shard", "all_gather", layout.shards, stride, gathered))
-        found.append(("dp_shard", "reduce_scatter", layout.shards, stride, compute * all_units))
-        found.append(
-            (
-                "dp_replicate",
-                "all_reduce",
-                layout.dp_replicate,
-                stride * layout.shards,
-                compute * all_units // layout.shards,
+        for dimension, split in {"efsdp": layout.ep, "dp_shard": 1}.items() if layout.ep > 1 else [("dp_shard", 1)]:
+            part = replace(model, items=tuple(item for item in model.items if item.split == split))
+            sizes, mine = (counted.total() for counted in _units(part, layout))
+            root = _units(part, layout)[0].get("", 0)
+            gathered = windows * compute * (2 * sizes - root if layout.reshard else sizes)
+            ranks, stride = layout.shards // split, layout.tp * split
+            found.append((dimension, "all_gather", ranks, stride, gathered))
+            found.append((dimension, "reduce_scatter", ranks, stride, compute * sizes))
+            found.append(
+                ("dp_replicate", "all_reduce", layout.dp_replicate, layout.tp * layout.shards, compute * mine)
             )
-        )
     elif layout.zero is not None:
         ranks = layout.batches
         reduction = "all_reduce" if layout.zero < 2 else "reduce_scatter"
@@ -328,8 +337,10 @@ def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
     split = Counter[str]()
     for name, size in (pair for segment in profile.segments for pair in segment.split):
         split[name] += size * windows
-    found += [("tp", name, layout.tp, 1, size) for name, size in split.items()]
-    if layout.cp > 1:
+    axis = next((axis for axis in WITHIN_LAYERS if getattr(layout, axis) > 1), "tp")
+    stride = 1 if axis == "tp" else layout.tp
+    found += [(axis, name, getattr(layout, axis), stride, size) for name, size in split.items()]
+    if layout.cp > 1 and not split:
         keys = windows * compute * profile.keys * layout.cp  # keys and values of all ranks, forward and backward
         found += [
             ("cp", "all_gather", layout.cp, layout.tp, 2 * keys),
@@ -409,7 +420,7 @@ def step_time(arithmetic: float, sent: Iterable[Transfer], fleet: Fleet, offload
     Exchanges within layers (tensor, context, sequence and expert parallelism) are waited for. The others, and what is `offloaded`, in
     seconds, hide behind the stated part of the arithmetic.
     """
-    seconds = [(each.dimension in _WITHIN_LAYERS, fleet.seconds(each)) for each in sent]
+    seconds = [(each.dimension in WITHIN_LAYERS, fleet.seconds(each)) for each in sent]
     waiting = sum(taken for within, taken in seconds if within)
     hidden = offloaded + sum(taken for within, taken in seconds if not within)
     return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

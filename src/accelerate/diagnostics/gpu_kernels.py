@@ -29,10 +29,11 @@ _IN_FLOAT32 = (
 
 
 @contextlib.contextmanager
-def as_on_gpus() -> Iterator[None]:
-    """Let fake tensors of the CPU take the memory of a GPU's for a block. Any rank, alone."""
+def as_on_gpus(*attention: tuple[Any, str]) -> Iterator[None]:
+    """Let fake tensors of the CPU take the memory of a GPU's for a block, also where attention has other names, such as these. Any rank, alone."""
     changed: list[tuple[Any, str, Callable[..., Any]]] = [
         (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),
+        *((place, name, _attention(functional.scaled_dot_product_attention)) for place, name in attention),
         (functional, "dropout", _dropout),
         *((place, name, _in_float32(getattr(place, name))) for place, name in _IN_FLOAT32),
     ]

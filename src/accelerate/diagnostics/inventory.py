@@ -29,6 +29,7 @@ class Item:
         parameter: whether training changes it.
         block: the block that FSDP gathers at once; empty for what lies outside of all blocks.
         layer: the layer that it belongs to, which has to be on a device at once.
+        split: among how many ranks it was split, which have a part of this shape each; FSDP shards the parts over the others.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +37,7 @@ class Item:
     parameter: bool
     block: str
     layer: str
+    split: int = 1
 
     @property
     def elements(self) -> int:
@@ -134,16 +136,20 @@ def block_names(model: "nn.Module") -> list[str]:
 
 def inventory_of_model(model: "nn.Module", source: str) -> Inventory:
     """Return what a model consists of, which may be on the meta device."""
+    from accelerate.runtime import torch_private
+
     parameters = dict(model.named_parameters())
     blocks = block_names(model)
     items = []
-    for name, tensor in {**parameters, **dict(model.named_buffers())}.items():
+    for name, whole in {**parameters, **dict(model.named_buffers())}.items():
+        tensor = torch_private.local_part(whole)
         floating = tensor.is_floating_point()
         size = tensor.numel() * (4 if floating else tensor.element_size())
         block = next((block for block in blocks if name.startswith(f"{block}.")), "")
         unit = block if blocks else _block(name)
         layer = block or name.rpartition(".")[0]
-        items.append(Item(tuple(tensor.shape), size, floating and name in parameters, unit, layer))
+        split = whole.numel() // max(1, tensor.numel())
+        items.append(Item(tuple(tensor.shape), size, floating and name in parameters, unit, layer, split))
     return Inventory(source, tuple(items))
 
 

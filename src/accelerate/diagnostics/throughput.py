@@ -44,9 +44,15 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return 2 * _attention(query, key, value)
 
 
-# torch counts no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
+def _grouped(left: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    # Of two matrices each group is the product of its part of the columns and rows; a stack has a matrix for each group of rows.
+    return 2 * math.prod(out_shape) * left[-1] // (out_shape[0] if len(left) == len(right) == 2 else 1)
+
+
+# torch counts no grouped products and no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
 COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
 COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
+COUNTED |= dict.fromkeys(torch_private.grouped_products(), _grouped)
 _COUNTERS = {**flop_registry, **{operator: shape_wrapper(count) for operator, count in COUNTED.items()}}
 
 

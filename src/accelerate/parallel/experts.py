@@ -6,7 +6,8 @@ ranks that have the same experts (`efsdp`). Gradients are the mean over all batc
 Source: https://arxiv.org/abs/2006.16668
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -42,19 +43,24 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
                 "too, load the model with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., ep_size=...))."
             )
     for model in models:
-        from transformers.distributed import DistributedConfig
-        from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-        replicas, shards = layout.dp_replicate_size, layout.dp_shard_size
-        asked = DistributedConfig(fsdp_size=shards, dp_replicate_size=replicas, ep_size=layout.ep_size)
-        config, _, meshes = model.prepare_distribute_model(asked)
-        _, plan, _ = model._resolve_parallel_plans(config)
+        meshes, split = splitting(model, layout.ep_size, layout.dp_shard_size, layout.dp_replicate_size)
         consistency.require_same_model(accelerator, model)
         before = named(model)
-        apply_expert_parallelism(model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan)
+        split()
         repoint(accelerator, model, before)
         layout.expert_mesh = meshes.get_mesh(("dp_replicate", "efsdp") if layout.dp_replicate_enabled else "efsdp")
     return tuple(objects)
+
+
+def splitting(model: nn.Module, ep: int, shards: int, replicas: int = 1) -> tuple[Any, Callable[[], Any]]:
+    """Return the meshes of a model's experts, and what leaves this rank's of them in it, by the model's own plan. All ranks."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    asked = DistributedConfig(fsdp_size=shards, dp_replicate_size=replicas, ep_size=ep)
+    config, _, meshes = model.prepare_distribute_model(asked)
+    _, plan, _ = model._resolve_parallel_plans(config)
+    return meshes, partial(apply_expert_parallelism, model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan)
 
 
 def modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -402,6 +402,11 @@ def attention_operators(ending: str) -> list[Any]:
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
 
 
+def grouped_products() -> list[Any]:
+    """Return the operator that multiplies groups of rows by matrices of their own, where this torch has it."""
+    return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
+
+
 def let_batched_power_sgd_run() -> None:
     """Let torch's helper take the single matrix that its batched PowerSGD hook passes (seen on 2.13)."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -446,6 +451,21 @@ def looks_at_values() -> tuple[type[Exception], ...]:
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return what tells the storage of a tensor from all others that are alive, those without memory included."""
     return storage._cdata
+
+
+def convolution_scratch(operator: Any, args: Any, result: Any) -> int:
+    """Return the bytes that a convolution takes on the CPU beside what it returns, in `shapes_only`; 0 of any other operator."""
+    aten = torch.ops.aten
+    if operator not in (aten.convolution.default, aten.convolution_backward.default):
+        return 0
+    backward = operator is aten.convolution_backward.default
+    (gradient, *tensors), rest = (args[:3], args[4:10]) if backward else ((result, *args[:2]), args[3:9])
+    if str(torch._C._select_conv_backend(*tensors, None, *rest, None)).endswith("Mkldnn"):
+        # In its own layout of memory it has a copy of what comes in, and then one of what goes out.
+        sizes = gradient.nbytes, sum(tensor.nbytes for tensor in tensors)
+        return sum(sizes) if backward else max(sizes)
+    samples, columns = tensors[0].shape[0], tensors[1][0].numel() * rest[-1]  # each output's inputs lie side by side
+    return samples * columns * gradient[0, 0].numel() * gradient.element_size()
 
 
 def overload_packet(operation: Any) -> Any:

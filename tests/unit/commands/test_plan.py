@@ -13,7 +13,7 @@ from accelerate.commands.config import config_utils
 from accelerate.devices import specs, table
 from accelerate.diagnostics import ceilings
 from accelerate.diagnostics.activations import measure
-from accelerate.diagnostics.estimator import Layout, memory, resting
+from accelerate.diagnostics.estimator import Layout, memory, resting, traffic
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "num_hidden_layers": 5}
 LLAMA |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -118,10 +118,63 @@ def llama(place):
 def test_plan_of_a_configuration_and_the_file_that_launch_takes(accelerate, llama, place):
     status, out, err = accelerate(*words(llama, "--gpus", "2", "--sequence", "32", "--write", "plan.yaml"))
     assert status == 0, err
-    for part in ("layout", "DDP 2", "FSDP2 2", "ZeRO 3, 2 ranks", "tp_size=2", "cp_size=2", "plan.yaml: "):
+    for part in (
+        "layout",
+        "DDP 2",
+        "FSDP2 2",
+        "ZeRO 3, 2 ranks",
+        "tp_size=2",
+        "cp_size=2",
+        "sp_size=2",
+        "plan.yaml: ",
+    ):
         assert part in out or part == out
     status, out, err = accelerate("launch", "--config_file", "plan.yaml", "--cpu", "--dry-run", "train.py")
     assert status == 0 and "num_processes" in out, err
+
+
+def test_experts_are_split_where_a_model_can_split_them(accelerate, place):
+    """Each of two ranks has half of the experts, and what it sends of them is counted."""
+    pytest.importorskip("transformers", minversion="5.23")
+    content = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    (place / "config.json").write_text(json.dumps(content))
+    build, inputs = plan.load("config.json")
+    profiles = plan.Profiles(build, inputs, 32, "bf16")
+    assert profiles.experts == 4
+    whole, split = (
+        Layout(dp_shard=2, fsdp=True, precision="bf16"),
+        Layout(dp_shard=2, ep=2, fsdp=True, precision="bf16"),
+    )
+    found = list(plan.layouts(2, 1, 32, "bf16", 4))
+    assert (
+        split in found
+        and split not in plan.layouts(2, 1, 32, "bf16")
+        and split not in plan.layouts(2, 1, 32, "bf16", 3)
+    )
+    experts = 5 * 4 * 3 * 64 * 128
+    profile = profiles.of(split)
+    assert sum(item.elements for item in profile.inventory.parameters if item.split == 2) == experts // 2
+    mine = [resting(profiles.of(layout).inventory, layout).parameters for layout in (whole, split)]
+    assert mine[0] == mine[1], "the same part of all, cut in another way"
+    sent = {(each.dimension, each.collective): each.bytes for each in traffic(profile, split)}
+    gathered = {(each.dimension, each.collective): each.bytes for each in traffic(profiles.of(whole), whole)}
+    assert gathered["dp_shard", "reduce_scatter"] - sent["dp_shard", "reduce_scatter"] == 2 * experts
+    # Two tokens' worth of numbers of each token there and back, in forward and backward, beside the counts.
+    assert sent["ep", "all_to_all"] == 5 * (4 * 2 * 32 * 64 * 2 + 2 * 2 * 8)
+
+
+@pytest.mark.parametrize(
+    "layout, said",
+    [
+        (Layout(cp=2, fsdp=True, micro_batch=4), "maybe_context_parallel"),
+        (Layout(dp_shard=4, ep=2, fsdp=True), "ParallelismConfig(dp_replicate_size=1, dp_shard_size=4, ep_size=2)"),
+        (Layout(dp_replicate=2, checkpointing=True), "gradient_checkpointing_enable"),
+        (Layout(dp_shard=2, fsdp=True, checkpointing=True), "a batch size of 1, and"),
+    ],
+)
+def test_what_a_file_cannot_say_is_told(layout, said):
+    text = plan.in_the_program(layout)
+    assert said in text and len(text.splitlines()) == (1 if said.startswith("a batch") else 2)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +182,7 @@ def test_plan_of_a_configuration_and_the_file_that_launch_takes(accelerate, llam
     [
         Layout(dp_replicate=2, dp_shard=2, fsdp=True, checkpointing=True),
         Layout(dp_shard=2, cp=2, fsdp=True, offload=True),
+        Layout(dp_shard=2, sp=2, fsdp=True),
         Layout(dp_shard=2, tp=2, fsdp=True, precision="bf16"),
         Layout(dp_replicate=4, zero=2, accumulation=4),
         Layout(dp_replicate=4),
@@ -144,6 +198,7 @@ def test_the_file_of_each_kind_of_layout_is_taken(accelerate, place, layout):
     named = {
         "zero_stage": layout.zero,
         "parallelism_config_cp_size": layout.cp,
+        "parallelism_config_sp_size": layout.sp,
         "parallelism_config_tp_size": layout.tp,
     }
     for name, value in named.items():
