@@ -49,14 +49,17 @@ def main() -> None:
     if "ACCELERATE_SIMULATE_STEPS" in os.environ or "RANK" in os.environ:
         train()
         return
-    began = time.monotonic()
+    began, load = time.monotonic(), os.getloadavg()[0]
     command = [sys.executable, "-m", "accelerate.commands.launch", *OPTIONS.split(), __file__]
     subprocess.run(command, check=True)
     seconds = time.monotonic() - began
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    RESULTS.write_text(json.dumps({"seconds": round(seconds, 1), "MiB": round(peak)}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"seconds": round(seconds, 1), "MiB": round(peak), "load": round(load, 1)}, indent=1) + "\n"
+    )
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    text = f"The simulation took {seconds:.0f} s and {peak:,.0f} MiB of memory on {os.cpu_count()} cores."
+    busy = f", which other programs used meanwhile (a load of {load:.1f})" if load > 1 else ""
+    text = f"The simulation took {seconds:.0f} s and {peak:,.0f} MiB of memory on {os.cpu_count()} cores{busy}."
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
