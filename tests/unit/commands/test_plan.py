@@ -14,6 +14,7 @@ from accelerate.devices import specs, table
 from accelerate.diagnostics import ceilings
 from accelerate.diagnostics.activations import measure
 from accelerate.diagnostics.estimator import Layout, memory, resting, traffic
+from accelerate.runtime import torch_private
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "num_hidden_layers": 5}
 LLAMA |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -66,6 +67,34 @@ def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
     whole = measure(lambda: Net(3), batch, 2, 8)
     assert measure(Net, batch, 4, 8).segments == profile.extended(measure(Net, batch, 1, 8), 4).segments
     assert len(whole.segments) == len(profile.segments) - 6
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="convolutions have other kernels")
+def test_a_convolution_of_the_cpu_has_its_copies():
+    """As torch's profiler saw it for 96 and 64 channels of 64 x 64: copies of input and weight, and with the gradient all three."""
+    with torch_private.shapes_only():
+        x, w, out = torch.empty(2, 96, 64, 64), torch.empty(64, 96, 3, 3), torch.empty(2, 64, 64, 64)
+        options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        forward = torch_private.convolution_scratch(torch.ops.aten.convolution.default, (x, w, None, *options), out)
+        arguments = (out, x, w, [64], *options, [True] * 3)
+        backward = torch_private.convolution_scratch(
+            torch.ops.aten.convolution_backward.default, arguments, (x, w, None)
+        )
+        assert torch_private.convolution_scratch(torch.ops.aten.add.Tensor, (x, x), x) == 0
+    assert (forward, backward) == (3145728 + 221184, 2097152 + 3145728 + 221184)
+
+
+@pytest.mark.parametrize("axis", ["cp", "sp"])
+def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis):
+    """Attention exchanges its keys, or its heads, and what it sends is counted; the process has joined no group afterwards."""
+    build, inputs = plan.load(llama)
+    whole, part = (measure(build, inputs, 1, 64, cast=True, **options) for options in ({}, {axis: 2}))
+    assert 0.5 < max(each.peak for each in part.segments) / max(each.peak for each in whole.segments) < 0.6
+    # Keys and values to one other, or queries, keys, values and results to half each; in forward and in backward.
+    token = {"cp": 2 * 2 * 32, "sp": 64 + 32 + 32 + 64}[axis]
+    (sent,) = [each for each in traffic(part, Layout(dp_shard=1, fsdp=True, **{axis: 2})) if each.dimension == axis]
+    assert (sent.collective, sent.bytes) == ("all_to_all", 5 * 2 * 32 * token * 4)
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_peak_has_what_rests_beside_activations():
