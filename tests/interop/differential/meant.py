@@ -241,11 +241,11 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "launches.validated(config='*"), ("ValueError", "", "configs.loaded(content='kind <None|0>'*"),
         ("<no such case>", "", "configs.updated(content='precision what'*",
          "launches.validated(config='precision what'*")],
-    "A setting that has no effect is said": [("", "", "launches.validated(config='fp8', *) others*")],
+    "A setting without effect warns": [("", "", "launches.validated(config='fp8', *) others*")],
     "Old spellings in a file": [
         (None, None, "configs.* content='kind TPU'*", "configs.*(content='kind TPU'*",
          "configs.loaded(content='<kind False|precision False|old fp16 off>'*")],
-    "A SageMaker file with `distributed_type: NO` loads.": [
+    "A SageMaker file with `distributed_type: NO` loads": [
         ("", "ValueError", "configs.loaded(content='amazon kind NO'*")],
     "A questionnaire whose input ends": [(None, None, "configs.ended_input(*")],
     "The table of `estimate-memory` may be empty": [(None, None, "commands.<table|on_hub>(*")],
@@ -259,7 +259,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`accelerate.test_utils`: a command ends after `timeout`": [
         (None, None, "plain.training_mocked_dataloaders*(*"),
         (None, None, "testing.requirements(name='slow', variables={'RUN_SLOW': '1'})*")],
-    "In a run of several CPU processes the device is `cpu`.": [
+    "In a run of several CPU processes the device is `cpu`": [
         ("", "", "states.*(*) device*", "<states.spelled|accelerator.arguments>(*")],
     "`ThreadLocalSharedDict(thread_local=False)`": [("", "", "states.thread_local(thread_local=<Fals|Non>e)*")],
     "A length, total or remainder that upstream's sharded loaders": [
