@@ -5,6 +5,7 @@
 """
 
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
+from accelerate.data.budget import TokenBudgetSampler
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard
@@ -21,6 +22,7 @@ __all__ = [
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "TokenBudgetSampler",
     "get_sampler",
     "prepare_data_loader",
     "skip_first_batches",
