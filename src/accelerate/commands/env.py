@@ -17,6 +17,7 @@ from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.config.options import OPTIONS
 from accelerate.launch import config_file
 from accelerate.launch.secrets import masked
+from accelerate.runtime import known_faults
 
 # What decides a run besides the options of the table: ranks, devices, schedulers, communication.
 _OF_A_RUN = re.compile(
@@ -90,6 +91,7 @@ def _system() -> dict[str, Any]:
     facts["CPU cores"] = os.cpu_count()
     versions = {name: _version(name) for name in _COMPANIONS.split()}
     facts["Libraries"] = {name: version for name, version in versions.items() if version} or "none"
+    facts["Known faults of these releases"] = dict(enumerate(map(str, known_faults.installed()), 1)) or "none"
     return facts
 
 
