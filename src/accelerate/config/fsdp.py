@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
@@ -103,7 +103,8 @@ class FullyShardedDataParallelPlugin:
         sharding_strategy: version 1, what is sharded: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or
             HYBRID_SHARD_ZERO2 (FSDP_SHARDING_STRATEGY).
         reshard_after_forward: version 2, whether parameters are sharded again between forward and backward, True by
-            default (FSDP_RESHARD_AFTER_FORWARD). In version 1 another name of `sharding_strategy`.
+            default (FSDP_RESHARD_AFTER_FORWARD); or over how many ranks, such as those of a machine, so that backward gathers
+            within it. In version 1 another name of `sharding_strategy`.
         backward_prefetch: version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH).
         mixed_precision_policy: a precision (fp16, bf16, fp8, fp32), a dictionary of dtypes, or torch's policy object.
         auto_wrap_policy: transformer_based_wrap, size_based_wrap, no_wrap, a callable, or one of torch's policy objects
@@ -118,7 +119,8 @@ class FullyShardedDataParallelPlugin:
         param_init_fn: moves a module off the meta device.
         sync_module_states: version 1, broadcast the weights of rank 0 while wrapping (FSDP_SYNC_MODULE_STATES).
         forward_prefetch: version 1, gather the next parameters during forward (FSDP_FORWARD_PREFETCH).
-        activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING).
+        activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING); "selective": but for the
+            results of matrix products and attention, which are kept.
         activation_checkpointing_offload: keep checkpointed activations on the host
             (FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD).
         cpu_ram_efficient_loading: only rank 0 reads the weights of a transformers model, the others receive them
@@ -154,7 +156,7 @@ class FullyShardedDataParallelPlugin:
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: bool | Literal["selective"] | None = None
     activation_checkpointing_offload: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | str | None = None
@@ -215,10 +217,12 @@ class FullyShardedDataParallelPlugin:
             self.reshard_after_forward = means[name]
             logger.warning("sharding_strategy is now reshard_after_forward=%s (FSDP version 2).", means[name])
         given = self.reshard_after_forward
-        if given is not None and not isinstance(given, (bool, str)):
-            raise ValueError(f"reshard_after_forward is {given!r}; with fsdp_version=2 it must be true or false.")
+        ranks = type(given) is int and given > 1
+        if given is not None and not ranks and not isinstance(given, (bool, str)):
+            true = "true, false, or over how many ranks, two at least"
+            raise ValueError(f"reshard_after_forward is {given!r}; with fsdp_version=2 it must be {true}.")
         self.sharding_strategy = None
-        self.reshard_after_forward = self._said("reshard_after_forward", True)
+        self.reshard_after_forward = given if ranks else self._said("reshard_after_forward", True)
 
     def _resolve_prefetch(self) -> None:
         from torch.distributed.fsdp import BackwardPrefetch
@@ -261,7 +265,9 @@ class FullyShardedDataParallelPlugin:
             # transformers reads this variable while it loads weights, which may be before or after this plugin exists.
             loads_on_one = to_bool(self.cpu_ram_efficient_loading, "cpu_ram_efficient_loading")
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(loads_on_one)
-        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+        if self.activation_checkpointing != "selective":
+            self.activation_checkpointing = self._said("activation_checkpointing", False)
+        for name in ("activation_checkpointing_offload", "cpu_ram_efficient_loading"):
             setattr(self, name, self._said(name, False))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True as well.")

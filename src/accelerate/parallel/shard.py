@@ -118,9 +118,9 @@ def shard(
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload if offloads else OffloadPolicy(),
     }
-    if not plugin.reshard_after_forward:
+    if plugin.reshard_after_forward is not True:
         # Left out otherwise: torch's default keeps what backward needs first, the model's own part, gathered.
-        options["reshard_after_forward"] = False
+        options["reshard_after_forward"] = plugin.reshard_after_forward
     if ignored:
         # By name: weights that only rank 0 keeps have left new parameters behind.
         kept = {name for name, parameter in before.items() if parameter in ignored}

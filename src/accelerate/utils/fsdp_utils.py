@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from accelerate._lazy import front
 from accelerate.checkpoint import layouts, load, optimizers
@@ -173,6 +174,11 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     return model
 
 
+# What takes long to compute again, for the memory of its result: matrix products, and attention by each of torch's kernels.
+_ATTENTION = "flash_attention efficient_attention cudnn_attention fused_attention_overrideable flash_attention_for_cpu"
+_KEPT = ("mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTION.split()))
+
+
 def checkpoint_activations(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, is_part: Callable[[nn.Module], bool] | None
 ) -> None:
@@ -181,8 +187,13 @@ def checkpoint_activations(
         logger.warning("activation_checkpointing has no effect without an auto_wrap_policy that chooses layers.")
         return
 
+    options: dict[str, Any] = {}
+    if plugin.activation_checkpointing == "selective":
+        kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+
     def wrap(module: nn.Module) -> nn.Module:
-        made = torch_private.checkpoint_wrapper(module)
+        made = torch_private.checkpoint_wrapper(module, **options)
         return torch_private.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
 
     torch_private.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_part)

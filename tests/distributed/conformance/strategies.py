@@ -136,6 +136,8 @@ _ALL = (
     ),
     Strategy("fsdp2", (1, 2, 4), lambda: {"fsdp_plugin": _fsdp(2)}, slow=(1, 4)),
     Strategy("fsdp2-no_reshard", (2,), lambda: {"fsdp_plugin": _fsdp(2, reshard_after_forward=False)}, slow=(2,)),
+    # Two of four ranks have all of a layer between them, from its forward to its backward.
+    Strategy("fsdp2-reshard_2", (4,), lambda: {"fsdp_plugin": _fsdp(2, reshard_after_forward=2)}, slow=(4,)),
     Strategy("fsdp2-offload", (2,), lambda: {"fsdp_plugin": _fsdp(2, cpu_offload=True)}, slow=(2,)),
     Strategy(
         "hsdp",

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.backends.sharded import model_of
@@ -108,24 +109,28 @@ def test_two_models_and_a_plain_parameter_are_clipped_to_one_norm(process_group,
 @both
 @pytest.mark.parametrize("offload", [False, True])
 def test_recomputed_activations_draw_the_same_dropout(process_group, version, offload):
-    gradients = []
-    for checkpointing in (False, True):
+    gradients, flops = [], []
+    for checkpointing in (False, True, "selective"):
         accelerator = sharding(
             version,
             activation_checkpointing=checkpointing,
-            activation_checkpointing_offload=checkpointing and offload,
+            activation_checkpointing_offload=bool(checkpointing and offload),
             **{"use_orig_params": True} if version == 1 else {},
         )
         model = accelerator.prepare(net(dropout=0.5))
         torch.manual_seed(7)
-        loss(model, batch()).backward()
+        with FlopCounterMode(display=False) as counted:
+            loss(model, batch()).backward()
+        flops.append(counted.get_total_flops())
         gradients.append([whole(parameter.grad).flatten() for parameter in model.parameters()])
         kinds = [type(part).__name__ for part in model.modules()]
         assert kinds.count("CheckpointWrapper") == (2 if checkpointing else 0)
         accelerator.free_memory()
         Accelerator(cpu=True).state._reset_state(True)
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert torch.equal(plain, recomputed)
+    for plain, *recomputed in zip(*gradients, strict=True):
+        assert all(torch.equal(plain, each) for each in recomputed)
+    plain, full, selective = flops
+    assert plain == selective < full  # matrix products are not computed again
 
 
 @both

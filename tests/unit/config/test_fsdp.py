@@ -21,7 +21,7 @@ def restored(monkeypatch):
     ({"reshard_after_forward": True}, "reshard_after_forward"),
     ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "reshard_after_forward"),
     ({"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD.*ParallelismConfig"),
-    ({"fsdp_version": 2, "reshard_after_forward": 1}, "reshard_after_forward"),
+    ({"fsdp_version": 2, "reshard_after_forward": 1}, "reshard_after_forward is 1; .*two at least"),
     ({"fsdp_version": 3}, "fsdp_version"),
     ({"fsdp_version": 2, "forward_prefetch": False}, "forward_prefetch is False"),
     ({"cpu_offload": fsdp.OffloadPolicy()}, "cpu_offload"),
@@ -37,6 +37,10 @@ def restored(monkeypatch):
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         Plugin(**options)
+
+
+def test_parameters_may_be_sharded_again_over_fewer_ranks():
+    assert Plugin(fsdp_version=2, reshard_after_forward=8).reshard_after_forward == 8
 
 
 def test_contradicting_strategies_warn():
