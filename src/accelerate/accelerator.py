@@ -44,7 +44,17 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import conditional, gradients, metrics, preemption, prepare, restoring, saving, setup
+from accelerate.training import (
+    averages,
+    conditional,
+    gradients,
+    metrics,
+    preemption,
+    prepare,
+    restoring,
+    saving,
+    setup,
+)
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -467,6 +477,28 @@ class Accelerator(Processes):
         """
         ready = inputs if isinstance(inputs, tuple) else (inputs,)
         conditional.declare(self, conditional.Conditional(module, given, ready))
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> averages.Ema:
+        """Keep a moving average of a model's weights from now on, as shards where the weights are shards. All ranks.
+
+        Args:
+            model: A prepared model, whose optimizer is prepared too.
+            decay: The share of the average that a step keeps: ``decay * average + (1 - decay) * weight``.
+
+        Returns:
+            The average; ``with average.applied():`` the model has it for its weights.
+
+        Raises:
+            ValueError: The model or its optimizer is not prepared, its weights are of half precision, or the strategy has flat
+                parts (FSDP1, DeepSpeed).
+
+        Example:
+            >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> accelerator.ema(model, decay=0.99).decay
+            0.99
+        """
+        return averages.average(self, model, decay)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare one optimizer. All ranks.

@@ -70,6 +70,7 @@ class PreparedObjects:
         self.dataloaders: list[Any] = []
         self.custom_objects: list[Any] = []
         self.conditional: list[Any] = []
+        self.averages: list[Any] = []
         self.engines: list[Any] = []
         self.sequence_context: Callable | None = None
         self.logged: set[str] = set()
@@ -112,6 +113,7 @@ class PreparedObjects:
             self.engines,
             self.replicated,
             self.conditional,
+            self.averages,
         ):
             known.clear()
         self._entries.clear()

@@ -21,7 +21,7 @@ from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, rea
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
-from accelerate.training import readers
+from accelerate.training import averages, readers
 from accelerate.training.prepared import Facade
 from accelerate.training.readers import Readers
 
@@ -48,6 +48,7 @@ def load_state(
     them refuses its state all the same, on any rank, all are given back what they had. Where another save takes its
     place meanwhile, all ranks start over with that one, so that they never mix two.
     """
+    averages.refuse_applied(accelerator, "load_state")
     background = accelerator._background
     problem: Exception | None = background.wait("load_state()") if background.pending else None
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)

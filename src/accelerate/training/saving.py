@@ -22,6 +22,7 @@ from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
+from accelerate.training import averages
 from accelerate.training.prepared import Facade
 from accelerate.utils import other
 from accelerate.utils.constants import (
@@ -55,6 +56,7 @@ def save_state(
     It is written aside and takes its place when all of it is there. With automatic naming the place is
     ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
     """
+    averages.refuse_applied(accelerator, "save_state")
     background = accelerator._background
     former = background.wait("save_state()") if background.pending else None
     _warn_of_open_window(accelerator)

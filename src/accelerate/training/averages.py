@@ -1,0 +1,132 @@
+"""A moving average of weights that lies in the optimizer's state: of shards, shards; saved, loaded and resharded as that is."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.parallel.shard import local_part
+from accelerate.runtime import traits
+from accelerate.training.prepared import Facade
+
+# Its name in the state of each parameter.
+KEY = "ema"
+
+
+class Ema:
+    """An exponential moving average of a model's weights: after each optimizer step ``decay * average + (1 - decay) * weight``.
+
+    It begins with the weights after the first step, as torch's `AveragedModel` does. A step that is skipped does not count. Each
+    rank averages what it has, without a word to others. The average is in the optimizer's state as `"ema"`, so a checkpoint has
+    it, on another number of ranks and with another strategy too; a run that loads one calls `Accelerator.ema` again.
+
+    Attributes:
+        decay: the share of the average that a step keeps.
+        is_applied: whether the model has the averages for its weights now.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], decay: float) -> None:
+        self.decay, self.is_applied = decay, False
+        self._model, self._optimizers = model, optimizers
+        self._averaged = {id(parameter) for parameter in model.parameters()}
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._update)
+
+    def _pairs(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what this rank has of each average and of its weight; an average that is not there yet begins with the weight."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                # Without a state it has had no gradient yet, and optimizers begin where they find none.
+                if id(parameter) in self._averaged and (state := optimizer.state.get(parameter)) is not None:
+                    if KEY not in state:
+                        state[KEY] = parameter.detach().clone()
+                    yield local_part(state[KEY]), local_part(parameter.detach())
+
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.is_applied:
+            raise RuntimeError(
+                "optimizer.step() was called inside ema.applied(), where the model has averages for weights."
+            )
+        if pairs := list(self._pairs(optimizer)):
+            averages, weights = map(list, zip(*pairs, strict=True))
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model have the averages for its weights inside, to evaluate or to save it. All ranks.
+
+        Example:
+            >>> from accelerate import Accelerator
+            >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1, bias=False)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            >>> ema = accelerator.ema(model, decay=0.5)
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> for _ in range(2):
+            ...     model(torch.ones(1, 1)).sum().backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            >>> with ema.applied():
+            ...     model.weight.item()
+            -0.5
+            >>> model.weight.item()
+            -1.0
+        """
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        _reshard(self._model)
+        for optimizer in self._optimizers:
+            for average, weight in self._pairs(optimizer):
+                former = weight.clone()
+                weight.copy_(average), average.copy_(former)
+        self.is_applied = not self.is_applied
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free weights that FSDP2 has gathered before: they hide the shards, and the next forward would use them."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def refuse_applied(accelerator: Facade, call: str) -> None:
+    """Raise ValueError inside `Ema.applied`, where weights and averages would take each other's place in a checkpoint."""
+    if any(one.is_applied for one in accelerator.prepared.averages):
+        raise ValueError(
+            f"{call}() was called inside ema.applied(), where the model has averages for weights. Leave it before."
+        )
+
+
+def average(accelerator: Facade, model: nn.Module, decay: float) -> Ema:
+    """Return the average of a prepared model's weights from now on; ValueError where that is not possible. All ranks."""
+    kind, known = accelerator.distributed_type, traits.of(accelerator.distributed_type)
+    if known.deepspeed or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):
+        raise ValueError(
+            f"ema() is not possible with {kind}, whose weights lie in flat parts. Use FSDP with fsdp_version=2."
+        )
+    if not 0 < decay < 1:
+        raise ValueError(f"decay is {decay}; it must lie between 0 and 1, such as 0.999.")
+    _reshard(model)
+    held = {id(parameter): parameter for parameter in model.parameters()}
+    optimizers = [outer.optimizer for outer in accelerator.prepared.optimizers]
+    trained = [[p for group in each.param_groups for p in group["params"] if id(p) in held] for each in optimizers]
+    if not any(trained):
+        raise ValueError("ema() got a model of which no prepared optimizer has a parameter. Prepare both first.")
+    if half := [str(p.dtype) for each in trained for p in each if p.dtype in (torch.float16, torch.bfloat16)]:
+        raise ValueError(
+            f"ema() got weights in {half[0]}, too coarse for an average. Load them in float32, with mixed_precision."
+        )
+    ema = Ema(model, [each for each, its in zip(optimizers, trained, strict=True) if its], decay)
+    accelerator.prepared.averages.append(ema)
+    return ema
