@@ -58,6 +58,12 @@ def seed(name, *texts, slow=True):
             "barrier no. 4",
             "a parameter that not every rank's loss uses",
         ),
+        seed(
+            "skipped_module",
+            "of module 'other'",
+            "barrier no. ",
+            "a module that not every rank calls (rank 0 in 'other'",
+        ),
         seed("sharded_forward", " of Float [10]", "all_gather no. ", "barrier no. "),
         seed("barrier_in_thread", "barrier no. 1 (threading.join)", "all_reduce no. 1 of Float [3]"),
     ],

@@ -196,6 +196,7 @@ class Watcher:
         handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
         known = {"site": site, "inside": inside, "counters": threads.counters(), "stack": threads.stack(frame)}
         known |= {"still_s": self._monitor.still_s, "note": threads.loader_workers(frame) or handles}
+        known |= {"module": threads.module(frame)}
         return RankStatus(self.rank, answered=True, **known, **threads.waits_in(frame))
 
 

@@ -226,9 +226,17 @@ class Finding:
         if len({function for _, function in places.values()}) == 1 and len(set(places.values())) > 1:
             first = min(line for line, _ in places.values())
             past = f"{_names(rank for rank in places if places[rank][0] > first)} went past the line of the others: "
-        backward = any("backward" in each.inside for each in statuses)
-        declare = "declare its module with accelerator.conditional"
-        unused = backward * f", or a parameter that not every rank's loss uses ({declare})"
+        modules: dict[str, list[int]] = {}
+        for rank, status in self.answers.items():
+            modules.setdefault(status.module, []).append(rank)
+        inside = [f"{_names(ranks)} in {module!r}" for module, ranks in modules.items() if module]
+        unused, declare = "", "declare the module with accelerator.conditional"
+        if inside:
+            unused = f", or a module that not every rank calls ({', '.join(inside)}; {declare})"
+        elif any("backward" in each.inside for each in statuses):
+            unused = f", or a parameter that not every rank's loss uses ({declare})"
+        if len(inside) > 1:
+            return f"{past}a branch in the model{unused}"
         return f"{past}a branch on rank, another order of calls, unequal batches, an early exit of a loop{unused}"
 
 
@@ -244,7 +252,8 @@ def _exchange(status: RankStatus) -> str:
     shapes = f" of {status.shapes}" if status.shapes else ""
     called = status.inside.partition(" > ")[0]
     called = "" if called.startswith("torch.distributed") else called
-    return f"{status.operation}{number}{shapes}{f' ({called})' if called else ''}"
+    module = f" of module {status.module!r}" if status.module else ""
+    return f"{status.operation}{number}{shapes}{module}{f' ({called})' if called else ''}"
 
 
 def _where(status: RankStatus) -> str:

@@ -31,6 +31,7 @@ class RankStatus:
         counters: how many operations the rank has started in each of its process groups.
         still_s: for how many seconds the thread has stood still, as the rank's own looks have it.
         operation: the exchange that it has started and that is not done; `number` and `shapes` are that one's.
+        module: the part of a model that it computes, or whose weights it gathers.
         stack: the user's lines, the innermost first.
         note: what else explains why it does not come.
     """
@@ -46,6 +47,7 @@ class RankStatus:
     operation: str = ""
     number: int | None = None
     shapes: str = ""
+    module: str = ""
     stack: list[str] = field(default_factory=list)
     note: str = ""
 

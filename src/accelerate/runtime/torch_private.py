@@ -429,6 +429,14 @@ def workers_awaited(frame: FrameType) -> list[Any]:
     return getattr(frame.f_locals.get("self"), "_workers", []) if waits else []
 
 
+def module_called(frame: FrameType) -> Any:
+    """Return the module whose call the function of a frame is, or the name of the one whose weights FSDP2 gathers there, or None."""
+    place = frame.f_globals.get("__name__", "")
+    if place == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
+        return frame.f_locals.get("self")
+    return getattr(frame.f_locals.get("self"), "_module_fqn", None) if place.endswith("_fsdp_param_group") else None
+
+
 def is_lost_by_fork(namespace: Any) -> bool:
     """Say in a forked process whether it cannot use the device of `torch.cuda` or the like, as its parent has started the driver."""
     return bool(getattr(namespace, "_is_in_bad_fork", bool)())

@@ -1,4 +1,4 @@
-"""Fifteen programs that hang, by name. A line that ends with `# rank N` is where that rank stands then."""
+"""Sixteen programs that hang, by name. A line that ends with `# rank N` is where that rank stands then."""
 
 import os
 import signal
@@ -177,6 +177,14 @@ def sharded_forward(accelerator, rank):
     dist.barrier()  # rank 1
 
 
+def skipped_module(accelerator, rank):
+    """Leave a layer of a sharded model out on rank 1."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+    model = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(TwoHeads())
+    model(torch.ones(2, 4), both=rank == 0)
+    dist.barrier()  # rank 1
+
+
 def barrier_in_thread(accelerator, rank):
     """Call a barrier in a thread of rank 0."""
     if rank == 0:
@@ -189,14 +197,14 @@ def barrier_in_thread(accelerator, rank):
 SEEDS = [
     *(skipped_gather, early_break, uneven_loader, other_order, other_shapes, caught_exception, dead_worker, dead_rank),
     *(sleeping_rank, locked_tracker, collective_in_main_process_first, save_on_main_alone, unused_parameter),
-    *(sharded_forward, barrier_in_thread),
+    *(sharded_forward, skipped_module, barrier_in_thread),
 ]
 
 
 def main(name):
     """Run a program that hangs."""
     function = next(seed for seed in SEEDS if seed.__name__ == name)
-    if function is sharded_forward:
+    if function in (sharded_forward, skipped_module):
         return function(None, int(os.environ["RANK"]))
     accelerator = Accelerator(cpu=True)
     function(accelerator, accelerator.process_index)

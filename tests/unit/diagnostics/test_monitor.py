@@ -59,6 +59,11 @@ HERE = [waits(0), waits(1), waits(3)]
         "rank 2 went past",
     ),
     (waits(2, "barrier", 5), "Hang: ", "ranks 0, 1, 3 went past"),
+    (
+        waits(2, "all_gather", 5, module="text.0"),
+        "Hang: ",
+        "early exit of a loop, or a module that not every rank calls (rank 2 in 'text.0'; declare",
+    ),
     (waits(2, shapes="Float [3]"), "Hang: ", "different shapes"),
     (waits(2), "Slow: all ranks have been in all_reduce no. 5", "network"),
     (waits(2, "barrier", note="handles an exception (E: e)"), "Hang: ", "rank 2 handles an exception (E: e)"),
@@ -80,6 +85,16 @@ def test_reports(last, head, cause):
     text = str(Finding({status.rank: status for status in [*HERE, last]}))
     assert text.startswith(head) and cause in text
     assert ("Likely cause" in text) is head.startswith("Hang")
+
+
+def test_ranks_in_different_modules():
+    answers = [waits(0, module="text"), waits(1, module="pictures", line=9), waits(2, module="pictures", line=9)]
+    text = str(Finding({status.rank: status for status in answers}))
+    assert "ranks 1, 2 have waited for 12 s in all_reduce no. 5 of module 'pictures' at x.py:9" in text
+    assert (
+        "a branch in the model, or a module that not every rank calls (rank 0 in 'text', ranks 1, 2 in 'pictures'"
+        in text
+    )
 
 
 def test_seconds(monkeypatch):
