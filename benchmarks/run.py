@@ -35,7 +35,7 @@ TITLES = {
 }
 SIZED = ("checkpoint", "double_prepare", "big_models")
 # Beside plain torch, what the same step costs without it, or upstream's wheel without its environment.
-ALONE = ("strategies", "watching", "accumulation", "trainer_checkpoint")
+ALONE = ("strategies", "watching", "additions", "accumulation", "trainer_checkpoint")
 TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "Upstream's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
@@ -52,6 +52,14 @@ ACCUMULATION = (
     "An accumulation step of 8 micro-batches, 4 layers of 1,024 (16 MiB of float32 parameters), SGD, new models in turns in one process. *In the "
     "last*: `accumulate` as it is. *sync_each_batch*: `GradientAccumulationPlugin(sync_each_batch=True)`."
 )
+ADDITIONS = (
+    "A step of three layers of 512 and AdamW with what is asked for beside it, and the same by torch alone: `AveragedModel`; `fully_shard` without a "
+    "declaration, every rank calling the module; `torch.distributed.nn.functional.all_gather`. New models in turns in one process; ratios of medians."
+)
+BESIDE = {
+    "watching": ("What looking on costs, two processes", WATCHING),
+    "additions": ("What is asked for beside a step, two processes", ADDITIONS),
+}
 NOTES = {"startup": RUNS_ONE_PROCESS}
 # What stands first on the page, better and worse: what is said, the case, and where the figure is in its results.
 SUMMARY = [
@@ -276,9 +284,10 @@ def write_page():
             json.loads(file.read_text())["table"],
             "![time of a step and memory of a rank](img/strategies.png)",
         ]
-    file = RESULTS / "watching.json"
-    if file.exists():
-        parts += ["## What looking on costs, two processes", WATCHING, json.loads(file.read_text())["table"]]
+    for case, (title, note) in BESIDE.items():
+        file = RESULTS / f"{case}.json"
+        if file.exists():
+            parts += [f"## {title}", note, json.loads(file.read_text())["table"]]
     file = RESULTS / "accumulation.json"
     if file.exists():
         data = json.loads(file.read_text())
@@ -345,7 +354,7 @@ def main():
     RESULTS.mkdir(exist_ok=True)
     for case in cases:
         extra = {}
-        if case in ("watching", "accumulation"):
+        if case in (*BESIDE, "accumulation"):
             extra = {"load": os.getloadavg()[0]} if case == "accumulation" else {}
             figures = interleaved({OURS: sys.executable}, arguments.rounds, case, processes=2)
             text = table(figures, [OURS])

@@ -1,0 +1,133 @@
+"""What is asked for beside a step costs: a moving average, modules that ranks may leave out, gradients through a gather; beside plain torch."""
+
+import json
+import os
+import statistics
+import time
+import warnings
+
+import torch
+import torch.distributed.nn.functional as differentiable
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+STEPS, ROUNDS, WIDTH = 30, 12, 512
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.optional = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+    def forward(self, inputs, more=None):
+        return self.layers(inputs if more is None else self.optional(more))
+
+
+def milliseconds(step):
+    for number in range(-5, STEPS):
+        if not number:
+            begun = time.perf_counter()
+        step()
+    return (time.perf_counter() - begun) / STEPS * 1000
+
+
+def stepping(model, optimizer, backward, loss_of=lambda output: output.square().mean(), after=lambda: None, **more):
+    inputs = torch.randn(256, WIDTH)
+    more = dict.fromkeys(more, inputs)
+
+    def step():
+        backward(loss_of(model(inputs, **more)))
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+    return milliseconds(step)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def average_of_torch():
+    model = nn.parallel.DistributedDataParallel(Model().layers)
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    return stepping(model, adamw(model), torch.Tensor.backward, after=lambda: average.update_parameters(model.module))
+
+
+def average():
+    accelerator, model = Accelerator(cpu=True), Model().layers
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.ema(model, 0.999)
+    taken = stepping(model, optimizer, accelerator.backward)
+    accelerator.free_memory()
+    return taken
+
+
+def sharded_of_torch():
+    model = Model()
+    for part in (model.optional, *model.layers, model):
+        if part is model or isinstance(part, nn.Linear):
+            fully_shard(part)
+    return stepping(model, adamw(model), torch.Tensor.backward, more=True)
+
+
+def conditional():
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=WIDTH)
+    accelerator, model = Accelerator(cpu=True, fsdp_plugin=plugin), Model()
+    accelerator.conditional(model.optional, given="more", inputs=torch.zeros(1, WIDTH))
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    taken = stepping(model, optimizer, accelerator.backward, more=True)
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return taken
+
+
+def gathered(gather):
+    model = Model().layers
+    return stepping(
+        model, adamw(model), torch.Tensor.backward, lambda output: (output @ gather(output).T).square().mean()
+    )
+
+
+def gather_of_torch():
+    return gathered(lambda output: torch.cat(differentiable.all_gather(output)))
+
+
+def gather():
+    accelerator = Accelerator(cpu=True)
+    return gathered(lambda output: accelerator.gather(output, differentiable=True))
+
+
+KINDS = {
+    "a moving average of the weights under DDP": (average, average_of_torch),
+    "a module that ranks may leave out, FSDP2": (conditional, sharded_of_torch),
+    "gradients through a gather": (gather, gather_of_torch),
+}
+
+
+def main():
+    Accelerator(cpu=True)  # the process group
+    times = {}
+    for number in range(ROUNDS):
+        for name, pair in KINDS.items():
+            for kind in pair if number % 2 else reversed(pair):
+                times.setdefault((name, kind), []).append(kind())
+    figures = {}
+    for name, (ours, theirs) in KINDS.items():
+        mine, plain = (statistics.median(times[name, kind]) for kind in (ours, theirs))
+        figures |= {f"step with {name} (ms)": mine, f"the same / plain torch ({name})": mine / plain}
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
