@@ -59,6 +59,17 @@ def test_models_that_are_split_resume_with_equal_losses(processes, cases, tmp_pa
     check(figures(SCRIPT, tmp_path, processes, True, *cases), wanted)
 
 
+def test_replicas_of_shards_resume_with_equal_losses(tmp_path):
+    need("transformers")
+    check(figures(SCRIPT, tmp_path, 4, True, "fsdp2+sharded+hsdp"), {"fsdp2+sharded+hsdp": SHARDS})
+
+
+def test_adapters_on_models_of_four_bits_resume_with_equal_losses(tmp_path):
+    need("transformers", "peft", "bitsandbytes")
+    cases = {"ddp+qlora": ADAPTERS["ddp+lora"], "fsdp2+qlora+sharded": SHARDS}
+    check(figures(SCRIPT, tmp_path, 2, True, *cases), cases)
+
+
 def test_weights_alone_of_a_model_that_is_split(tmp_path):
     need("transformers")
     found = figures(SCRIPT, tmp_path, 2, True, "tp+weights")["tp+weights"]
@@ -138,8 +149,8 @@ def test_every_killed_sharded_run_goes_on_with_the_same_losses(count, cases, tmp
 def test_deepspeed_runs_resume_with_equal_losses(tmp_path):
     need("transformers", "deepspeed")
     cases = {
-        "zero2": ENGINE | PLAIN - {"optimizer.pt"}, "zero3+apply": ENGINE, "zero3+gather+async": ENGINE,
-        "zero2+lora": ENGINE,
+        "zero0": {"latest", "global_step6/mp_rank_00_model_states.pt"}, "zero1+async": ENGINE, "zero2": ENGINE | PLAIN - {"optimizer.pt"},
+        "zero3+apply": ENGINE, "zero3+gather+async": ENGINE, "zero2+lora": ENGINE, "zero3+lora": ENGINE,
     }  # fmt: skip
     check(figures(SCRIPT, tmp_path, 2, True, *cases), cases)
 

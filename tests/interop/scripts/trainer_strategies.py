@@ -58,10 +58,13 @@ def strategy(words):
     if words[0].startswith("fsdp"):
         kind = "SHARDED_STATE_DICT" if "sharded" in words else "FULL_STATE_DICT"
         config = {"fsdp_version": int(words[0][-1]), "state_dict_type": kind, "use_orig_params": True, **BLOCKS}
-        if "llama" in words:
+        if "llama" in words or "qlora" in words:
             config |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False}
-        mesh = {"parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)} if "tp" in words else {}
-        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config, **mesh}
+        second = {"tp": "tp_size", "hsdp": "dp_replicate_size"}
+        found = {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+        for word in second.keys() & words:
+            found["parallelism_config"] = ParallelismConfig(**{"dp_shard_size": 2, second[word]: 2})
+        return found
     if words[0] == "split":
         return {"parallelism_config": ParallelismConfig(tp_size=2)}
     if words[0].startswith("zero"):
@@ -92,7 +95,7 @@ def build(folder, words, **more):
     def kind_of(base):
         return type("Own", (*ours, Exact, base), {"checkpoints": "async"} if "async" in words else {})
 
-    make = LIBRARIES.get(words[0], plain)
+    make = quantized if "qlora" in words else LIBRARIES.get(words[0], plain)
     return make(kind_of, folder, words, {**COMMON, "save_steps": 2, **strategy(words), **more})
 
 
@@ -204,10 +207,11 @@ def llama(folder, experts=0, **options):
 
 
 def quantized(kind_of, folder, words, options):
-    """Adapters on a model of 4 bits."""
+    """Adapters on a model of 4 bits, which are stored as numbers that FSDP can cut."""
     from transformers import BitsAndBytesConfig
 
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    types = dict.fromkeys(["bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"], torch.float32)
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **types)
     model = llama(folder, quantization_config=four, dtype=torch.float32)
     model = adapted(model, target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
     arguments = TrainingArguments(folder, **options)
@@ -227,7 +231,7 @@ def tensors(kind_of, folder, words, options):
 
 
 LIBRARIES = {
-    "sft": of_trl, "dpo": of_trl, "reward": of_trl, "sentence": of_sentences, "qlora": quantized, **dict.fromkeys(ARRIVING, tensors),
+    "sft": of_trl, "dpo": of_trl, "reward": of_trl, "sentence": of_sentences, **dict.fromkeys(ARRIVING, tensors),
     "shuffled": shuffled,
 }  # fmt: skip
 
