@@ -1234,6 +1234,37 @@ class Accelerator(Processes):
         """
         return saving.get_state_dict(self, model, unwrap, get_state_dict_offloaded_model)
 
+    def stream_weights(
+        self, model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Return an iterator over a model's whole weights, bucket by bucket, for an inference engine or an average on the host. All ranks.
+
+        Every rank gets every tensor, and holds one bucket and the tensor that comes next; under FSDP1 also the unit that is gathered.
+        The ranks gather together: each takes all buckets, and does not run the model before the last one.
+
+        Args:
+            model: A prepared model, under any strategy.
+            dtype: What floating tensors are cast to; packed 4-bit weights and their scales stay. None keeps what they are trained in.
+            bucket_bytes: Largest size of a bucket, in bytes; a larger tensor has a bucket of its own.
+
+        Returns:
+            An iterator over dicts: names of the model's own state dict, without wrappers, and copies of the whole tensors on the device.
+            Of tied names the first one comes. A dict is emptied when the next one is asked for; a tensor that is kept stays.
+
+        Raises:
+            ValueError: ``bucket_bytes`` is below 1.
+            RuntimeError: Weights are on the meta device.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
+            >>> for bucket in accelerator.stream_weights(model, dtype=torch.bfloat16, bucket_bytes=16):
+            ...     print({name: (value.dtype, value.nbytes) for name, value in bucket.items()})
+            {'weight': (torch.bfloat16, 16)}
+            {'bias': (torch.bfloat16, 4)}
+        """
+        return saving.stream_weights(self, model, dtype, bucket_bytes)
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what ``save_state`` saves.
 

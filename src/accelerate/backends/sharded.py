@@ -112,10 +112,18 @@ class Sharded(Backend):
         """Return how a checkpoint keeps the shards."""
         return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
+    def whole_tensors(
+        self, accelerator: Run, model: nn.Module, wanted: Callable[[str], bool] = bool
+    ) -> Iterator[tuple[str, Any]]:
+        """Gather a tensor at a time, on each rank. All ranks, in step."""
+        is_first = states.first_of_tied(model)
+        for name, value in states.model_state(model).values.items():
+            if wanted(name) and is_first(name):
+                yield name, states.full(value)
+
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
-        state = states.gathered(states.model_state(model).values)
-        return state if states.rank_and_size()[0] == 0 else {}
+        return states.collected(self.whole_tensors(accelerator, model), model)
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write the shards of a model. All ranks."""

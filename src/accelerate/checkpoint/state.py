@@ -320,21 +320,47 @@ def gathered(state: Any) -> Any:
     main = rank_and_size()[0] == 0
 
     def gather(value: Any) -> Any:
-        if is_sharded_tensor(value):
-            value = _gather_shards(value)
-        elif is_dtensor(value):
-            value = value.detach().to(value.device_mesh.device_type).full_tensor()  # one that is offloaded, too
+        value = _gather_shards(value) if is_sharded_tensor(value) else full(value)
         if not main:
             return None
-        return _plain(value.detach()).cpu() if isinstance(value, torch.Tensor) else value
+        return value.cpu() if isinstance(value, torch.Tensor) else value
 
     return mapped_leaves(state, gather)
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    """Return what a wrapper around one tensor holds: torchao's weights that are gathered in 8 bits are such."""
+def full(value: Any) -> Any:
+    """Return the whole of a DTensor, gathered on each rank, and other values as they are. All ranks that share it."""
+    if is_dtensor(value):
+        value = value.detach().to(value.device_mesh.device_type).full_tensor()  # one that is offloaded, too
+    # Torchao's weights that are gathered in 8 bits are wrappers around one tensor.
     parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
-    return getattr(value, parts[0]) if parts == ["_tensor"] else value
+    value = getattr(value, parts[0]) if parts == ["_tensor"] else value
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def first_of_tied(model: nn.Module) -> Callable[[str], bool]:
+    """Return what says of the names of a state, asked in order, whether this is the first one of its tensor. Any rank, alone."""
+    groups = {name: number for number, names in enumerate(tied_names(model)) for name in names}
+    seen: set[int | str] = set()
+
+    def is_first(name: str) -> bool:
+        before = len(seen)
+        seen.add(groups.get(name, name))
+        return len(seen) > before
+
+    return is_first
+
+
+def collected(entries: Iterable[tuple[str, Any]], model: nn.Module) -> dict[str, Any]:
+    """Return a model's whole entries in host memory on rank 0, under all their names; an empty dict elsewhere. All ranks."""
+    state = {}
+    for name, value in entries:
+        if rank_and_size()[0] == 0:
+            state[name] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    for names in tied_names(model):
+        for kept in [name for name in names if name in state][:1]:
+            state |= dict.fromkeys(names, state[kept])
+    return state
 
 
 def _gather_shards(value: Any) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
+from accelerate.precision import four_bit
 from accelerate.training.prepared import Facade
 from accelerate.utils import other
 from accelerate.utils.constants import (
@@ -243,6 +244,45 @@ def get_state_dict(
     return plain_names(state) if unwrap and state is not None else state
 
 
+def _refuse_meta(state: Mapping[str, Any]) -> None:
+    if meta := [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+        raise RuntimeError(
+            f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
+        )
+
+
+def stream_weights(
+    accelerator: Facade, model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Return what yields copies of a model's whole tensors in buckets; ValueError for a size below 1. All ranks, in step."""
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes} holds no tensor. Give at least 1; a larger tensor comes alone.")
+    return _buckets(accelerator, model, dtype, bucket_bytes)
+
+
+def _buckets(
+    accelerator: Facade, model: nn.Module, dtype: torch.dtype | None, limit: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    packed = four_bit.packed(accelerator._backend.unwrap_model(model))
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, value in accelerator._backend.whole_tensors(accelerator, model):
+        if not isinstance(value, torch.Tensor):  # an extra state of a module
+            continue
+        _refuse_meta({name: value})
+        casts = dtype is not None and value.is_floating_point() and not name.startswith(packed)
+        kept = dtype if casts else value.dtype
+        if bucket and size + value.numel() * kept.itemsize > limit:
+            yield bucket
+            bucket.clear()  # the caller's variable would hold its memory while the next one is filled
+            size = 0
+        bucket[name] = value.to(kept, copy=True)
+        size += bucket[name].nbytes
+    if bucket:
+        yield bucket
+        bucket.clear()
+
+
 def save_model(
     accelerator: Facade, model: nn.Module, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
 ) -> None:
@@ -251,10 +291,7 @@ def save_model(
         raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; pass a folder.")
     convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone
     state = accelerator.get_state_dict(model)
-    if meta := [name for name, value in (state or {}).items() if isinstance(value, torch.Tensor) and value.is_meta]:
-        raise RuntimeError(
-            f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
-        )
+    _refuse_meta(state or {})
     if not writes(accelerator.project_configuration.save_on_each_node):
         return
     if accelerator._backend.saves_shards and not accelerator.is_main_process:

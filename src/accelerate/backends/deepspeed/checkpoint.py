@@ -19,8 +19,9 @@ import torch
 from accelerate.checkpoint import layouts, manifest, optimizers, zero
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import numbered, parameter_names, tied_names
+from accelerate.checkpoint.state import collected, first_of_tied, numbered, parameter_names, tied_names
 from accelerate.modules.unwrap import canonical_name
+from accelerate.runtime import torch_private
 from accelerate.utils import other
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any] | None:
             f"The whole weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
             "zero3_save_16bit_model=True of DeepSpeedPlugin), or save shards with save_state and merge them with zero_to_fp32.py."
         )
-    state = gathered(engine)
+    state = collected(entries(engine), engine)
     return state if engine.global_rank == 0 else None
 
 
@@ -380,20 +381,16 @@ def _compact(state: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in state.items()}
 
 
-def gathered(engine: Any) -> dict[str, Any]:
-    """Gather a module at a time into the host memory of rank 0; tied parameters stay one tensor."""
+def entries(engine: Any, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, Any]]:
+    """Yield the wanted entries of the state dict of a stage-3 engine's module, gathered a module at a time. All ranks, in step."""
     import deepspeed
 
-    first, state, seen = engine.global_rank == 0, {}, {}
-    for prefix, module in engine.module.named_modules(remove_duplicate=False):
-        own = dict(module.named_parameters(recurse=False))
-        with deepspeed.zero.GatheredParameters(list(own.values()), modifier_rank=None):
-            for name, parameter in own.items() if first else ():
-                if parameter.ds_id not in seen:
-                    seen[parameter.ds_id] = parameter.detach().to("cpu", copy=True)
-                state[f"{prefix}.{name}".removeprefix(".")] = seen[parameter.ds_id]
-    if first:
-        persistent = engine.module.state_dict().keys()
-        buffers = {name: value.cpu() for name, value in engine.module.named_buffers(remove_duplicate=False)}
-        state |= {name: value for name, value in buffers.items() if name in persistent}
-    return state
+    is_first = first_of_tied(engine)
+    for prefix, module in engine.module.named_modules():
+        if not (
+            names := [name for name in torch_private.own_state(module, prefix) if wanted(name) and is_first(name)]
+        ):
+            continue
+        with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=None):
+            state = torch_private.own_state(module, prefix)
+            yield from [(name, state[name]) for name in names]
