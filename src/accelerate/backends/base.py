@@ -12,14 +12,14 @@ the behaviour of a single process, so a new backend writes only what differs. Ca
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accelerate.checkpoint import layouts, optimizers, save
-from accelerate.checkpoint.state import first_of_tied, inner_optimizer
+from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
@@ -101,18 +101,15 @@ class Backend:
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    def whole_tensors(
-        self, accelerator: Run, model: nn.Module, wanted: Callable[[str], bool] = bool
-    ) -> Iterator[tuple[str, Any]]:
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
         """Yield the wanted entries of the user's model's state dict, each whole, of tied ones the first. All ranks, in step.
 
         A value is to be read before the next one is asked for: it may be the model's memory, or freed then.
         """
-        state = self.unwrap_model(model, keep_torch_compile=False).state_dict()
-        is_first = first_of_tied(model)
+        state, again = self.unwrap_model(model, keep_torch_compile=False).state_dict(), tied_again(model)
         for name, value in zip(canonical_names(state), state.values(), strict=True):
-            if wanted(name) and is_first(name):
-                yield name, value.detach() if isinstance(value, torch.Tensor) else value
+            if wanted(name) and name not in again:
+                yield name, value
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""

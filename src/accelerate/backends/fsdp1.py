@@ -2,18 +2,18 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from accelerate.backends.sharded import Sharded, note_memory
-from accelerate.checkpoint.state import first_of_tied, is_fsdp1
+from accelerate.checkpoint.state import Entries, Wanted, is_fsdp1, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.modules.repoint import named, repoint
-from accelerate.modules.unwrap import canonical_name, is_compiled_module, is_parallel_wrapper
+from accelerate.modules.unwrap import canonical_names, is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
@@ -89,21 +89,19 @@ class FSDP1(Sharded):
         note_memory(accelerator, model)
         return model.no_sync()
 
-    def whole_tensors(
-        self, accelerator: Run, model: nn.Module, wanted: Callable[[str], bool] = bool
-    ) -> Iterator[tuple[str, Any]]:
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
         """Gather a unit at a time, as a forward does. All ranks, in step."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        is_first = first_of_tied(model)
+        again = tied_again(model)
         for prefix, unit in model.named_modules():
             if unit is not model and not isinstance(unit, FullyShardedDataParallel):
                 continue
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
                 for name, module in _unit(unit, prefix):
-                    for key, value in torch_private.own_state(module, name).items():
-                        key = canonical_name(key)
-                        if wanted(key) and is_first(key):
+                    state = torch_private.own_state(module, name)
+                    for key, value in zip(canonical_names(state), state.values(), strict=True):
+                        if wanted(key) and key not in again:
                             yield key, value
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:

@@ -14,7 +14,7 @@ from accelerate.backends.base import Backend
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
-from accelerate.checkpoint.state import Layout
+from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.devices import row
 from accelerate.modules import norms
 from accelerate.modules.unwrap import is_compiled_module
@@ -112,13 +112,11 @@ class Sharded(Backend):
         """Return how a checkpoint keeps the shards."""
         return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
-    def whole_tensors(
-        self, accelerator: Run, model: nn.Module, wanted: Callable[[str], bool] = bool
-    ) -> Iterator[tuple[str, Any]]:
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
         """Gather a tensor at a time, on each rank. All ranks, in step."""
-        is_first = states.first_of_tied(model)
+        again = states.tied_again(model)
         for name, value in states.model_state(model).values.items():
-            if wanted(name) and is_first(name):
+            if wanted(name) and name not in again:
                 yield name, states.full(value)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:

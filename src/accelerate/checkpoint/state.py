@@ -29,6 +29,9 @@ from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
 
 Layout = Literal["full", "sharded", "zero"]
+# Of a state: name and value of each entry, one after the other; and what says of a name whether it is wanted.
+Entries = Iterator[tuple[str, Any]]
+Wanted = Callable[[str], Any]
 T = TypeVar("T")
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -151,9 +154,9 @@ def tied_names(model: nn.Module) -> list[list[str]]:
         groups.setdefault(id(parameter), []).append(name)
     tied = [canonical_names(names) for names in groups.values() if len(names) > 1]
     for prefix, module in inner.named_modules() if is_fsdp1(model) else ():
-        # Name, module's name and module; then the same of the parameter it shares.
+        # The parameter whose memory it is comes first.
         for info in torch_private.shared_members(module):
-            inside = [(info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)]
+            inside = [(info.prim_module_name, info.prim_param_name), (info.module_name, info.param_name)]
             tied.append(canonical_names(".".join(part for part in (prefix, *pair) if part) for pair in inside))
     return tied
 
@@ -338,28 +341,24 @@ def full(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def first_of_tied(model: nn.Module) -> Callable[[str], bool]:
-    """Return what says of the names of a state, asked in order, whether this is the first one of its tensor. Any rank, alone."""
-    groups = {name: number for number, names in enumerate(tied_names(model)) for name in names}
-    seen: set[int | str] = set()
-
-    def is_first(name: str) -> bool:
-        before = len(seen)
-        seen.add(groups.get(name, name))
-        return len(seen) > before
-
-    return is_first
+def tied_again(model: nn.Module) -> set[str]:
+    """Return the names of a model's state whose tensor comes under an earlier name. Any rank, alone."""
+    return {name for names in tied_names(model) for name in names[1:]}
 
 
-def collected(entries: Iterable[tuple[str, Any]], model: nn.Module) -> dict[str, Any]:
-    """Return a model's whole entries in host memory on rank 0, under all their names; an empty dict elsewhere. All ranks."""
-    state = {}
+def collected(entries: Entries, model: nn.Module, everywhere: bool = False) -> dict[str, Any]:
+    """Return copies of a model's whole entries, under all their names. All ranks.
+
+    They are in host memory on rank 0, and nowhere else; with `everywhere` on each rank's device.
+    """
+    state: dict[str, Any] = {}
     for name, value in entries:
-        if rank_and_size()[0] == 0:
-            state[name] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-    for names in tied_names(model):
-        for kept in [name for name in names if name in state][:1]:
-            state |= dict.fromkeys(names, state[kept])
+        if isinstance(value, torch.Tensor):
+            value = value.to(value.device if everywhere else "cpu", copy=True)
+        if everywhere or rank_and_size()[0] == 0:
+            state[name] = value
+    for first, *others in tied_names(model):
+        state |= {name: state[first] for name in others if first in state}
     return state
 
 
