@@ -14,7 +14,8 @@ QUICK = [
     (2, OF_TRANSFORMERS),
     (
         2,
-        "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py check_ema.py",
+        "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
+        "check_weights.py check_ema.py",
     ),
     (3, STATES),
 ]

@@ -47,6 +47,20 @@ def test_adapters_of_models_that_arrive_sharded_train_as_on_one_process(launched
     launched("arrived_models.py", "adapt", "fsdp", "ep-fsdp")
 
 
+@pytest.mark.parametrize(
+    "processes, layouts",
+    [
+        (2, ["tp", "loaded-tp", "fsdp2", "fsdp1", "forms"]),
+        pytest.param(2, ["ddp", "hand", "loaded-fsdp"], marks=pytest.mark.slow),
+        pytest.param(1, ["single"], marks=pytest.mark.slow),
+        pytest.param(4, ["fsdp2-tp", "hsdp"], marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_train_as_on_one_process_and_load_into_stock_peft(launched, processes, layouts):
+    need("transformers", "peft")
+    launched("adapters.py", *layouts, processes=processes)
+
+
 @pytest.mark.slow
 def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
     need("transformers")

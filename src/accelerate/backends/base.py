@@ -6,8 +6,8 @@ the behaviour of a single process, so a new backend writes only what differs. Ca
 1. ``check`` on every rank for what ``Accelerator.prepare`` was given, then for each model, followed by ``wrap_model``.
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
    ranks call them equally often.
-3. For a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and ``checkpointed_schedulers``; for a restore
-   ``load_model`` and ``load_optimizer``. Every rank calls them; who writes is decided in ``checkpoint.save``.
+3. For weights alone ``whole_tensors``; for a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and
+   ``checkpointed_schedulers``; for a restore ``load_model`` and ``load_optimizer``. Every rank calls them; who writes is decided in ``checkpoint.save``.
 4. ``release`` when the Accelerator lets go of its objects.
 """
 
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import layouts, optimizers, save
-from accelerate.checkpoint.state import inner_optimizer
+from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, tied_again
 from accelerate.config.handlers import GradScalerKwargs
-from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
 from accelerate.precision import amp
 from accelerate.precision.amp import precision
@@ -100,6 +100,16 @@ class Backend:
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+        """Yield the wanted entries of the user's model's state dict, each whole, of tied ones the first. All ranks, in step.
+
+        A value is to be read before the next one is asked for: it may be the model's memory, or freed then.
+        """
+        state, again = self.unwrap_model(model, keep_torch_compile=False).state_dict(), tied_again(model)
+        for name, value in zip(canonical_names(state), state.values(), strict=True):
+            if wanted(name) and name not in again:
+                yield name, value
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from accelerate.backends.sharded import Sharded, note_memory
-from accelerate.checkpoint.state import is_fsdp1
+from accelerate.checkpoint.state import Entries, Wanted, is_fsdp1, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.modules.repoint import named, repoint
-from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
+from accelerate.modules.unwrap import canonical_names, is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
@@ -89,6 +89,21 @@ class FSDP1(Sharded):
         note_memory(accelerator, model)
         return model.no_sync()
 
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+        """Gather a unit at a time, as a forward does. All ranks, in step."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        again = tied_again(model)
+        for prefix, unit in model.named_modules():
+            if unit is not model and not isinstance(unit, FullyShardedDataParallel):
+                continue
+            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                for name, module in _unit(unit, prefix):
+                    state = torch_private.own_state(module, name)
+                    for key, value in zip(canonical_names(state), state.values(), strict=True):
+                        if wanted(key) and key not in again:
+                            yield key, value
+
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
         scaler = super().make_scaler(accelerator, handler)
@@ -118,6 +133,14 @@ class FSDP1(Sharded):
         if len(roots) == 1 and not given:
             return roots[0].clip_grad_norm_(max_norm, norm_type)
         return _clip_together(roots, list(given.values()), max_norm, norm_type)
+
+
+def _unit(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those in it, with their names, but for units inside it."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and not is_parallel_wrapper(child):
+            yield from _unit(child, f"{prefix}.{name}" if prefix else name)
 
 
 def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:

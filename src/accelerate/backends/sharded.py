@@ -14,7 +14,7 @@ from accelerate.backends.base import Backend
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
-from accelerate.checkpoint.state import Layout
+from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.devices import row
 from accelerate.modules import norms
 from accelerate.modules.unwrap import is_compiled_module
@@ -112,10 +112,16 @@ class Sharded(Backend):
         """Return how a checkpoint keeps the shards."""
         return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+        """Gather a tensor at a time, on each rank. All ranks, in step."""
+        again = states.tied_again(model)
+        for name, value in states.model_state(model).values.items():
+            if wanted(name) and name not in again:
+                yield name, states.full(value)
+
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
-        state = states.gathered(states.model_state(model).values)
-        return state if states.rank_and_size()[0] == 0 else {}
+        return states.collected(self.whole_tensors(accelerator, model), model)
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write the shards of a model. All ranks."""

@@ -29,6 +29,9 @@ from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
 
 Layout = Literal["full", "sharded", "zero"]
+# Of a state: name and value of each entry, one after the other; and what says of a name whether it is wanted.
+Entries = Iterator[tuple[str, Any]]
+Wanted = Callable[[str], Any]
 T = TypeVar("T")
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -151,9 +154,9 @@ def tied_names(model: nn.Module) -> list[list[str]]:
         groups.setdefault(id(parameter), []).append(name)
     tied = [canonical_names(names) for names in groups.values() if len(names) > 1]
     for prefix, module in inner.named_modules() if is_fsdp1(model) else ():
-        # Name, module's name and module; then the same of the parameter it shares.
+        # The parameter whose memory it is comes first.
         for info in torch_private.shared_members(module):
-            inside = [(info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)]
+            inside = [(info.prim_module_name, info.prim_param_name), (info.module_name, info.param_name)]
             tied.append(canonical_names(".".join(part for part in (prefix, *pair) if part) for pair in inside))
     return tied
 
@@ -320,21 +323,43 @@ def gathered(state: Any) -> Any:
     main = rank_and_size()[0] == 0
 
     def gather(value: Any) -> Any:
-        if is_sharded_tensor(value):
-            value = _gather_shards(value)
-        elif is_dtensor(value):
-            value = value.detach().to(value.device_mesh.device_type).full_tensor()  # one that is offloaded, too
+        value = _gather_shards(value) if is_sharded_tensor(value) else full(value)
         if not main:
             return None
-        return _plain(value.detach()).cpu() if isinstance(value, torch.Tensor) else value
+        return value.cpu() if isinstance(value, torch.Tensor) else value
 
     return mapped_leaves(state, gather)
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    """Return what a wrapper around one tensor holds: torchao's weights that are gathered in 8 bits are such."""
+def full(value: Any) -> Any:
+    """Return the whole of a DTensor, gathered on each rank, and other values as they are. All ranks that share it."""
+    if is_dtensor(value):
+        value = value.detach().to(value.device_mesh.device_type).full_tensor()  # one that is offloaded, too
+    # Torchao's weights that are gathered in 8 bits are wrappers around one tensor.
     parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
-    return getattr(value, parts[0]) if parts == ["_tensor"] else value
+    value = getattr(value, parts[0]) if parts == ["_tensor"] else value
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def tied_again(model: nn.Module) -> set[str]:
+    """Return the names of a model's state whose tensor comes under an earlier name. Any rank, alone."""
+    return {name for names in tied_names(model) for name in names[1:]}
+
+
+def collected(entries: Entries, model: nn.Module, everywhere: bool = False) -> dict[str, Any]:
+    """Return copies of a model's whole entries, under all their names. All ranks.
+
+    They are in host memory on rank 0, and nowhere else; with `everywhere` on each rank's device.
+    """
+    state: dict[str, Any] = {}
+    for name, value in entries:
+        if isinstance(value, torch.Tensor):
+            value = value.to(value.device if everywhere else "cpu", copy=True)
+        if everywhere or rank_and_size()[0] == 0:
+            state[name] = value
+    for first, *others in tied_names(model):
+        state |= {name: state[first] for name in others if first in state}
+    return state
 
 
 def _gather_shards(value: Any) -> torch.Tensor | None:

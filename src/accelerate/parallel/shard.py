@@ -243,7 +243,7 @@ def distribute(
         if main:
             sent.copy_(weights[name])
         torch.distributed.broadcast(sent, src=0)
-        local_part(target).detach().copy_(sent[_box(target)])
+        local_part(target).detach().copy_(sent[box(target)])
 
 
 def _from_main(problems: list[str]) -> list[str]:
@@ -261,7 +261,15 @@ def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Te
     ]
 
 
-def _box(tensor: torch.Tensor) -> tuple[slice, ...]:
+def misfit(name: str, whole: torch.Tensor, own: torch.Tensor) -> list[str]:
+    """Say how a gathered tensor contradicts what this rank has of it: another size, or zeros in its place. Any rank, alone."""
+    shape = getattr(own, "ds_shape", own.shape)
+    if whole.shape != shape:
+        return [f"{name} has the shape {tuple(whole.shape)} instead of {tuple(shape)}"]
+    return [f"{name} is zero where a shard is not"] if local_part(own).any() and not whole[box(own)].any() else []
+
+
+def box(tensor: torch.Tensor) -> tuple[slice, ...]:
     """Return which part of the whole tensor this rank has; torch knows it for every kind of placement."""
     from torch.distributed.tensor import DTensor
 

@@ -9,6 +9,7 @@ refuse plain tensors beside DTensors; with FSDP2 they stay plain, and `fully_sha
 
 import difflib
 import fnmatch
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,9 @@ def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
     group = mesh.get_group().group_name
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
+        if type(module) is nn.Linear and isinstance(module.weight, DTensor):
+            # PEFT writes into LoRA's factors the size that a rank has, where transformers reads that of the whole.
+            module.out_features, module.in_features = module.weight.shape
         for name, value in module._parameters.items():
             if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
                 continue
@@ -171,18 +175,42 @@ def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dic
             "itself to a model loaded with from_pretrained(..., tp_plan='auto') while tp_size is the number of processes."
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    styles = {name: WORDS[word](modules[name]) if isinstance(word, str) else word for name, word in matched.items()}
-    styles = {name: style for name, style in styles.items() if style is not None}
+    layers = {name: getattr(modules[name], "base_layer", modules[name]) for name in matched}
+    styles = {name: WORDS[word](layers[name]) if isinstance(word, str) else word for name, word in matched.items()}
+    styles = _with_adapters(modules, {name: style for name, style in styles.items() if style is not None})
     _check_styles(model, modules, styles, size)
     return styles
+
+
+def _with_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, Any]) -> dict[str, Any]:
+    """Return styles in which a layer with LoRA stands for what is in it: the layer, and the factor on the side that is cut."""
+    found: dict[str, Any] = {}
+    for name, style in styles.items():
+        module = modules[name]
+        layer = getattr(module, "base_layer", None)
+        # Of y = W x + B A x columns of the output cut W and B, rows of the input W and A.
+        factor = {0: "lora_B", 1: "lora_A"}.get(cut_dimension(style, layer, "weight"), "")
+        if (
+            not isinstance(layer, nn.Linear)
+            or not hasattr(module, factor)
+            or any(getattr(module, "use_dora", {}).values())
+        ):
+            found[name] = style  # another adapter's layer is refused, as any module that no style cuts
+        else:
+            found |= dict.fromkeys(
+                [f"{name}.base_layer", *(f"{name}.{factor}.{key}" for key in getattr(module, factor))], style
+            )
+    return found
 
 
 def _own_plan(model: nn.Module) -> tuple[str, Mapping[str, str]]:
     """Return the plan that a model or the outermost part of it carries, and the prefix of that part's names."""
     for name, module in model.named_modules():
-        plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
-        if isinstance(plan, Mapping) and plan:
-            return (f"{name}." if name else ""), plan
+        # Its own: what PEFT puts around a model answers with the model's attributes.
+        own = [key for key in ("tp_plan", "_tp_plan") if inspect.getattr_static(module, key, None) is not None]
+        for plan in [getattr(module, key) for key in own]:
+            if isinstance(plan, Mapping) and plan:
+                return (f"{name}." if name else ""), plan
     return "", {}
 
 

@@ -265,6 +265,13 @@ def gathering_device(sharded: Any) -> torch.device:
     return sharded._get_preferred_device()
 
 
+def own_state(module: nn.Module, prefix: str) -> dict[str, Any]:
+    """Return the entries of a state dict that a module adds, under its name, without those of the modules in it."""
+    entries: dict[str, Any] = {}
+    module._save_to_state_dict(entries, f"{prefix}." if prefix else "", keep_vars=False)
+    return entries
+
+
 # -- fully_shard -------------------------------------------------------------------------------------------------------
 
 

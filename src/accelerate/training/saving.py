@@ -1,9 +1,13 @@
 """What an Accelerator saves and loads: checkpoints of a run, weights of a model, single objects."""
 
+import copy
+import itertools
 import logging
+import math
 import os
+import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +19,19 @@ from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import formats
+from accelerate.checkpoint import state as states
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
-from accelerate.modules.unwrap import clean_state_dict_for_safetensors
+from accelerate.modules.unwrap import canonical_name, clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
+from accelerate.parallel import shard
+from accelerate.precision import four_bit
 from accelerate.training import averages
 from accelerate.training.prepared import Facade
-from accelerate.utils import other
+from accelerate.utils import fsdp_utils, other
 from accelerate.utils.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -37,6 +44,8 @@ from accelerate.utils.modeling import convert_file_size_to_int, has_offloaded_pa
 logger = logging.getLogger(__name__)
 
 Folder = str | os.PathLike[str]
+# Without this file PEFT finds no adapter in a folder.
+_ADAPTER = "adapter_config.json"
 # What saves a run's checkpoint; `accelerate.simulation` has another.
 SAVE: type[Save] = Save
 
@@ -245,6 +254,36 @@ def get_state_dict(
     return plain_names(state) if unwrap and state is not None else state
 
 
+def _refuse_meta(state: Mapping[str, Any]) -> None:
+    if meta := [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+        raise RuntimeError(
+            f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
+        )
+
+
+def stream_weights(
+    accelerator: Facade, model: nn.Module, dtype: torch.dtype | None, limit: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield copies of a model's whole tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
+    packed = four_bit.packed(accelerator._backend.unwrap_model(model))
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, value in accelerator._backend.whole_tensors(accelerator, model):
+        if not isinstance(value, torch.Tensor):  # an extra state of a module
+            continue
+        _refuse_meta({name: value})
+        kept = dtype if dtype and value.is_floating_point() and not name.startswith(packed) else value.dtype
+        if bucket and size + value.numel() * kept.itemsize > limit:
+            yield bucket
+            bucket.clear()  # the caller's variable would hold its memory while the next one is filled
+            size = 0
+        bucket[name] = value.detach().to(kept, copy=True)
+        size += bucket[name].nbytes
+    if bucket:
+        yield bucket
+        bucket.clear()
+
+
 def save_model(
     accelerator: Facade, model: nn.Module, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
 ) -> None:
@@ -253,10 +292,7 @@ def save_model(
         raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; pass a folder.")
     convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone
     state = accelerator.get_state_dict(model)
-    if meta := [name for name, value in (state or {}).items() if isinstance(value, torch.Tensor) and value.is_meta]:
-        raise RuntimeError(
-            f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
-        )
+    _refuse_meta(state or {})
     if not writes(accelerator.project_configuration.save_on_each_node):
         return
     if accelerator._backend.saves_shards and not accelerator.is_main_process:
@@ -275,3 +311,61 @@ def save_model(
             f"save_model wrote {WEIGHTS_NAME}, but {os.fspath(save_directory)!r} also has safetensors of an earlier save, which "
             "readers prefer. Remove them, or save with safe_serialization=True."
         )
+
+
+# -- adapters of PEFT ----------------------------------------------------------------------------------------------
+
+
+def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
+    """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them. All ranks."""
+    inner = accelerator._backend.unwrap_model(model, keep_torch_compile=False)
+    adapters = getattr(inner, "peft_config", None) or {}
+    if not adapters or any(config.is_prompt_learning for config in adapters.values()):
+        raise ValueError(
+            f"save_adapter got {type(inner).__name__} with the adapters {list(adapters)}, and saves those that PEFT has put into "
+            "layers. Add one with peft.get_peft_model before `prepare`; save_model saves whole models, save_pretrained learnt prompts."
+        )
+    names: list[str] = []
+    any(accelerator._backend.whole_tensors(accelerator, model, names.append))  # which wants none of them
+    # PEFT chooses by names, on all ranks, as it may ask units for their states. Rank 0's choice counts, as it may ask the hub.
+    marks = {name: torch.tensor([number]) for number, name in enumerate(names)}
+    chosen = {adapter: fsdp_utils.adapter_entries(model, marks, adapter) for adapter in adapters}
+    files = {adapter: {key: names[int(mark)] for key, mark in marks.items()} for adapter, marks in chosen.items()}
+    files = states.on_all(files)[0]
+    wanted = {name for file in files.values() for name in file.values()}
+    own = {} if states.is_fsdp1(model) else {canonical_name(name): value for name, value in inner.named_parameters()}
+    state, problems = {}, []
+    for name, value in accelerator._backend.whole_tensors(accelerator, model, wanted.__contains__):
+        problems += shard.misfit(name, value, own.get(name, value))
+        if accelerator.is_main_process:
+            state[name] = value.to("cpu", copy=True)
+    if problems := list(itertools.chain.from_iterable(states.on_all(problems))):
+        raise RuntimeError(f"The adapters were not saved: {'; '.join(problems[:5])}.")
+
+    def write() -> None:
+        for adapter, file in files.items() if accelerator.is_main_process else ():
+            tensors = {key: state[name] for key, name in file.items()}
+            _write_adapter(inner, adapter, tensors, os.path.join(folder, adapter if adapter != "default" else ""))
+
+    states.together(write)
+
+
+def _write_adapter(inner: nn.Module, adapter: str, tensors: dict[str, torch.Tensor], folder: str) -> None:
+    """Write an adapter's files; a folder has the former adapter, the new one, or none that PEFT would load. One process."""
+    config = copy.copy(inner.peft_config[adapter])
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or inner.__dict__.get("name_or_path")
+    if not hasattr(
+        inner, "get_base_model"
+    ):  # adapters in the place of layers: PEFT loads them into a model that it wraps
+        tensors = {f"base_model.model.{name}": value for name, value in tensors.items()}
+    with tempfile.TemporaryDirectory() as aside:
+        config.save_pretrained(aside)
+        text = Path(aside, _ADAPTER).read_bytes()
+    path = Path(folder, _ADAPTER)
+    if path.exists() and path.read_bytes() != text:  # of another adapter, whose weights go
+        path.unlink()
+    formats.replace_weights(
+        folder, clean_state_dict_for_safetensors(tensors), "adapter_model{suffix}.safetensors", math.inf
+    )
+    formats.write_bytes(path, text)

@@ -1,7 +1,6 @@
 """Helpers around Fully Sharded Data Parallel: loading, wrapping policies, parameter names, state dicts, merging."""
 
 import inspect
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -271,7 +270,7 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
         if state == {}:
             return state
         if states.is_fsdp1(model):
-            return _adapter_entries(model, model.state_dict() if state is None else state)
+            return adapter_entries(model, model.state_dict() if state is None else state)
         # Gathered first: PEFT picks entries by name, and would otherwise pick this rank's shards.
         return get_peft_model_state_dict(model, state_dict=state, adapter_name=model.active_adapter)
     return model.state_dict() if state is None else state
@@ -300,23 +299,30 @@ def _set_model_state_dict(
 # PEFT looks for the names of modules, and in models that FSDP1 wraps FSDP1's own are among them.
 
 
-def _adapter_entries(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the active adapter's entries, by the names the user wrote, of an FSDP1-wrapped model. Any rank."""
+def adapter_entries(model: nn.Module, state: Mapping[str, Any], adapter: str | None = None) -> dict[str, Any]:
+    """Return an adapter's entries of a state, by the names in its file; by default the active one's. Any rank.
+
+    Args:
+        model: a model with adapters of PEFT, wrapped or not.
+        state: all entries of its state dict, by the names the user wrote or those of a wrapped model.
+        adapter: the adapter's name.
+    """
     from peft import get_peft_model_state_dict
 
-    inner = extract_model_from_parallel(model)
-    named = itertools.chain(inner.named_parameters(), inner.named_buffers())
-    inside = {canonical_name(name): name for name, _ in named}
-    state = {inside.get(canonical_name(name), name): value for name, value in state.items()}
-    found = get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter)
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    # Of a wrapper and what it wraps the latter, which comes last.
+    inside = {canonical_name(name): name for name, _ in inner.named_modules()}
+    steps = {name: canonical_name(name).rpartition(".") for name in state}
+    state = {f"{inside.get(owner, owner)}{dot}{own}": state[name] for name, (owner, dot, own) in steps.items()}
+    found = get_peft_model_state_dict(inner, state_dict=state, adapter_name=adapter or inner.active_adapter)
     return {canonical_name(name): value for name, value in found.items()}
 
 
 def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
-    """Load what `_adapter_entries` returned together with the rest, since FSDP1 loads all parameters. All ranks."""
+    """Load what `adapter_entries` returned together with the rest, since FSDP1 loads all parameters. All ranks."""
     whole = model.state_dict()
     names = {id(value): name for name, value in whole.items()}
-    own = _adapter_entries(model, whole)
+    own = adapter_entries(model, whole)
     known = {names[id(value)]: adapter[name] for name, value in own.items() if name in adapter}
     return model.load_state_dict({**whole, **known})
 

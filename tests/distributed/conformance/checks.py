@@ -20,6 +20,8 @@ from distributed.scripts.harness import everywhere, shared_folder
 
 STEPS, FEW = 20, 4
 # bf16 has 8 bits of mantissa: losses of about 3.5 agree to two digits, clipped AdamW steps of at most RATE to a few of them.
+# Bytes of a bucket of weights, in which several small tensors fit, and the names of which one comes.
+BUCKET, TIED = 2000, {"head.weight", "words.weight"}
 BF16_LOSS, BF16_WEIGHT = 0.05, 4 * FEW * zoo.RATE
 
 
@@ -181,6 +183,30 @@ def has_plain_weights(strategy: Strategy) -> list[str]:
     return found
 
 
+def streams_whole_weights(strategy: Strategy) -> list[str]:
+    """After each step every rank gets each tensor whole, once, under the user's name, in buckets; and the training is the same."""
+    run, found = Run(strategy, FEW), []
+
+    def stream(step: int) -> None:
+        weights, got = everywhere(run.weights())[0], {}
+        for bucket in run.accelerator.stream_weights(run.model, bucket_bytes=BUCKET):
+            if not bucket or len(bucket) > 1 and sum(value.nbytes for value in bucket.values()) > BUCKET:
+                found.append(f"a bucket of {list(bucket)}")
+            got |= bucket
+        if bucket or len(weights.keys() - got.keys()) != 1 or not weights.keys() - got.keys() <= TIED:
+            found.append(f"names {sorted(got)}, after them {list(bucket)}")
+        found.extend(tensors_apart(got, {name: weights[name] for name in got}, 0.0))
+        own = {parameter.data_ptr() for parameter in run.model.parameters()}
+        found.extend(f"{name} is the model's memory" for name, value in got.items() if value.data_ptr() in own)
+        half = {}
+        for bucket in run.accelerator.stream_weights(run.model, dtype=torch.bfloat16):
+            half |= bucket
+        found.extend(tensors_apart(half, {name: value.bfloat16() for name, value in got.items()}, 0.0))
+
+    trace = run.train(at=stream)
+    return found + run.apart(trace, zoo.reference(FEW, strategy.groups))
+
+
 def gathers_each_sample_once(strategy: Strategy) -> list[str]:
     """`gather_for_metrics` over an epoch that does not divide has every sample once, or once for each part of its sequence."""
     accelerator = accelerator_for(strategy)
@@ -228,7 +254,15 @@ _ALL = (
         clips_by_value,
         computes_in_bf16,
     ),
-    *(prepares_once, continues_after_loading, has_plain_weights, gathers_each_sample_once, reports, lets_go),
+    *(
+        prepares_once,
+        continues_after_loading,
+        has_plain_weights,
+        streams_whole_weights,
+        gathers_each_sample_once,
+        reports,
+        lets_go,
+    ),
 )
 CHECKS: dict[str, Callable[[Strategy], list[str]]] = {check.__name__: check for check in _ALL}
 

@@ -54,11 +54,14 @@ folder, *stage = sys.argv[1:]
 accelerator, *objects = build(*map(int, stage))
 model = objects[0]
 losses = train(accelerator, *objects)
-state = accelerator.get_state_dict(model)
 unwrapped = accelerator.unwrap_model(model)
-if accelerator.is_main_process:
-    unwrapped.save_pretrained(folder, state_dict=state)
-accelerator.wait_for_everyone()
+if stage:
+    accelerator.save_adapter(model, folder)
+else:  # runs on upstream's package, too
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        unwrapped.save_pretrained(folder, state_dict=state)
+    accelerator.wait_for_everyone()
 restored = PeftModel.from_pretrained(causal_model(), folder)
 restored.eval(), unwrapped.eval()
 probe = TokenRows(2, seed=9)[0]["input_ids"][None]

@@ -108,9 +108,9 @@ def saves_the_adapter():
     with accelerator_of(2) as accelerator:
         model, optimizer = prepared(accelerator)
         train(accelerator, model, optimizer)
-        loss, state = evaluated(accelerator, model), accelerator.get_state_dict(model)
+        loss = evaluated(accelerator, model)
+        accelerator.save_adapter(model, FOLDER / "adapter")
         if accelerator.is_main_process:
-            accelerator.unwrap_model(model).save_pretrained(FOLDER / "adapter", state_dict=state)
             read = PeftModel.from_pretrained(base(), FOLDER / "adapter").train()  # an evaluation would pack it
             rows = batches()[0]
             close([read(input_ids=rows, labels=rows).loss.item()], [loss], "the adapter")

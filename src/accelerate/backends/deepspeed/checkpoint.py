@@ -19,8 +19,9 @@ import torch
 from accelerate.checkpoint import layouts, manifest, optimizers, zero
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import numbered, parameter_names, tied_names
+from accelerate.checkpoint.state import Entries, Wanted, numbered, parameter_names, tied_again, tied_names
 from accelerate.modules.unwrap import canonical_name
+from accelerate.runtime import torch_private
 from accelerate.utils import other
 
 if TYPE_CHECKING:
@@ -348,52 +349,22 @@ def _put_counts(engine: Any, written: zero.Folder) -> None:
 # -- weights alone -----------------------------------------------------------------------------------------------------
 
 
-def whole(engine: Any, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state dict of the engine's module; at stage 3 None on ranks other than 0. All ranks.
-
-    Raises:
-        ValueError: the stage is 3, and gathering is switched off.
-    """
-    if engine.zero_optimization_stage() < 3:
-        return _compact(engine.module.state_dict())
-    if not config.get("zero_optimization", {}).get(_GATHER):
+def require_gathering(engine: Any, config: dict[str, Any]) -> None:
+    """Refuse (ValueError) to gather a whole model of stage 3 where that is switched off."""
+    if engine.zero_optimization_stage() == 3 and not config.get("zero_optimization", {}).get(_GATHER):
         raise ValueError(
             f"The whole weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
             "zero3_save_16bit_model=True of DeepSpeedPlugin), or save shards with save_state and merge them with zero_to_fp32.py."
         )
-    state = gathered(engine)
-    return state if engine.global_rank == 0 else None
 
 
-def _compact(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict whose tensors are copies of their own: ZeRO keeps parameters as views of one buffer."""
-    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-
-    def own(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        key = (value.data_ptr(), value.shape)
-        if not value.numel() or key not in copies:
-            copies[key] = value.detach().clone()
-        return copies[key]
-
-    return {name: own(value) for name, value in state.items()}
-
-
-def gathered(engine: Any) -> dict[str, Any]:
-    """Gather a module at a time into the host memory of rank 0; tied parameters stay one tensor."""
+def entries(engine: Any, wanted: Wanted) -> Entries:
+    """Yield the wanted entries of the state dict of a stage-3 engine's module, gathered a module at a time. All ranks, in step."""
     import deepspeed
 
-    first, state, seen = engine.global_rank == 0, {}, {}
-    for prefix, module in engine.module.named_modules(remove_duplicate=False):
-        own = dict(module.named_parameters(recurse=False))
-        with deepspeed.zero.GatheredParameters(list(own.values()), modifier_rank=None):
-            for name, parameter in own.items() if first else ():
-                if parameter.ds_id not in seen:
-                    seen[parameter.ds_id] = parameter.detach().to("cpu", copy=True)
-                state[f"{prefix}.{name}".removeprefix(".")] = seen[parameter.ds_id]
-    if first:
-        persistent = engine.module.state_dict().keys()
-        buffers = {name: value.cpu() for name, value in engine.module.named_buffers(remove_duplicate=False)}
-        state |= {name: value for name, value in buffers.items() if name in persistent}
-    return state
+    again = tied_again(engine)
+    for prefix, module in engine.module.named_modules():
+        if names := [name for name in torch_private.own_state(module, prefix) if wanted(name) and name not in again]:
+            with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=None):
+                state = torch_private.own_state(module, prefix)
+                yield from [(name, state[name]) for name in names]

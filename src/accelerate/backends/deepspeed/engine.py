@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, ulysses
-from accelerate.checkpoint.state import together
+from accelerate.checkpoint.state import Entries, Wanted, collected, together
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
@@ -356,11 +356,20 @@ class DeepSpeed(Backend):
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+        """Gather a module of stage 3 at a time, on each rank; at other stages all ranks have the weights. All ranks, in step."""
+        if is_engine(model) and model.zero_optimization_stage() == 3:
+            return checkpoint.entries(model, wanted)
+        return super().whole_tensors(accelerator, model, wanted)
+
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
         """Return the whole state dict, an engine's under the names of its module; of stage 3 on rank 0 alone, None elsewhere. All ranks."""
         if not is_engine(model):
             return super().model_state(accelerator, model, unwrap)
-        return checkpoint.whole(model, accelerator.state.deepspeed_plugin.deepspeed_config)
+        checkpoint.require_gathering(model, accelerator.state.deepspeed_plugin.deepspeed_config)
+        # Copies: ZeRO keeps parameters as views of one buffer.
+        everywhere = model.zero_optimization_stage() < 3
+        return collected(self.whole_tensors(accelerator, model), model, everywhere) or None
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
         """Put what the engine has into a `SavePlan`, its optimizer included; the weights of a model without optimizer. All ranks."""
@@ -369,7 +378,8 @@ class DeepSpeed(Backend):
         if is_engine(model) and model.basic_optimizer is not None:
             checkpoint.save(model, folder, index, **own)
         else:  # which DeepSpeed does not save
-            state = checkpoint.gathered(model) if is_engine(model) else self.model_state(accelerator, model, True)
+            state = super().model_state(accelerator, model, True) if not is_engine(model) else None
+            state = state or collected(self.whole_tensors(accelerator, model), model)
             super().save_model(accelerator, state, folder, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
