@@ -7,7 +7,6 @@ from the difference of the second and the third.
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accelerate.diagnostics import gpu_kernels
+from accelerate.diagnostics.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
 from accelerate.diagnostics.collectives import collective_of
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.diagnostics.throughput import flops_of
@@ -240,7 +240,7 @@ def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Seg
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts the bytes of storages that are alive, without those that a model had before.
+    """Follows the memory that a step makes, segment by segment.
 
     An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another.
     """
@@ -249,11 +249,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.each, self.gpu = each, gpu
         self.segments: list[Segment] = []
-        self.live: dict[int, tuple[weakref.ref, int]] = {}
-        self.bytes = 0  # activations and temporaries
-        self.held = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
-        self.known = set(map(torch_private.storage_key, self.held))
-        self.gradients: set[int] = set()
+        self.tracker = AllocationTracker()
+        label(self.tracker, [model], [])
         self.late: list[tuple[str, tuple[str, int]]] = []
         self._start(False, "")
 
@@ -265,45 +262,30 @@ class _Recorder(TorchDispatchMode):
             if self.each is not None:
                 return self.each
         out = _without_limit_of_dtype(func, args, kwargs or {})
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+        self.tracker.see(out)
         self.flops += flops_of(func, args, kwargs or {}, out)
         if (sent := collective_of(func, args, out)) is not None:
             self.split.append(sent)
         scratch = 0 if self.gpu else torch_private.convolution_scratch(func, args, out)
-        self.peak = max(self.peak, self.bytes + self.created + scratch)
+        self.peak = max(self.peak, self._bytes + self._created + scratch)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = torch_private.storage_key(storage), storage.nbytes()
-        if key in self.known or key in self.live:
-            return
-        self.live[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
-        self.bytes += size
+    @property
+    def _bytes(self) -> int:
+        """Activations and temporaries; a gradient is one until it is complete."""
+        return self.tracker.bytes[ACTIVATIONS]
 
-    def _forget(self, key: int) -> None:
-        size = self.live.pop(key)[1]
-        if key in self.gradients:
-            self.gradients.discard(key)
-        else:
-            self.bytes -= size
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        """Count a gradient as one from here on; until it is complete it is a temporary."""
-        key = torch_private.storage_key(parameter.grad.untyped_storage())
-        if key in self.live and key not in self.gradients:
-            self.gradients.add(key)
-            self.bytes -= self.live[key][1]
-            self.created += self.live[key][1]
+    @property
+    def _created(self) -> int:
+        return self.tracker.bytes[GRADIENTS] - self.before
 
     def _start(self, backward: bool, unit: str) -> None:
-        self.backward, self.unit, self.created, self.flops = backward, unit, 0, 0
-        self.peak, self.split = self.bytes, []
+        self.backward, self.unit, self.flops = backward, unit, 0
+        self.before, self.peak, self.split = self.tracker.bytes[GRADIENTS], self._bytes, []
 
     def _finish(self) -> None:
         self.segments.append(
-            Segment(self.backward, self.unit, self.peak, self.bytes, self.created, self.flops, tuple(self.split))
+            Segment(self.backward, self.unit, self.peak, self._bytes, self._created, self.flops, tuple(self.split))
         )
 
     def enter(self, backward: bool, unit: str) -> None:
@@ -316,7 +298,7 @@ class _Recorder(TorchDispatchMode):
     def watching(self, model: nn.Module, units: list[str], styles: Mapping[str, Any], tp: int) -> Iterator[None]:
         """Count inside, with hooks that say where a unit begins and ends."""
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(lambda owner: self.tracker.see(owner.grad, GRADIENTS))
             for parameter in model.parameters()
             if parameter.requires_grad
         ]

@@ -448,11 +448,6 @@ def looks_at_values() -> tuple[type[Exception], ...]:
     return module.DataDependentOutputException, module.DynamicOutputShapeException
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells the storage of a tensor from all others that are alive, those without memory included."""
-    return storage._cdata
-
-
 def convolution_scratch(operator: Any, args: Any, result: Any) -> int:
     """Return the bytes that a convolution takes on the CPU beside what it returns, in `shapes_only`; 0 of any other operator."""
     aten = torch.ops.aten
