@@ -81,7 +81,10 @@ def measure(
             last.enter_context(_joined(cp * sp * ep))
         if cp * sp > 1:
             last.enter_context(_cut_sequences(model, sequence, "cp" if cp > 1 else "sp", cp * sp))
-        split = experts.splitting(model, ep, ep)[1] if ep > 1 else None
+        split, each = None, 0 if cp * sp > 1 else None
+        if ep > 1:
+            split = experts.splitting(model, ep, ep)[1]
+            each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
         last.enter_context(torch_private.shapes_only())
         _fake(model, styles, tp, dtype if cast else None)
         if split is not None:
@@ -91,7 +94,6 @@ def measure(
             for own, value in list(module._parameters.items()):
                 module._parameters[own] = nn.Parameter(torch_private.local_part(value))
         units, left_out = _shorten(model)
-        each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep if ep > 1 else None
         recorder = _Recorder(model, each, gpu)
         with recorder.watching(model, units, styles, tp), _as_if_real():
             arguments = dict(inputs(batch, sequence // (cp * sp)))
@@ -242,7 +244,8 @@ def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Seg
 class _Recorder(TorchDispatchMode):
     """Follows the memory that a step makes, segment by segment.
 
-    An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another.
+    An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another; where ranks share sequences
+    0, for how many places are wrong.
     """
 
     def __init__(self, model: nn.Module, each: int | None, gpu: bool) -> None:
@@ -259,7 +262,7 @@ class _Recorder(TorchDispatchMode):
         if torch_private.reads_value(func):
             if args[0].dtype == torch.bool:
                 return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
-            if self.each is not None:
+            if self.each is not None and not args[0].is_floating_point():
                 return self.each
         out = _without_limit_of_dtype(func, args, kwargs or {})
         self.tracker.see(out)

@@ -34,6 +34,7 @@ class Layout:
         precision: what `mixed_precision` takes.
         offload: parameters, gradients and optimizer state rest in host memory, which FSDP and ZeRO 3 can.
         bucket: numbers that DeepSpeed reduces at a time, its `reduce_bucket_size`.
+        state: bytes that the optimizer keeps for each number; 8 are those of Adam's moments.
     """
 
     dp_replicate: int = 1
@@ -51,6 +52,7 @@ class Layout:
     precision: str = "no"
     offload: bool = False
     bucket: int = 500_000_000
+    state: int = 8
 
     @property
     def ranks(self) -> int:
@@ -123,12 +125,16 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         weights = compute * (part if layout.zero == 3 else trained)
         gradients = compute * (part if layout.zero >= 2 else trained)
         exchanged = 2 * (model.largest // 4) if layout.zero == 3 else layout.bucket
-        return Memory(weights + buffers, gradients, 12 * part, 0 if ranks == 1 else compute * exchanged)
+        return Memory(
+            weights + buffers, gradients, (4 + layout.state) * part, 0 if ranks == 1 else compute * exchanged
+        )
     if layout.shards:
         mine = sum(_cut(item, layout)[1] for item in model.parameters)
-        return Memory(4 * mine + buffers, 4 * mine, 8 * mine, compute * _whole(model, layout.reshard))
+        return Memory(4 * mine + buffers, 4 * mine, layout.state * mine, compute * _whole(model, layout.reshard))
     copies = compute * trained if compute < 4 else 0
-    return Memory(4 * trained + buffers, 4 * trained, 8 * trained, copies + (0 if ranks == 1 else 4 * trained))
+    return Memory(
+        4 * trained + buffers, 4 * trained, layout.state * trained, copies + (0 if ranks == 1 else 4 * trained)
+    )
 
 
 def _cut(item: Item, layout: Layout) -> tuple[int, int]:
@@ -188,8 +194,9 @@ def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: Devi
     """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
     sizes = [4 * _cut(item, layout)[1] for item in model.parameters]
     gradients, buckets = rest.gradients, rest.gradients if layout.batches > 1 and not layout.shards else 0
-    if layout.zero is not None:  # one tensor of a third of what the optimizer has, with gradients in fp32
-        sizes, gradients, buckets = [rest.optimizer // 3], rest.optimizer // 3, 0
+    if layout.zero is not None:  # one tensor, of which the optimizer has the weights in fp32, with gradients in fp32
+        gradients, buckets = 4 * rest.optimizer // (4 + layout.state), 0
+        sizes = [gradients]
     temporary = sum(sizes) if device is not None else 2 * max(sizes, default=0)
     return Memory(rest.parameters, gradients, rest.optimizer, buckets, temporary, when="optimizer")
 
