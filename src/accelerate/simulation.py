@@ -140,18 +140,19 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         objects(object_list, dist.get_rank(), group, **options)  # what this rank has stands for what the source has
 
     broadcast = TorchCommunicator.broadcast
-    last.callback(setattr, TorchCommunicator, "broadcast", broadcast)
-    TorchCommunicator.broadcast = lambda self, tensors, src=0: broadcast(self, tensors, self.rank)
-    replaced = {
-        "new_group": lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
-        "init_process_group": lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
-        "broadcast_object_list": broadcast_object_list,
-    }
-    places = [(dist, name, function) for name, function in replaced.items()]
-    places += [(saving, "SAVE", simulation_checkpoints.MeasuredSave), (restoring, "READ", simulation_checkpoints.read)]
-    for place, name, function in places:
-        last.callback(setattr, place, name, getattr(place, name))
-        setattr(place, name, function)
+    places = [
+        (dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})),
+        (
+            dist,
+            "init_process_group",
+            lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
+        ),
+        (dist, "broadcast_object_list", broadcast_object_list),
+        (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
+        (saving, "SAVE", simulation_checkpoints.MeasuredSave),
+        (restoring, "READ", simulation_checkpoints.read),
+    ]
+    last.enter_context(torch_private.replaced(*places))
 
 
 def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
@@ -163,9 +164,8 @@ def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
         show(message, *rest, **options)
 
     handler.emit = lambda record: kept.setdefault(record.getMessage())  # type: ignore[method-assign]
-    last.callback(setattr, warnings, "showwarning", show)
+    last.enter_context(torch_private.replaced((warnings, "showwarning", keep)))
     last.callback(logger.removeHandler, handler)
-    warnings.showwarning = keep
     logger.addHandler(handler)
 
 
@@ -187,8 +187,7 @@ def _move_shapes(last: contextlib.ExitStack) -> None:
                 module._buffers[name] = change(buffer)
         return module
 
-    last.callback(setattr, nn.Module, "_apply", apply)
-    nn.Module._apply = move  # type: ignore[method-assign]
+    last.enter_context(torch_private.replaced((nn.Module, "_apply", move)))
 
 
 def _run_program(words: list[str]) -> None:
@@ -293,14 +292,13 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
 
     name, problem = " ".join(words), None
     run = simulated.start(own)
+    noting = torch_private.replaced((Accelerator, "prepare", noted))
     try:
-        Accelerator.prepare = noted  # type: ignore[method-assign]
-        with _played(SimulatedRank(run, None, True, None)):
+        with noting, _played(SimulatedRank(run, None, True, None)):
             _run_program(words)
     except (Exception, SystemExit) as error:
         problem = error
     finally:
-        Accelerator.prepare = prepare  # type: ignore[method-assign]
         simulated.end()
     if calls:
         return calls[0]

@@ -8,6 +8,7 @@ from the difference of the second and the third.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -147,20 +148,13 @@ def _keys(model: nn.Module, tp: int) -> int:
     return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size // tp
 
 
-@contextlib.contextmanager
-def _as_if_real() -> Iterator[None]:
+def _as_if_real() -> AbstractContextManager[None]:
     """Let transformers take the way of a real run: it takes another one, with masks of its own, where it finds fake tensors."""
-    names = ("is_tracing", "is_fake_tensor")
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
-    places = [(vars(module), name) for module in modules for name in names if callable(vars(module).get(name))]
-    before = [place[name] for place, name in places]
-    try:
-        for place, name in places:
-            place[name] = lambda *_, **__: False
-        yield
-    finally:
-        for (place, name), value in zip(places, before, strict=True):
-            place[name] = value
+    found = [
+        (each, name) for each in modules for name in ("is_tracing", "is_fake_tensor") if callable(vars(each).get(name))
+    ]
+    return torch_private.replaced(*((module, name, lambda *_, **__: False) for module, name in found))
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -218,26 +212,22 @@ def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Seg
     grown = at[True, third].peak - at[True, second].peak  # what a block leaves for the backward pass
     kept = at[False, third].end - at[False, second].end
     longer: list[Segment] = []
-    for position, segment in enumerate(segments):
-        later = segment.backward or (False, third) in {(each.backward, each.unit) for each in segments[:position]}
-        add = count * (grown if segment.backward else kept)
-        if segment.unit != third:
-            # What comes after the blocks in forward and before them in backward has all of their activations below it.
-            before = segment.backward and (True, third) in {(each.backward, each.unit) for each in segments[:position]}
-            shift = add if later and not before else 0
-            longer.append(replace(segment, peak=segment.peak + shift, end=segment.end + shift))
-            continue
-        steps = range(count, -1, -1) if segment.backward else range(count + 1)
+    passed = {False: False, True: False}
+
+    def raised(segment: Segment, by: int, unit: str) -> Segment:
+        return replace(segment, unit=unit, peak=segment.peak + by, end=segment.end + by)
+
+    for segment in segments:
         each = grown if segment.backward else kept
-        longer += [
-            replace(
-                segment,
-                unit=f"{stem}.{int(number) + step}",
-                peak=segment.peak + step * each,
-                end=segment.end + step * each,
-            )
-            for step in steps
-        ]
+        if segment.unit == third:
+            passed[segment.backward] = True
+            steps = range(count, -1, -1) if segment.backward else range(count + 1)
+            stem, _, number = third.rpartition(".")
+            longer += [raised(segment, step * each, f"{stem}.{int(number) + step}") for step in steps]
+        else:
+            # What comes after the blocks in forward and before them in backward has all of their activations below it.
+            above = count * each if passed[False] and not passed[True] else 0
+            longer.append(raised(segment, above, segment.unit))
     return longer
 
 
@@ -308,10 +298,8 @@ class _Recorder(TorchDispatchMode):
         modules = dict(model.named_modules())
         for name in units:
             handles += self._at_borders(name, modules[name])
-        for name, style in (
-            (name, style) for name, style in styles.items() if name in modules
-        ):  # of blocks that are left
-            handles.append(modules[name].register_forward_hook(_Exchange(self, style, tp)))
+        for name in styles.keys() & modules.keys():  # of blocks that are left
+            handles.append(modules[name].register_forward_hook(_exchanging(self, styles[name], tp)))
         try:
             with self:
                 yield
@@ -360,25 +348,21 @@ def _without_limit_of_dtype(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*narrow, **kwargs).to(dtype)
 
 
-class _Exchange:
-    """Notes what a layer that is split exchanges among its ranks, and gives its output the size that it has afterwards."""
+def _exchanging(recorder: _Recorder, style: Any, tp: int) -> Callable[..., Any]:
+    """Return a forward hook of a layer that is split: it notes what ranks exchange, and gives the output the size that it has afterwards."""
 
-    def __init__(self, recorder: _Recorder, style: Any, tp: int) -> None:
-        self.recorder, self.style, self.tp = recorder, style, tp
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Be a forward hook of the layer."""
-        if isinstance(self.style, RowwiseParallel):
-            self.recorder.split.append(("all_reduce", output.nbytes))
-            return output
-        if not isinstance(self.style, ColwiseParallel):
+    def exchange(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if isinstance(style, RowwiseParallel):
+            recorder.split.append(("all_reduce", output.nbytes))
+        if not isinstance(style, ColwiseParallel):
             return output
         if args[0].requires_grad:
-            # By then the segment of the unit before may have begun.
-            unit, late = self.recorder.unit, self.recorder.late
-            args[0].register_hook(lambda gradient: late.append((unit, ("all_reduce", gradient.nbytes))))
-        if tensor_parallel.keeps_output_cut(self.style):
+            unit = recorder.unit  # by then the segment of the unit before may have begun
+            args[0].register_hook(lambda gradient: recorder.late.append((unit, ("all_reduce", gradient.nbytes))))
+        if tensor_parallel.keeps_output_cut(style):
             return output
-        whole = torch.cat([output] * self.tp, -1)
-        self.recorder.split.append(("all_gather", whole.nbytes))
+        whole = torch.cat([output] * tp, -1)
+        recorder.split.append(("all_gather", whole.nbytes))
         return whole
+
+    return exchange

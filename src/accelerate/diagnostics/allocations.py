@@ -63,8 +63,7 @@ class AllocationTracker:
 
         hooks = nn.modules.module
         with contextlib.ExitStack() as last:
-            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-            last.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            last.enter_context(torch_private.replaced((torch.UntypedStorage, "resize_", resized)))
             last.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
             last.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
             yield
