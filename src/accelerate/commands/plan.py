@@ -116,26 +116,25 @@ def inputs_of(model: "nn.Module") -> Callable[[int, int], dict[str, Any]]:
     import torch
 
     main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
-    takes_labels = "labels" in inspect.signature(model.forward).parameters
-    one_label = "Classification" in type(model).__name__ and "Token" not in type(model).__name__
-
-    def tokens(batch: int, sequence: int) -> dict[str, Any]:
-        ids = torch.zeros(batch, sequence, dtype=torch.long)
-        labels = torch.zeros(batch, dtype=torch.long) if one_label else ids.clone()
-        return {"input_ids": ids, **({"labels": labels} if takes_labels else {})}
-
-    def pictures(batch: int, sequence: int) -> dict[str, Any]:
-        size = config.image_size
-        sides = size if isinstance(size, (tuple, list)) else (size, size)
-        pixels = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
-        return {"pixel_values": pixels, **({"labels": torch.zeros(batch, dtype=torch.long)} if takes_labels else {})}
-
     if main not in ("input_ids", "pixel_values"):
         raise LaunchError(
             f"What {type(model).__name__} takes is not known (main_input_name is {main!r}). Name a package.module:factory that "
             "returns the model and a function of batch and sequence with the arguments of its forward."
         )
-    return tokens if main == "input_ids" else pictures
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    one_label = (
+        main == "pixel_values" or "Classification" in type(model).__name__ and "Token" not in type(model).__name__
+    )
+
+    def arguments(batch: int, sequence: int) -> dict[str, Any]:
+        given = torch.zeros(batch, sequence, dtype=torch.long)
+        labels = torch.zeros(batch, dtype=torch.long) if one_label else given.clone()
+        if main == "pixel_values":
+            sides = config.image_size if isinstance(config.image_size, (tuple, list)) else [config.image_size] * 2
+            given = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
+        return {main: given, **({"labels": labels} if takes_labels else {})}
+
+    return arguments
 
 
 def load_program(args: argparse.Namespace) -> tuple[Callable[[], "nn.Module"], Callable[..., dict[str, Any]]]:
@@ -166,25 +165,26 @@ def load_program(args: argparse.Namespace) -> tuple[Callable[[], "nn.Module"], C
     # Tokens, or vectors in their place.
     length = more[0] if len(more) == 1 + tensors[0].is_floating_point() else 0
 
-    def resized(leaf: Any, samples: int, sequence: int) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = [samples if size == batch and at == 0 else size for at, size in enumerate(leaf.shape)]
-        for at in (1, 2, 3) if len(shape) == 4 else (1,):  # a mask has four dimensions
-            if length and shape[at : at + 1] == [length]:
-                shape[at] = sequence
-        return torch.zeros(shape, dtype=leaf.dtype)
+    def size_of(at: int, size: int, ndim: int, samples: int, sequence: int) -> int:
+        if at == 0:
+            return samples if size == batch else size
+        return sequence if size == length and (at == 1 or ndim == 4) else size  # a mask has four dimensions
+
+    def inputs(*sizes: int) -> dict[str, Any]:
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            shape = [size_of(at, size, leaf.ndim, *sizes) for at, size in enumerate(leaf.shape)]
+            return torch.zeros(shape, dtype=leaf.dtype)
+
+        return pytree.tree_map(resized, call.arguments)
 
     args.model = f"{args.script[0]} ({type(call.model).__name__})"
     args.sequence = args.sequence or length or 1
     args.micro_batch = args.micro_batch or batch
     args.global_batch = args.global_batch or args.micro_batch * args.gpus * call.accumulation
     args.state = _state(call.optimizers[0]) if call.optimizers else args.state
-    arguments = call.arguments
-    return (
-        lambda: copy.deepcopy(call.model),
-        lambda samples, sequence: pytree.tree_map(lambda leaf: resized(leaf, samples, sequence), arguments),
-    )
+    return lambda: copy.deepcopy(call.model), inputs
 
 
 def _state(optimizer: "torch.optim.Optimizer") -> int:
@@ -227,16 +227,10 @@ class Profiles:
         """Return the profile for a layout; ValueError if the model cannot run so."""
         from accelerate.diagnostics.activations import measure
 
-        key = (
-            layout.tp,
-            layout.cp,
-            layout.sp,
-            layout.ep,
-            layout.checkpointing,
-            layout.shards > 0 or layout.zero is not None,
-        )
+        cast = layout.shards > 0 or layout.zero is not None
+        key = (layout.checkpointing, cast, *(getattr(layout, name) for name in WITHIN_LAYERS))
         if key not in self._found:
-            tp, cp, sp, ep, again, cast = key
+            again, cast, tp, cp, sp, ep = key
             options = {"precision": self._precision, "checkpointing": again, "cast": cast, "gpu": True}
             options |= {"tp": tp, "sp": sp, "ep": ep}  # torch's context parallelism keeps what a rank's own keys need
             try:

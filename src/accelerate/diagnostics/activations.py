@@ -71,6 +71,9 @@ def measure(
         )
     if checkpointing:
         model.gradient_checkpointing_enable()
+    for module in () if checkpointing else model.modules():
+        if getattr(module, "gradient_checkpointing", False):  # so transformers and diffusers mark it
+            module.gradient_checkpointing = False
     if hasattr(model, "config") and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     styles = tensor_parallel.resolve(model, None, tp) if tp > 1 else {}

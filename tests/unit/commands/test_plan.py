@@ -108,6 +108,19 @@ def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis)
     assert found == {sent.collective: sent.bytes, "all_reduce": 8 + 8}
 
 
+def test_a_model_that_recomputes_is_also_measured_without(llama):
+    """As a program gives it."""
+    build, inputs = plan.load(llama)
+
+    def recomputing():
+        model = build()
+        model.gradient_checkpointing_enable()
+        return model
+
+    plain, again = (measure(build, inputs, 1, 64, checkpointing=on).segments for on in (False, True))
+    assert measure(recomputing, inputs, 1, 64).segments == plain != again
+
+
 def test_a_peak_has_what_rests_beside_activations():
     profile = measure(Net, batch, 2, 8)
     rest = resting(profile.inventory, Layout())
