@@ -208,14 +208,11 @@ def _state(optimizer: "torch.optim.Optimizer") -> int:
 
 
 class Profiles:
-    """Measures a model once for each split, precision and recomputation: with one sample and two, as memory is linear in them."""
+    """Measures a model once for each split, dtype of its weights and recomputation: with one sample and two, as memory is linear in them."""
 
-    def __init__(
-        self, build: Callable[[], "nn.Module"], inputs: Callable[..., dict[str, Any]], sequence: int, precision: str
-    ) -> None:
-        self._arguments = (build, inputs)
-        self._sequence, self._precision = sequence, precision
-        self._found: dict[Any, tuple[Profile, Profile] | str] = {}
+    def __init__(self, build: Callable[[], "nn.Module"], inputs: Callable[..., dict[str, Any]], sequence: int) -> None:
+        self._arguments, self._sequence = (build, inputs), sequence
+        self._found: dict[Any, tuple[Profile, ...] | str] = {}
         model = build()
         config = getattr(model, "config", None)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -227,15 +224,19 @@ class Profiles:
         """Return the profile for a layout; ValueError if the model cannot run so."""
         from accelerate.diagnostics.activations import measure
 
-        cast = layout.shards > 0 or layout.zero is not None
-        key = (layout.checkpointing, cast, *(getattr(layout, name) for name in WITHIN_LAYERS))
+        key = (
+            layout.precision,
+            layout.checkpointing,
+            layout.casts,
+            *(getattr(layout, name) for name in WITHIN_LAYERS),
+        )
         if key not in self._found:
-            again, cast, tp, cp, sp, ep = key
-            options = {"precision": self._precision, "checkpointing": again, "cast": cast, "gpu": True}
-            options |= {"tp": tp, "sp": sp, "ep": ep}  # torch's context parallelism keeps what a rank's own keys need
+            # torch's context parallelism keeps what a rank's own keys need
+            alone = dataclasses.replace(layout, cp=1, fsdp=layout.shards > 0)
+            one, two = (dataclasses.replace(alone, micro_batch=size) for size in (1, 2))
+            length = self._sequence // layout.cp
             try:
-                one, two = (measure(*self._arguments, batch, self._sequence // cp, **options) for batch in (1, 2))
-                self._found[key] = (one, two)
+                self._found[key] = tuple(measure(*self._arguments, each, length, gpu=True) for each in (one, two))
             except ValueError as error:
                 self._found[key] = str(error)
         found = self._found[key]
@@ -433,7 +434,7 @@ def plan_command(args: argparse.Namespace) -> None:
     args.state = Layout.state
     build, inputs = load_program(args) if args.script else load(args.model, args.trust_remote_code)
     args.sequence = args.sequence or _SEQUENCE
-    found = plan(Profiles(build, inputs, args.sequence, args.mixed_precision), fleet, args)
+    found = plan(Profiles(build, inputs, args.sequence), fleet, args)
     fitting = [each for each in found if not each.why]
     if args.json:
         print(json.dumps([dataclasses.asdict(each) | {"name": name_of(each.layout)} for each in found], indent=1))

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from accelerate.diagnostics import gpu_kernels
 from accelerate.diagnostics.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
 from accelerate.diagnostics.collectives import collective_of
+from accelerate.diagnostics.estimator import Layout
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.diagnostics.throughput import flops_of
 from accelerate.parallel import experts
@@ -35,49 +36,36 @@ Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]
 
 
 def measure(
-    build: Callable[[], nn.Module],
-    inputs: Inputs,
-    batch: int,
-    sequence: int,
-    precision: str = "no",
-    checkpointing: bool = False,
-    cast: bool = False,
-    tp: int = 1,
-    gpu: bool = False,
-    cp: int = 1,
-    sp: int = 1,
-    ep: int = 1,
+    build: Callable[[], nn.Module], inputs: Inputs, layout: Layout, sequence: int, gpu: bool = False
 ) -> Profile:
     """Return what one step of a model allocates. Any rank, alone; with `cp`, `sp` or `ep` of a process that has joined no group.
 
     Args:
         build: returns the model, on any device; best on torch's meta device.
         inputs: returns the arguments of its forward for a batch and a length of sequences.
-        precision: what `Accelerator(mixed_precision=...)` takes.
-        checkpointing: recompute activations, by the model's `gradient_checkpointing_enable`.
-        cast: parameters are handed to forward in the dtype of the precision, as FSDP does, where otherwise autocast copies them.
-        tp: how many ranks share each layer.
+        layout: a micro-batch of it, its precision, whether it recomputes and casts, and how ranks share layers, sequences and experts,
+            among which tokens are taken to spread evenly.
+        sequence: tokens of a whole sequence.
         gpu: as a GPU's kernels allocate, where those of the CPU do otherwise.
-        cp, sp: how many ranks share each sequence by context or by sequence parallelism.
-        ep: how many ranks share the experts of each layer; tokens are taken to spread evenly.
 
     Raises:
         ValueError: the model cannot be split or has no checkpointing, or its forward looks at values.
     """
+    batch, tp, cp, sp, ep = layout.micro_batch, layout.tp, layout.cp, layout.sp, layout.ep
     model = build().train()
-    if checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+    if layout.checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(
             f"{type(model).__name__} has no gradient_checkpointing_enable(): it recomputes no activations."
         )
-    if checkpointing:
+    if layout.checkpointing:
         model.gradient_checkpointing_enable()
-    for module in () if checkpointing else model.modules():
+    for module in () if layout.checkpointing else model.modules():
         if getattr(module, "gradient_checkpointing", False):  # so transformers and diffusers mark it
             module.gradient_checkpointing = False
     if hasattr(model, "config") and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     styles = tensor_parallel.resolve(model, None, tp) if tp > 1 else {}
-    dtype = precision_row(precision).autocast_dtype
+    dtype = precision_row(layout.precision).autocast_dtype
     with contextlib.ExitStack() as last:
         if gpu:
             last.enter_context(gpu_kernels.as_on_gpus((sequences, "ATTENTION")))
@@ -90,7 +78,7 @@ def measure(
             split = experts.splitting(model, ep, ep)[1]
             each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
         last.enter_context(torch_private.shapes_only())
-        _fake(model, styles, tp, dtype if cast else None)
+        _fake(model, styles, tp, dtype if layout.casts else None)
         if split is not None:
             split()
         inventory = inventory_of_model(model, type(model).__name__)

@@ -71,6 +71,11 @@ class Layout:
         return over if self.zero is None and (self.fsdp or self.dp_shard * self.cp > 1) else 0
 
     @property
+    def casts(self) -> bool:
+        """Whether parameters are handed to forward in the dtype of the precision, where otherwise autocast copies them."""
+        return self.shards > 0 or self.zero is not None
+
+    @property
     def compute(self) -> int:
         """Bytes of a number in the passes."""
         return COMPUTE_BYTES[self.precision]
@@ -171,8 +176,7 @@ def _whole(model: Inventory, again: bool) -> int:
 def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -> Memory:
     """Return what the rank that needs the most has at the peak of a step, for a profile of the layout's micro-batch and split.
 
-    The profile is of a pass in which parameters are cast where FSDP casts them (`measure(cast=...)`), and on a device as its kernels
-    allocate (`measure(gpu=True)`); without one the ranks are processes on a CPU.
+    The profile is of a pass on a device as its kernels allocate (`measure(gpu=True)`); without a device the ranks are processes on a CPU.
     """
     rest = resting(profile.inventory, layout)
     moments = _sharded_moments if layout.shards else _whole_moments

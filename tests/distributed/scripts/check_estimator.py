@@ -97,8 +97,7 @@ def counted(accelerator, windows=1, build=Net, loss_of=None):
 def foretold(build=Net, inputs=lambda batch, length: {"x": torch.ones(batch, length, 6)}, length=5, **sizes):
     """Return what the estimator says of the same step."""
     layout = Layout(micro_batch=2, **sizes)
-    splits = {name: getattr(layout, name) for name in ("tp", "cp", "sp", "ep")}
-    profile = measure(build, inputs, 2, length, cast=layout.shards > 0, **splits)
+    profile = measure(build, inputs, layout, length)
     found = Counter()
     for each in traffic(profile, layout):
         found[each.collective] += each.bytes

@@ -57,7 +57,7 @@ def factory():
 
 def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
     """By hand: each block keeps its output, 64 numbers a token, for itself and the next one."""
-    profile = measure(Net, batch, 2, 8)
+    profile = measure(Net, batch, Layout(micro_batch=2), 8)
     kept = 4 * 64 * 16
     forward = [segment for segment in profile.segments if not segment.backward and segment.unit]
     assert [segment.unit for segment in forward] == [f"blocks.{number}" for number in range(6)]
@@ -65,8 +65,11 @@ def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
     assert [segment.end for segment in forward] == [kept * (2 + number) for number in range(6)]
     assert [segment.peak - segment.end for segment in forward] == [kept] * 6
     assert profile.flops == 6 * 2 * 16 * 64 * 64 * 3 - 2 * 16 * 64 * 64, "the batch needs no gradient"
-    whole = measure(lambda: Net(3), batch, 2, 8)
-    assert measure(Net, batch, 4, 8).segments == profile.extended(measure(Net, batch, 1, 8), 4).segments
+    whole = measure(lambda: Net(3), batch, Layout(micro_batch=2), 8)
+    assert (
+        measure(Net, batch, Layout(micro_batch=4), 8).segments
+        == profile.extended(measure(Net, batch, Layout(), 8), 4).segments
+    )
     assert len(whole.segments) == len(profile.segments) - 6
 
 
@@ -89,7 +92,7 @@ def test_a_convolution_of_the_cpu_has_its_copies():
 def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis):
     """Attention exchanges its keys, or its heads, and what it sends is counted; the process has joined no group afterwards."""
     build, inputs = plan.load(llama)
-    whole, part = (measure(build, inputs, 1, 64, cast=True, **options) for options in ({}, {axis: 2}))
+    whole, part = (measure(build, inputs, Layout(fsdp=True, **options), 64) for options in ({}, {axis: 2}))
     assert 0.5 < max(each.peak for each in part.segments) / max(each.peak for each in whole.segments) < 0.6
     # Keys and values to one other, or queries, keys, values and results to half each; in forward and in backward.
     token = {"cp": 2 * 2 * 32, "sp": 64 + 32 + 32 + 64}[axis]
@@ -100,7 +103,7 @@ def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis)
     def masked(size, sequence):
         return {**inputs(size, sequence), "attention_mask": torch.ones(size, sequence, dtype=torch.long)}
 
-    part = measure(build, masked, 1, 64, cast=True, **{axis: 2})
+    part = measure(build, masked, Layout(fsdp=True, **{axis: 2}), 64)
     found = {
         each.collective: each.bytes for each in traffic(part, Layout(fsdp=True, **{axis: 2})) if each.dimension == axis
     }
@@ -117,12 +120,12 @@ def test_a_model_that_recomputes_is_also_measured_without(llama):
         model.gradient_checkpointing_enable()
         return model
 
-    plain, again = (measure(build, inputs, 1, 64, checkpointing=on).segments for on in (False, True))
-    assert measure(recomputing, inputs, 1, 64).segments == plain != again
+    plain, again = (measure(build, inputs, Layout(checkpointing=on), 64).segments for on in (False, True))
+    assert measure(recomputing, inputs, Layout(), 64).segments == plain != again
 
 
 def test_a_peak_has_what_rests_beside_activations():
-    profile = measure(Net, batch, 2, 8)
+    profile = measure(Net, batch, Layout(micro_batch=2), 8)
     rest = resting(profile.inventory, Layout())
     parameters = 4 * 6 * 64 * 64
     assert (rest.parameters, rest.gradients, rest.optimizer) == (parameters, parameters, 2 * parameters)
@@ -139,9 +142,9 @@ def test_what_cannot_be_measured():
             return x.sum() if x.sum().item() > 0 else x.mean()
 
     with pytest.raises(ValueError, match="looks at values"):
-        measure(Looks, batch, 1, 1)
+        measure(Looks, batch, Layout(), 1)
     with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
-        measure(Net, batch, 1, 1, checkpointing=True)
+        measure(Net, batch, Layout(checkpointing=True), 1)
 
 
 def test_table_of_devices():
@@ -192,7 +195,7 @@ def test_experts_are_split_where_a_model_can_split_them(accelerate, place):
     content = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (place / "config.json").write_text(json.dumps(content))
     build, inputs = plan.load("config.json")
-    profiles = plan.Profiles(build, inputs, 32, "bf16")
+    profiles = plan.Profiles(build, inputs, 32)
     assert profiles.experts == 4
     whole, split = (
         Layout(dp_shard=2, fsdp=True, precision="bf16"),
