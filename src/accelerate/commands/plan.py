@@ -224,12 +224,8 @@ class Profiles:
         """Return the profile for a layout; ValueError if the model cannot run so."""
         from accelerate.diagnostics.activations import measure
 
-        key = (
-            layout.precision,
-            layout.checkpointing,
-            layout.casts,
-            *(getattr(layout, name) for name in WITHIN_LAYERS),
-        )
+        within = layout.tp, layout.cp, layout.sp, layout.ep
+        key = (layout.precision, layout.checkpointing, layout.casts, *within)
         if key not in self._found:
             # torch's context parallelism keeps what a rank's own keys need
             alone = dataclasses.replace(layout, cp=1, fsdp=layout.shards > 0)
