@@ -292,7 +292,8 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
 
     name, problem = " ".join(words), None
     run = simulated.start(own)
-    noting = torch_private.replaced((Accelerator, "prepare", noted))
+    own_path = (sys, "path", list(sys.path)), (sys, "argv", sys.argv)
+    noting = torch_private.replaced((Accelerator, "prepare", noted), *own_path)
     try:
         with noting, _played(SimulatedRank(run, None, True, None)):
             _run_program(words)
