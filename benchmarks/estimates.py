@@ -138,15 +138,7 @@ def predict(case: dict) -> int:
     sizes = LAYOUTS[case["layout"]][1]
     layout = Layout(**sizes, micro_batch=BATCH, precision=case["precision"], checkpointing=case["checkpointing"])
     profile = measure(
-        on_meta,
-        lambda batch, sequence: inputs(case["model"], batch, sequence),
-        BATCH,
-        SEQUENCE,
-        case["precision"],
-        case["checkpointing"],
-        cast=layout.shards > 0 or layout.zero is not None,
-        gpu=not CPU,
-        **{name: getattr(layout, name) for name in ("tp", "cp", "sp", "ep")},
+        on_meta, lambda batch, sequence: inputs(case["model"], batch, sequence), layout, SEQUENCE, gpu=not CPU
     )
     return memory(profile, layout, None if CPU else device_spec("h200-141gb"))
 

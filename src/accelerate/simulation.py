@@ -8,6 +8,9 @@ with the package as it is.
 """
 
 import contextlib
+import copy
+import functools
+import inspect
 import json
 import logging
 import os
@@ -16,6 +19,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accelerate import simulation_checkpoints
 from accelerate._warn import printable
+from accelerate.accelerator import Accelerator
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
 from accelerate.diagnostics import memory
@@ -47,7 +52,7 @@ _FAKE_ITEM = (
 
 
 class StepsDone(SystemExit):
-    """Ends the program after as many optimizer steps as were asked for."""
+    """Ends the program after as many optimizer steps as were asked for, or where no more of it is needed."""
 
 
 class SimulatedRank(CollectiveRecorder):
@@ -135,18 +140,19 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         objects(object_list, dist.get_rank(), group, **options)  # what this rank has stands for what the source has
 
     broadcast = TorchCommunicator.broadcast
-    last.callback(setattr, TorchCommunicator, "broadcast", broadcast)
-    TorchCommunicator.broadcast = lambda self, tensors, src=0: broadcast(self, tensors, self.rank)
-    replaced = {
-        "new_group": lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
-        "init_process_group": lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
-        "broadcast_object_list": broadcast_object_list,
-    }
-    places = [(dist, name, function) for name, function in replaced.items()]
-    places += [(saving, "SAVE", simulation_checkpoints.MeasuredSave), (restoring, "READ", simulation_checkpoints.read)]
-    for place, name, function in places:
-        last.callback(setattr, place, name, getattr(place, name))
-        setattr(place, name, function)
+    places = [
+        (dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})),
+        (
+            dist,
+            "init_process_group",
+            lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
+        ),
+        (dist, "broadcast_object_list", broadcast_object_list),
+        (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
+        (saving, "SAVE", simulation_checkpoints.MeasuredSave),
+        (restoring, "READ", simulation_checkpoints.read),
+    ]
+    last.enter_context(torch_private.replaced(*places))
 
 
 def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
@@ -158,9 +164,8 @@ def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
         show(message, *rest, **options)
 
     handler.emit = lambda record: kept.setdefault(record.getMessage())  # type: ignore[method-assign]
-    last.callback(setattr, warnings, "showwarning", show)
+    last.enter_context(torch_private.replaced((warnings, "showwarning", keep)))
     last.callback(logger.removeHandler, handler)
-    warnings.showwarning = keep
     logger.addHandler(handler)
 
 
@@ -182,8 +187,7 @@ def _move_shapes(last: contextlib.ExitStack) -> None:
                 module._buffers[name] = change(buffer)
         return module
 
-    last.callback(setattr, nn.Module, "_apply", apply)
-    nn.Module._apply = move  # type: ignore[method-assign]
+    last.enter_context(torch_private.replaced((nn.Module, "_apply", move)))
 
 
 def _run_program(words: list[str]) -> None:
@@ -238,6 +242,72 @@ def main(words: list[str] | None = None) -> None:
         raise
     finally:
         _publish(rank.facts)
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """How a program calls a model for the first time.
+
+    Attributes:
+        model: as it was given to `prepare`, on torch's meta device.
+        arguments: of its forward, by name; large tensors have no values.
+        optimizers: all that were prepared by then, as they were given.
+        accumulation: the Accelerator's `gradient_accumulation_steps`.
+    """
+
+    model: nn.Module
+    arguments: dict[str, Any]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    accumulation: int
+
+
+def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
+    """Run a program as a simulated rank on shapes alone, up to the first call of a model that it has prepared. Of a process without a group.
+
+    Args:
+        words: the script and its arguments.
+        own: the rank, which the environment names as well.
+
+    Raises:
+        ValueError: the program fails before, prepares no model, or calls none that it has prepared.
+    """
+    prepare, models, optimizers, calls = Accelerator.prepare, [], [], []
+
+    def noted(accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
+        optimizers.extend(each for each in objects if isinstance(each, torch.optim.Optimizer))
+        for model in (each for each in objects if isinstance(each, nn.Module)):
+            tensors = (*model.parameters(), *model.buffers())
+            empty = {id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in tensors}
+            empty |= {id(each): nn.Parameter(empty[id(each)], each.requires_grad) for each in model.parameters()}
+            models.append(copy.deepcopy(model, empty))
+            called = functools.partial(call, accelerator, models[-1])
+            model.register_forward_pre_hook(called, prepend=True, with_kwargs=True)
+        return prepare(accelerator, *objects, **options)
+
+    def call(accelerator: Accelerator, model: nn.Module, _: nn.Module, args: Any, kwargs: Any) -> None:
+        names = inspect.signature(model.forward).parameters
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        calls.append(FirstCall(model, arguments, tuple(optimizers), accelerator.gradient_accumulation_steps))
+        raise StepsDone(0)
+
+    name, problem = " ".join(words), None
+    run = simulated.start(own)
+    own_path = (sys, "path", list(sys.path)), (sys, "argv", sys.argv)
+    noting = torch_private.replaced((Accelerator, "prepare", noted), *own_path)
+    try:
+        with noting, _played(SimulatedRank(run, None, True, None)):
+            _run_program(words)
+    except (Exception, SystemExit) as error:
+        problem = error
+    finally:
+        simulated.end()
+    if calls:
+        return calls[0]
+    if isinstance(problem, Exception):
+        text = printable(repr(problem), 300)
+        raise ValueError(f"{name!r} fails before it calls a model that it has prepared: {text}.") from problem
+    what = "calls no model that it has prepared" if models else "prepares no model"
+    raise ValueError(f"{name!r} {what}. It has to give accelerator.prepare() the model, and then to call it.")
 
 
 def _publish(facts: Facts) -> None:

@@ -37,11 +37,8 @@ class Facts:
         self.steps, self.ended = 0, "the program came to its end"
         self.names: dict[nn.Module, str] = {}
         self._setting: dict[str, Any] = {}
-        self._layout: list[dict[str, Any]] = []
-        self._data: list[dict[str, Any]] = []
-        self._uneven: list[dict[str, Any]] = []
-        self._first: dict[str, Any] = {}
-        self._last: dict[str, Any] = {}
+        self._prepared: dict[str, list[dict[str, Any]]] = {"layout": [], "data": [], "uneven": []}
+        self._steps: dict[str, dict[str, Any]] = {"first_step": {}, "step": {}}
         self._seen: tuple[int, ...] = ()
 
     def look(self, accelerator: Run, forwards: int) -> None:
@@ -59,28 +56,26 @@ class Facts:
             "batches_a_step": accumulation,
             "models": [type(model).__name__ for model in prepared.models],
         }
-        self._layout = list(_groups(accelerator.torch_device_mesh))
         plans = [loader.plan for loader in prepared.dataloaders if isinstance(getattr(loader, "plan", None), DataPlan)]
-        self._data = [_data(plan, accumulation) for plan in plans]
-        self._uneven = [found for model in prepared.models for found in _uneven(model)]
+        self._prepared = {
+            "layout": list(_groups(accelerator.torch_device_mesh)),
+            "data": [_data(plan, accumulation) for plan in plans],
+            "uneven": [found for model in prepared.models for found in _uneven(model)],
+        }
 
     def step(self, number: int, calls: Sequence[Collective], kinds: dict[str, int], modules: dict[str, int]) -> None:
         """Add a step: the first one with what comes before it, the last one as an example of the others; number 0 is no step."""
-        found = {
+        self._steps["first_step" if number < 2 else "step"] = {
             "collectives": [asdict(call) for call in calls],
             "memory": {"peak": sum(kinds.values()), "kinds": kinds, "modules": _largest(modules)},
         }
-        if number < 2:
-            self._first = found
-        else:
-            self._last = found
 
     def estimate(self, flops: Mapping[str, int], extents: Mapping[str, tuple[int, int]]) -> None:
         """Add to the last step how long it would take on the device, if one was named.
 
         `flops` are its operations by precision; `extents` have of each group how many ranks it has, and how many lie between neighbours.
         """
-        step = self._last or self._first
+        step = self._steps["step"] or self._steps["first_step"]
         if self._device is None:
             return
         ranks = self.run.ranks
@@ -115,13 +110,10 @@ class Facts:
                 "torch": torch.__version__,
                 **self._setting,
             },
-            "layout": self._layout,
-            "data": self._data,
-            "first_step": self._first,
-            "step": self._last,
+            **self._prepared,
+            **self._steps,
             "checkpoints": [asdict(save) for save in self.run.saves],
             "loads": self.run.loads,
-            "uneven": self._uneven,
             "notes": list(self.run.notes),
             "warnings": list(self.run.warnings),
         }
@@ -153,12 +145,8 @@ def _spans(ranks: Sequence[int]) -> str:
 def _data(plan: DataPlan, accumulation: int) -> dict[str, Any]:
     own, total = plan.own, plan.total_batch_size
     return {
-        "kind": plan.kind,
-        "reading": plan.reading,
+        **{name: getattr(plan, name) for name in ("kind", "reading", "samples", "duplicates", "dropped")},
         "dataset": plan.dataset_length,
-        "samples": plan.samples,
-        "duplicates": plan.duplicates,
-        "dropped": plan.dropped,
         "batch": plan.batch_size,
         "global_batch": None if total is None else total * accumulation,
         "batches": own.batches,
@@ -194,7 +182,7 @@ def text_of(found: dict[str, Any]) -> str:
     if "strategy" in run:
         models = ", ".join(run["models"]) or "no model"
         lines += [f"{run['strategy']}, mixed_precision {run['mixed_precision']}: {models}."]
-    lines += ["", *_section("Layout", ("group", "size", "ranks"), found["layout"], ("size",))]
+    lines += ["", *_section("Layout", ("group", "size", "ranks"), map(dict.values, found["layout"]), ("size",))]
     for number, plan in enumerate(found["data"]):
         lines += ["", f"Data of loader {number}", *_plan_lines(plan)]
     step = found["step"] or found["first_step"]
@@ -221,9 +209,9 @@ def text_of(found: dict[str, Any]) -> str:
 
 
 def _section(
-    title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]], right: Sequence[str] = ()
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()
 ) -> list[str]:
-    cells = [[str(row[column]) for column in columns] for row in rows]
+    cells = [[str(cell) for cell in row] for row in rows]
     return [title, table(columns, cells, right)] if cells else []
 
 
@@ -240,15 +228,11 @@ def _plan_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def _memory_lines(memory: dict[str, Any], of: str) -> list[str]:
-    rows = [{"what": name, "bytes": size_text(size)} for name, size in memory["kinds"].items()]
-    lines = _section(
-        f"Memory of this rank at the peak of {of}: {size_text(memory['peak'])} in tensors",
-        ("what", "bytes"),
-        rows,
-        ("bytes",),
-    )
-    rows = [{"module": row["module"] or "(the model)", "bytes": size_text(row["bytes"])} for row in memory["modules"]]
-    return [*lines, *_section("of it in the largest modules", ("module", "bytes"), rows, ("bytes",))]
+    title = f"Memory of this rank at the peak of {of}: {size_text(memory['peak'])} in tensors"
+    kinds = [(name, size_text(size)) for name, size in memory["kinds"].items()]
+    modules = [(row["module"] or "(the model)", size_text(row["bytes"])) for row in memory["modules"]]
+    lines = _section(title, ("what", "bytes"), kinds, ("bytes",))
+    return [*lines, *_section("of it in the largest modules", ("module", "bytes"), modules, ("bytes",))]
 
 
 def _estimate_lines(estimate: dict[str, Any], peak: int) -> list[str]:
@@ -262,7 +246,7 @@ def _estimate_lines(estimate: dict[str, Any], peak: int) -> list[str]:
 
 
 def _collective_lines(title: str, calls: Iterable[dict[str, Any]]) -> list[str]:
-    rows = [{**call, "bytes": size_text(call["bytes"])} for call in calls]
+    rows = [(call["group"], call["kind"], call["count"], size_text(call["bytes"])) for call in calls]
     return _section(title, ("group", "kind", "count", "bytes"), rows, ("count", "bytes"))
 
 

@@ -1,13 +1,16 @@
 """`accelerate plan`: which layouts of a training fit on a cluster, how long a step takes, and the configuration file of one of them."""
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +31,19 @@ from accelerate.diagnostics.estimator import (
 from accelerate.diagnostics.inventory import Profile
 from accelerate.diagnostics.table import size_text, table
 from accelerate.launch.errors import LaunchError
+from accelerate.runtime.ranks import Ranks
+from accelerate.utils.environment import patch_environment
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 # Of a device's memory, what its driver, the library of collectives and fragments take; an assumption.
 RESERVE = 0.08
 _COLUMNS = ("layout", "micro x steps", "recompute", "memory", "activations", "slow link", "step", "limit")
 _SHOWN = 12
+# Tokens of a sequence, where neither an option nor a program says how many.
+_SEQUENCE = 2048
 
 
 @dataclass(frozen=True)
@@ -47,11 +55,6 @@ class Choice:
     time: StepTime | None = None
     slow: int = 0
     why: str = ""
-
-    @property
-    def name(self) -> str:
-        """The strategy in words."""
-        return name_of(self.layout)
 
 
 def name_of(layout: Layout) -> str:
@@ -113,37 +116,103 @@ def inputs_of(model: "nn.Module") -> Callable[[int, int], dict[str, Any]]:
     import torch
 
     main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
-    takes_labels = "labels" in inspect.signature(model.forward).parameters
-    one_label = "Classification" in type(model).__name__ and "Token" not in type(model).__name__
-
-    def tokens(batch: int, sequence: int) -> dict[str, Any]:
-        ids = torch.zeros(batch, sequence, dtype=torch.long)
-        labels = torch.zeros(batch, dtype=torch.long) if one_label else ids.clone()
-        return {"input_ids": ids, **({"labels": labels} if takes_labels else {})}
-
-    def pictures(batch: int, sequence: int) -> dict[str, Any]:
-        size = config.image_size
-        sides = size if isinstance(size, (tuple, list)) else (size, size)
-        pixels = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
-        return {"pixel_values": pixels, **({"labels": torch.zeros(batch, dtype=torch.long)} if takes_labels else {})}
-
     if main not in ("input_ids", "pixel_values"):
         raise LaunchError(
             f"What {type(model).__name__} takes is not known (main_input_name is {main!r}). Name a package.module:factory that "
             "returns the model and a function of batch and sequence with the arguments of its forward."
         )
-    return tokens if main == "input_ids" else pictures
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    one_label = (
+        main == "pixel_values" or "Classification" in type(model).__name__ and "Token" not in type(model).__name__
+    )
+
+    def arguments(batch: int, sequence: int) -> dict[str, Any]:
+        given = torch.zeros(batch, sequence, dtype=torch.long)
+        labels = torch.zeros(batch, dtype=torch.long) if one_label else given.clone()
+        if main == "pixel_values":
+            sides = config.image_size if isinstance(config.image_size, (tuple, list)) else [config.image_size] * 2
+            given = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
+        return {main: given, **({"labels": labels} if takes_labels else {})}
+
+    return arguments
+
+
+def load_program(args: argparse.Namespace) -> tuple[Callable[[], "nn.Module"], Callable[..., dict[str, Any]]]:
+    """Return what `load` returns, of the model that a program trains; it runs up to the model's first call, as rank 0 of a simulated run.
+
+    Args:
+        args: options of the command. The sequence, the micro-batch, the batch of a step and the state of the optimizer become those
+            of the program, where they were not given.
+
+    Raises:
+        ValueError: the program fails, or calls no model that it has prepared, or calls it without a tensor.
+    """
+    import torch
+
+    from accelerate import simulation
+    from accelerate.runtime.torch_private import pytree
+
+    own = Ranks(0, args.gpus, 0, args.gpus // args.nodes, "torchrun")
+    settings = {"accelerate_use_cpu": "true", "accelerate_mixed_precision": args.mixed_precision}
+    with patch_environment(**own.variables, **settings), contextlib.redirect_stdout(sys.stderr):
+        call = simulation.first_call(args.script, own)
+    tensors = [leaf for leaf in pytree.tree_leaves(call.arguments) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if not tensors:
+        raise LaunchError(
+            f"{args.script[0]} calls {type(call.model).__name__} without a tensor, so its batch is not known."
+        )
+    batch, *more = tensors[0].shape
+    # Tokens, or vectors in their place.
+    length = more[0] if len(more) == 1 + tensors[0].is_floating_point() else 0
+
+    def size_of(at: int, size: int, ndim: int, samples: int, sequence: int) -> int:
+        if at == 0:
+            return samples if size == batch else size
+        return sequence if size == length and (at == 1 or ndim == 4) else size  # a mask has four dimensions
+
+    def inputs(*sizes: int) -> dict[str, Any]:
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            shape = [size_of(at, size, leaf.ndim, *sizes) for at, size in enumerate(leaf.shape)]
+            return torch.zeros(shape, dtype=leaf.dtype)
+
+        return pytree.tree_map(resized, call.arguments)
+
+    args.model = f"{args.script[0]} ({type(call.model).__name__})"
+    args.sequence = args.sequence or length or 1
+    args.micro_batch = args.micro_batch or batch
+    args.global_batch = args.global_batch or args.micro_batch * args.gpus * call.accumulation
+    args.state = _state(call.optimizers[0]) if call.optimizers else args.state
+    return lambda: copy.deepcopy(call.model), inputs
+
+
+def _state(optimizer: "torch.optim.Optimizer") -> int:
+    """Bytes that an optimizer keeps for each number, as a step with a small parameter shows it."""
+    import torch
+
+    from accelerate.runtime.torch_private import pytree
+
+    sample, twin = torch.nn.Parameter(torch.zeros(64, 64)), object.__new__(type(optimizer))
+    sample.grad = torch.zeros(64, 64)
+    groups = [{**optimizer.param_groups[0], "params": [sample]}]
+    vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
+    try:
+        type(optimizer).step(twin)
+    except Exception as error:  # such as one that needs a GPU
+        name = type(optimizer).__name__
+        print(f"{name} takes no step here ({brief(error)}), so it is counted as Adam.", file=sys.stderr)
+        return Layout.state
+    kept = [leaf for leaf in pytree.tree_leaves(dict(twin.state)) if isinstance(leaf, torch.Tensor)]
+    return round(sum(leaf.nbytes for leaf in kept) / sample.numel())
 
 
 class Profiles:
-    """Measures a model once for each split, precision and recomputation: with one sample and two, as memory is linear in them."""
+    """Measures a model once for each split, dtype of its weights and recomputation: with one sample and two, as memory is linear in them."""
 
-    def __init__(
-        self, build: Callable[[], "nn.Module"], inputs: Callable[..., dict[str, Any]], sequence: int, precision: str
-    ) -> None:
-        self._arguments = (build, inputs)
-        self._sequence, self._precision = sequence, precision
-        self._found: dict[Any, tuple[Profile, Profile] | str] = {}
+    def __init__(self, build: Callable[[], "nn.Module"], inputs: Callable[..., dict[str, Any]], sequence: int) -> None:
+        self._arguments, self._sequence = (build, inputs), sequence
+        self._found: dict[Any, tuple[Profile, ...] | str] = {}
         model = build()
         config = getattr(model, "config", None)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -155,21 +224,15 @@ class Profiles:
         """Return the profile for a layout; ValueError if the model cannot run so."""
         from accelerate.diagnostics.activations import measure
 
-        key = (
-            layout.tp,
-            layout.cp,
-            layout.sp,
-            layout.ep,
-            layout.checkpointing,
-            layout.shards > 0 or layout.zero is not None,
-        )
+        within = layout.tp, layout.cp, layout.sp, layout.ep
+        key = (layout.precision, layout.checkpointing, layout.casts, *within)
         if key not in self._found:
-            tp, cp, sp, ep, again, cast = key
-            options = {"precision": self._precision, "checkpointing": again, "cast": cast, "gpu": True}
-            options |= {"tp": tp, "sp": sp, "ep": ep}  # torch's context parallelism keeps what a rank's own keys need
+            # torch's context parallelism keeps what a rank's own keys need
+            alone = dataclasses.replace(layout, cp=1, fsdp=layout.shards > 0)
+            one, two = (dataclasses.replace(alone, micro_batch=size) for size in (1, 2))
+            length = self._sequence // layout.cp
             try:
-                one, two = (measure(*self._arguments, batch, self._sequence // cp, **options) for batch in (1, 2))
-                self._found[key] = (one, two)
+                self._found[key] = tuple(measure(*self._arguments, each, length, gpu=True) for each in (one, two))
             except ValueError as error:
                 self._found[key] = str(error)
         found = self._found[key]
@@ -191,14 +254,10 @@ class Profiles:
 
 def layouts(gpus: int, nodes: int, sequence: int, precision: str, experts: int = 0) -> Iterator[Layout]:
     """Yield the layouts of so many ranks that this package runs, with a micro-batch of one sample; of models with so many experts also with those split."""
-    per_node = gpus // nodes
-    powers = [size for size in (2, 4, 8) if per_node % size == 0]
-    within = [(), *((name, size) for name in ("tp", "cp", "sp", "ep") for size in powers)]
-    # A rank of context parallelism gets a part from the front and one from the back.
-    parts = {"cp": lambda size: sequence % (2 * size), "sp": lambda size: sequence % size}
-    parts["ep"] = lambda size: not experts or experts % size
-    for name, size in ((pair or ("", 1)) for pair in within):
-        if name in parts and parts[name](size):
+    for name, size in [("", 1), *((name, size) for name in WITHIN_LAYERS for size in (2, 4, 8))]:
+        # A rank of context parallelism gets a part from the front and one from the back.
+        rests = {"cp": sequence % (2 * size), "sp": sequence % size, "ep": not experts or experts % size}
+        if gpus // nodes % size or rests.get(name):
             continue
         data = gpus if name == "ep" else gpus // size
         common = {"precision": precision, **({name: size} if name else {})}
@@ -212,31 +271,35 @@ def layouts(gpus: int, nodes: int, sequence: int, precision: str, experts: int =
             yield Layout(dp_shard=data, fsdp=True, **common)
             if not name:
                 yield Layout(dp_shard=data, fsdp=True, reshard=False, **common)
-            if (
-                nodes > 1
-                and data % nodes == 0
-                and data > nodes
-                and (data // nodes) % (size if name == "ep" else 1) == 0
-            ):
+            split = size if name == "ep" else 1
+            if data > nodes > 1 and data % (nodes * split) == 0:
                 yield Layout(dp_replicate=nodes, dp_shard=data // nodes, fsdp=True, **common)
 
 
-def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int) -> Choice:
-    """Return the fastest way to run a layout that fits, over micro-batches and recomputation; else why none fits."""
+def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, sizes: Sequence[int]) -> Choice:
+    """Return the fastest way to run a layout that fits, over micro-batches of these sizes and recomputation; else why none fits."""
     room = fleet.device.memory * (1 - RESERVE)
-    if global_batch % base.batches:
-        return Choice(
-            base, why=f"global_batch={global_batch} is not a multiple of its {base.batches} data-parallel ranks"
-        )
-    share, best, least = global_batch // base.batches, None, None
+    micros = [size for size in sizes if global_batch % (base.batches * size) == 0]
+    if not micros:
+        each = f" with micro-batches of {sizes[0]}" if sizes[0] > 1 else ""
+        why = f"global_batch={global_batch} is not a multiple of its {base.batches} data-parallel ranks{each}"
+        return Choice(base, why=why)
+
+    def arranged(micro: int, again: bool) -> Layout:
+        steps = global_batch // (base.batches * micro)
+        return dataclasses.replace(base, checkpointing=again, micro_batch=micro, accumulation=steps)
+
+    best: Choice | None = None
+    least: Choice | None = None
     for again in (False, True):
-        for micro in (size for size in (1, 2, 4, 8, 16, 32, 64) if share % size == 0):
-            layout = dataclasses.replace(base, checkpointing=again, micro_batch=micro, accumulation=share // micro)
+        wholes = [arranged(micro, False) for micro in micros] if again and best else []
+        if wholes and min(step_seconds(profiles.of(each), each, fleet).total for each in wholes) >= best.time.total:
+            break  # to compute again takes longer with each micro-batch, and those that would fit then are no faster without it
+        for layout in (arranged(micro, again) for micro in micros):
             try:
                 profile = profiles.of(layout)
             except ValueError as error:
-                if least is None:
-                    least = Choice(layout, why=str(error))
+                least = least or Choice(layout, why=str(error))
                 break
             needs = memory(profile, layout, fleet.device)
             if needs.total > room:
@@ -244,8 +307,8 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int) ->
                     least = Choice(layout, needs, why=_advice(needs, layout, fleet))
                 break
             time = step_seconds(profile, layout, fleet)
-            slow = sum(each.bytes for each in traffic(profile, layout) if fleet.crosses(each))
             if best is None or time.total < best.time.total:
+                slow = sum(each.bytes for each in traffic(profile, layout) if fleet.crosses(each))
                 best = Choice(layout, needs, time, slow)
     return best or least
 
@@ -267,15 +330,15 @@ def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
     return f"{needs.largest} {size} of {room}, {size_text(needs.total)} in all: {hint}"
 
 
-def plan(
-    profiles: Profiles, fleet: Fleet, gpus: int, nodes: int, sequence: int, global_batch: int, precision: str
-) -> list[Choice]:
+def plan(profiles: Profiles, fleet: Fleet, args: argparse.Namespace) -> list[Choice]:
     """Return all layouts, those that fit first and the fastest of them first; offload is tried where none fits."""
-    bases = list(layouts(gpus, nodes, sequence, precision, profiles.experts))
-    found = [choose(profiles, base, fleet, global_batch) for base in bases]
+    found = layouts(args.gpus, args.nodes, args.sequence, args.mixed_precision, profiles.experts)
+    bases = [dataclasses.replace(base, state=args.state) for base in found]
+    sizes = [args.micro_batch] if args.micro_batch else [2**power for power in range(7)]
+    found = [choose(profiles, base, fleet, args.global_batch, sizes) for base in bases]
     if all(each.why for each in found):
-        able = (base for base in bases if base.shards and base.reshard)
-        found += [choose(profiles, dataclasses.replace(base, offload=True), fleet, global_batch) for base in able]
+        able = (dataclasses.replace(base, offload=True) for base in bases if base.shards and base.reshard)
+        found += [choose(profiles, base, fleet, args.global_batch, sizes) for base in able]
     return sorted(found, key=lambda each: (bool(each.why), each.time.total if each.time else 0, each.layout.zero or 0))
 
 
@@ -341,9 +404,13 @@ def plan_command(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: the model, the device or the numbers cannot be used, or, with `--write`, no layout fits.
     """
-    for name in ("gpus", "nodes", "sequence", "global_batch"):
-        if getattr(args, name) < 1:
-            raise LaunchError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    for name in ("gpus", "nodes", "sequence", "global_batch", "micro_batch"):
+        if (number := getattr(args, name)) is not None and number < 1:
+            raise LaunchError(f"--{name} is {number}; it must be at least 1.")
+    if bool(args.model) == bool(args.script):
+        raise LaunchError("Name one of MODEL and --script train.py: what is planned for.")
+    if args.global_batch is None and args.model:
+        raise LaunchError("--global_batch is missing: how many samples an optimizer step has, on all ranks together.")
     if not 0 < args.efficiency <= 1 or not 0 <= args.overlap <= 1:
         raise LaunchError(
             f"--efficiency is {args.efficiency} and --overlap {args.overlap}; pass parts of 1, the first above 0."
@@ -352,41 +419,31 @@ def plan_command(args: argparse.Namespace) -> None:
         raise LaunchError(
             f"--gpus is {args.gpus}, which --nodes={args.nodes} does not divide; name all GPUs of all machines."
         )
-    try:
-        device, between = specs.device_spec(args.gpu), specs.link(args.link)
-    except ValueError as error:
-        raise LaunchError(str(error)) from error
-    precision = args.mixed_precision
-    if precision not in device.flops:
+    device, between = specs.device_spec(args.gpu), specs.link(args.link)
+    if args.mixed_precision not in device.flops:
         raise LaunchError(
-            f"--mixed_precision is {precision}, for which {device.name} has no arithmetic; use {' or '.join(device.flops)}."
+            f"--mixed_precision is {args.mixed_precision}, for which {device.name} has no arithmetic; use {' or '.join(device.flops)}."
         )
     if args.measure:
         device = _measured(device)
     fleet = Fleet(device, args.gpus // args.nodes, between, args.efficiency, args.overlap)
-    build, inputs = load(args.model, args.trust_remote_code)
-    found = plan(
-        Profiles(build, inputs, args.sequence, precision),
-        fleet,
-        args.gpus,
-        args.nodes,
-        args.sequence,
-        args.global_batch,
-        precision,
-    )
+    args.state = Layout.state
+    build, inputs = load_program(args) if args.script else load(args.model, args.trust_remote_code)
+    args.sequence = args.sequence or _SEQUENCE
+    found = plan(Profiles(build, inputs, args.sequence), fleet, args)
     fitting = [each for each in found if not each.why]
     if args.json:
-        print(json.dumps([dataclasses.asdict(each) | {"name": each.name} for each in found], indent=1))
+        print(json.dumps([dataclasses.asdict(each) | {"name": name_of(each.layout)} for each in found], indent=1))
     else:
         _print(args, found, fleet)
     if args.write:
         if not fitting:
             raise LaunchError(f"No layout fits, so {args.write} was not written; the reasons are above.")
         config_utils.check_writable(args.write)
-        config_utils.write(args.write, configuration(fitting[0].layout, args.nodes))
         layout = fitting[0].layout
+        config_utils.write(args.write, configuration(layout, args.nodes))
         print(
-            f"{args.write}: {fitting[0].name}; see it by `accelerate launch --config_file {args.write} --dry_run train.py`.\n"
+            f"{args.write}: {name_of(layout)}; see it by `accelerate launch --config_file {args.write} --dry_run train.py`.\n"
             f"{in_the_program(layout)}"
         )
 
@@ -408,7 +465,7 @@ def _measured(device: specs.DeviceSpec) -> specs.DeviceSpec:
 def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
     rows = [
         (
-            each.name,
+            name_of(each.layout),
             f"{each.layout.micro_batch} x {each.layout.accumulation}",
             "yes" if each.layout.checkpointing else "no",
             size_text(each.memory.total),
@@ -437,7 +494,7 @@ def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
     if left_out:
         print("\nDo not fit:")
         for each in left_out:
-            print(f"  {each.name}: {each.why}")
+            print(f"  {name_of(each.layout)}: {each.why}")
 
 
 def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -445,14 +502,16 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     description = "List the layouts of a training that fit on a cluster, and write the configuration file of the best."
     parser = make_parser("plan", description, subparsers, plan_command)
     model = "A config.json or a folder with one, a model of the Hugging Face Hub, or package.module:factory."
-    parser.add_argument("model", help=model)
+    parser.add_argument("model", nargs="?", help=model)
     parser.add_argument("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
     parser.add_argument("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(specs.DEVICES)}.")
     parser.add_argument("--nodes", type=int, default=1, help="How many machines they are in.")
-    parser.add_argument(
-        "--sequence", type=int, default=2048, help="Tokens of a sequence; without effect for pictures."
-    )
-    parser.add_argument("--global_batch", type=int, required=True, help="Samples of an optimizer step, of all ranks.")
+    sequence = f"Tokens of a sequence; {_SEQUENCE}, or those of the script, by default. Without effect for pictures."
+    parser.add_argument("--sequence", type=int, help=sequence)
+    batch = "Samples of an optimizer step, of all ranks; by default those of the script on as many ranks."
+    parser.add_argument("--global_batch", type=int, help=batch)
+    micro = "Samples of a micro-batch; by default the script's, or those that are fastest."
+    parser.add_argument("--micro_batch", type=int, help=micro)
     parser.add_argument(
         "--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes."
     )
@@ -467,4 +526,6 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--trust_remote_code", action="store_true", help="Let the model's own code run.")
     parser.add_argument("--write", metavar="FILE", help="Write the configuration file of the first layout.")
     parser.add_argument("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
+    script = "A program and its arguments, in place of the model: the one that it trains. The last option."
+    parser.add_argument("--script", nargs=argparse.REMAINDER, metavar="train.py", help=script)
     return parser

@@ -7,8 +7,8 @@ from the difference of the second and the third.
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accelerate.diagnostics import gpu_kernels
+from accelerate.diagnostics.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
 from accelerate.diagnostics.collectives import collective_of
+from accelerate.diagnostics.estimator import Layout
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.diagnostics.throughput import flops_of
 from accelerate.parallel import experts
@@ -34,46 +36,36 @@ Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]
 
 
 def measure(
-    build: Callable[[], nn.Module],
-    inputs: Inputs,
-    batch: int,
-    sequence: int,
-    precision: str = "no",
-    checkpointing: bool = False,
-    cast: bool = False,
-    tp: int = 1,
-    gpu: bool = False,
-    cp: int = 1,
-    sp: int = 1,
-    ep: int = 1,
+    build: Callable[[], nn.Module], inputs: Inputs, layout: Layout, sequence: int, gpu: bool = False
 ) -> Profile:
     """Return what one step of a model allocates. Any rank, alone; with `cp`, `sp` or `ep` of a process that has joined no group.
 
     Args:
         build: returns the model, on any device; best on torch's meta device.
         inputs: returns the arguments of its forward for a batch and a length of sequences.
-        precision: what `Accelerator(mixed_precision=...)` takes.
-        checkpointing: recompute activations, by the model's `gradient_checkpointing_enable`.
-        cast: parameters are handed to forward in the dtype of the precision, as FSDP does, where otherwise autocast copies them.
-        tp: how many ranks share each layer.
+        layout: a micro-batch of it, its precision, whether it recomputes and casts, and how ranks share layers, sequences and experts,
+            among which tokens are taken to spread evenly.
+        sequence: tokens of a whole sequence.
         gpu: as a GPU's kernels allocate, where those of the CPU do otherwise.
-        cp, sp: how many ranks share each sequence by context or by sequence parallelism.
-        ep: how many ranks share the experts of each layer; tokens are taken to spread evenly.
 
     Raises:
         ValueError: the model cannot be split or has no checkpointing, or its forward looks at values.
     """
+    batch, tp, cp, sp, ep = layout.micro_batch, layout.tp, layout.cp, layout.sp, layout.ep
     model = build().train()
-    if checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+    if layout.checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(
             f"{type(model).__name__} has no gradient_checkpointing_enable(): it recomputes no activations."
         )
-    if checkpointing:
+    if layout.checkpointing:
         model.gradient_checkpointing_enable()
+    for module in () if layout.checkpointing else model.modules():
+        if getattr(module, "gradient_checkpointing", False):  # so transformers and diffusers mark it
+            module.gradient_checkpointing = False
     if hasattr(model, "config") and hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     styles = tensor_parallel.resolve(model, None, tp) if tp > 1 else {}
-    dtype = precision_row(precision).autocast_dtype
+    dtype = precision_row(layout.precision).autocast_dtype
     with contextlib.ExitStack() as last:
         if gpu:
             last.enter_context(gpu_kernels.as_on_gpus((sequences, "ATTENTION")))
@@ -81,9 +73,12 @@ def measure(
             last.enter_context(_joined(cp * sp * ep))
         if cp * sp > 1:
             last.enter_context(_cut_sequences(model, sequence, "cp" if cp > 1 else "sp", cp * sp))
-        split = experts.splitting(model, ep, ep)[1] if ep > 1 else None
+        split, each = None, 0 if cp * sp > 1 else None
+        if ep > 1:
+            split = experts.splitting(model, ep, ep)[1]
+            each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
         last.enter_context(torch_private.shapes_only())
-        _fake(model, styles, tp, dtype if cast else None)
+        _fake(model, styles, tp, dtype if layout.casts else None)
         if split is not None:
             split()
         inventory = inventory_of_model(model, type(model).__name__)
@@ -91,7 +86,6 @@ def measure(
             for own, value in list(module._parameters.items()):
                 module._parameters[own] = nn.Parameter(torch_private.local_part(value))
         units, left_out = _shorten(model)
-        each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep if ep > 1 else None
         recorder = _Recorder(model, each, gpu)
         with recorder.watching(model, units, styles, tp), _as_if_real():
             arguments = dict(inputs(batch, sequence // (cp * sp)))
@@ -145,20 +139,13 @@ def _keys(model: nn.Module, tp: int) -> int:
     return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size // tp
 
 
-@contextlib.contextmanager
-def _as_if_real() -> Iterator[None]:
+def _as_if_real() -> AbstractContextManager[None]:
     """Let transformers take the way of a real run: it takes another one, with masks of its own, where it finds fake tensors."""
-    names = ("is_tracing", "is_fake_tensor")
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
-    places = [(vars(module), name) for module in modules for name in names if callable(vars(module).get(name))]
-    before = [place[name] for place, name in places]
-    try:
-        for place, name in places:
-            place[name] = lambda *_, **__: False
-        yield
-    finally:
-        for (place, name), value in zip(places, before, strict=True):
-            place[name] = value
+    found = [
+        (each, name) for each in modules for name in ("is_tracing", "is_fake_tensor") if callable(vars(each).get(name))
+    ]
+    return torch_private.replaced(*((module, name, lambda *_, **__: False) for module, name in found))
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -216,44 +203,38 @@ def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Seg
     grown = at[True, third].peak - at[True, second].peak  # what a block leaves for the backward pass
     kept = at[False, third].end - at[False, second].end
     longer: list[Segment] = []
-    for position, segment in enumerate(segments):
-        later = segment.backward or (False, third) in {(each.backward, each.unit) for each in segments[:position]}
-        add = count * (grown if segment.backward else kept)
-        if segment.unit != third:
-            # What comes after the blocks in forward and before them in backward has all of their activations below it.
-            before = segment.backward and (True, third) in {(each.backward, each.unit) for each in segments[:position]}
-            shift = add if later and not before else 0
-            longer.append(replace(segment, peak=segment.peak + shift, end=segment.end + shift))
-            continue
-        steps = range(count, -1, -1) if segment.backward else range(count + 1)
+    passed = {False: False, True: False}
+
+    def raised(segment: Segment, by: int, unit: str) -> Segment:
+        return replace(segment, unit=unit, peak=segment.peak + by, end=segment.end + by)
+
+    for segment in segments:
         each = grown if segment.backward else kept
-        longer += [
-            replace(
-                segment,
-                unit=f"{stem}.{int(number) + step}",
-                peak=segment.peak + step * each,
-                end=segment.end + step * each,
-            )
-            for step in steps
-        ]
+        if segment.unit == third:
+            passed[segment.backward] = True
+            steps = range(count, -1, -1) if segment.backward else range(count + 1)
+            stem, _, number = third.rpartition(".")
+            longer += [raised(segment, step * each, f"{stem}.{int(number) + step}") for step in steps]
+        else:
+            # What comes after the blocks in forward and before them in backward has all of their activations below it.
+            above = count * each if passed[False] and not passed[True] else 0
+            longer.append(raised(segment, above, segment.unit))
     return longer
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts the bytes of storages that are alive, without those that a model had before.
+    """Follows the memory that a step makes, segment by segment.
 
-    An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another.
+    An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another; where ranks share sequences
+    0, for how many places are wrong.
     """
 
     def __init__(self, model: nn.Module, each: int | None, gpu: bool) -> None:
         super().__init__()
         self.each, self.gpu = each, gpu
         self.segments: list[Segment] = []
-        self.live: dict[int, tuple[weakref.ref, int]] = {}
-        self.bytes = 0  # activations and temporaries
-        self.held = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
-        self.known = set(map(torch_private.storage_key, self.held))
-        self.gradients: set[int] = set()
+        self.tracker = AllocationTracker()
+        label(self.tracker, [model], [])
         self.late: list[tuple[str, tuple[str, int]]] = []
         self._start(False, "")
 
@@ -262,48 +243,33 @@ class _Recorder(TorchDispatchMode):
         if torch_private.reads_value(func):
             if args[0].dtype == torch.bool:
                 return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
-            if self.each is not None:
+            if self.each is not None and not args[0].is_floating_point():
                 return self.each
         out = _without_limit_of_dtype(func, args, kwargs or {})
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+        self.tracker.see(out)
         self.flops += flops_of(func, args, kwargs or {}, out)
         if (sent := collective_of(func, args, out)) is not None:
             self.split.append(sent)
         scratch = 0 if self.gpu else torch_private.convolution_scratch(func, args, out)
-        self.peak = max(self.peak, self.bytes + self.created + scratch)
+        self.peak = max(self.peak, self._bytes + self._created + scratch)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = torch_private.storage_key(storage), storage.nbytes()
-        if key in self.known or key in self.live:
-            return
-        self.live[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
-        self.bytes += size
+    @property
+    def _bytes(self) -> int:
+        """Activations and temporaries; a gradient is one until it is complete."""
+        return self.tracker.bytes[ACTIVATIONS]
 
-    def _forget(self, key: int) -> None:
-        size = self.live.pop(key)[1]
-        if key in self.gradients:
-            self.gradients.discard(key)
-        else:
-            self.bytes -= size
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        """Count a gradient as one from here on; until it is complete it is a temporary."""
-        key = torch_private.storage_key(parameter.grad.untyped_storage())
-        if key in self.live and key not in self.gradients:
-            self.gradients.add(key)
-            self.bytes -= self.live[key][1]
-            self.created += self.live[key][1]
+    @property
+    def _created(self) -> int:
+        return self.tracker.bytes[GRADIENTS] - self.before
 
     def _start(self, backward: bool, unit: str) -> None:
-        self.backward, self.unit, self.created, self.flops = backward, unit, 0, 0
-        self.peak, self.split = self.bytes, []
+        self.backward, self.unit, self.flops = backward, unit, 0
+        self.before, self.peak, self.split = self.tracker.bytes[GRADIENTS], self._bytes, []
 
     def _finish(self) -> None:
         self.segments.append(
-            Segment(self.backward, self.unit, self.peak, self.bytes, self.created, self.flops, tuple(self.split))
+            Segment(self.backward, self.unit, self.peak, self._bytes, self._created, self.flops, tuple(self.split))
         )
 
     def enter(self, backward: bool, unit: str) -> None:
@@ -316,17 +282,15 @@ class _Recorder(TorchDispatchMode):
     def watching(self, model: nn.Module, units: list[str], styles: Mapping[str, Any], tp: int) -> Iterator[None]:
         """Count inside, with hooks that say where a unit begins and ends."""
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(lambda owner: self.tracker.see(owner.grad, GRADIENTS))
             for parameter in model.parameters()
             if parameter.requires_grad
         ]
         modules = dict(model.named_modules())
         for name in units:
             handles += self._at_borders(name, modules[name])
-        for name, style in (
-            (name, style) for name, style in styles.items() if name in modules
-        ):  # of blocks that are left
-            handles.append(modules[name].register_forward_hook(_Exchange(self, style, tp)))
+        for name in styles.keys() & modules.keys():  # of blocks that are left
+            handles.append(modules[name].register_forward_hook(_exchanging(self, styles[name], tp)))
         try:
             with self:
                 yield
@@ -375,25 +339,21 @@ def _without_limit_of_dtype(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*narrow, **kwargs).to(dtype)
 
 
-class _Exchange:
-    """Notes what a layer that is split exchanges among its ranks, and gives its output the size that it has afterwards."""
+def _exchanging(recorder: _Recorder, style: Any, tp: int) -> Callable[..., Any]:
+    """Return a forward hook of a layer that is split: it notes what ranks exchange, and gives the output the size that it has afterwards."""
 
-    def __init__(self, recorder: _Recorder, style: Any, tp: int) -> None:
-        self.recorder, self.style, self.tp = recorder, style, tp
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Be a forward hook of the layer."""
-        if isinstance(self.style, RowwiseParallel):
-            self.recorder.split.append(("all_reduce", output.nbytes))
-            return output
-        if not isinstance(self.style, ColwiseParallel):
+    def exchange(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if isinstance(style, RowwiseParallel):
+            recorder.split.append(("all_reduce", output.nbytes))
+        if not isinstance(style, ColwiseParallel):
             return output
         if args[0].requires_grad:
-            # By then the segment of the unit before may have begun.
-            unit, late = self.recorder.unit, self.recorder.late
-            args[0].register_hook(lambda gradient: late.append((unit, ("all_reduce", gradient.nbytes))))
-        if tensor_parallel.keeps_output_cut(self.style):
+            unit = recorder.unit  # by then the segment of the unit before may have begun
+            args[0].register_hook(lambda gradient: recorder.late.append((unit, ("all_reduce", gradient.nbytes))))
+        if tensor_parallel.keeps_output_cut(style):
             return output
-        whole = torch.cat([output] * self.tp, -1)
-        self.recorder.split.append(("all_gather", whole.nbytes))
+        whole = torch.cat([output] * tp, -1)
+        recorder.split.append(("all_gather", whole.nbytes))
         return whole
+
+    return exchange

@@ -39,7 +39,9 @@ class AllocationTracker:
 
     def __init__(self) -> None:
         self._live: dict[int, _Held] = {}
-        self._now = self._looked_at = 0
+        # What lives now, by kind.
+        self.bytes: Counter[str] = Counter()
+        self._looked_at = 0
         self._at_peak: list[tuple[_Held, int]] = []
         self._modules: list[nn.Module] = []
         # Of modules that no other module called, by identity: how often, since the last `peak`.
@@ -56,14 +58,12 @@ class AllocationTracker:
                 self._look()
             result = resize(storage, size)
             if held is not None:
-                self._now += size - held.size
-                held.size, held.kind = size, EXCHANGED  # of whole parameters, which `fully_shard` frees in this way
+                self._count(held, size, EXCHANGED)  # of whole parameters, which `fully_shard` frees in this way
             return result
 
         hooks = nn.modules.module
         with contextlib.ExitStack() as last:
-            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-            last.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            last.enter_context(torch_private.replaced((torch.UntypedStorage, "resize_", resized)))
             last.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
             last.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
             yield
@@ -92,19 +92,25 @@ class AllocationTracker:
         if held is None:
             made_in = weakref.ref(self._modules[-1]) if self._modules else None
             reference = weakref.ref(storage, lambda _: self._freed(key))
-            held = self._live[key] = _Held(storage.nbytes(), reference, made_in)
-            self._now += held.size
+            held = self._live[key] = _Held(0, reference, made_in)
+            self._count(held, storage.nbytes(), ACTIVATIONS)
         if kind is not None:
-            held.kind, held.module = kind, module if module is not None else held.module
+            self._count(held, held.size, kind)
+            held.module = module if module is not None else held.module
+
+    def _count(self, held: _Held, size: int, kind: str) -> None:
+        self.bytes[held.kind] -= held.size
+        self.bytes[kind] += size
+        held.size, held.kind = size, kind
 
     def _freed(self, key: int) -> None:
         self._look()
         if (held := self._live.pop(key, None)) is not None:
-            self._now -= held.size
+            self.bytes[held.kind] -= held.size
 
     def _look(self) -> None:
-        if self._now > self._looked_at * _HIGHER:
-            self._looked_at = self._now
+        if (now := self.bytes.total()) > self._looked_at * _HIGHER:
+            self._looked_at = now
             self._at_peak = [(held, held.size) for held in self._live.values()]
 
     def peak(self, name_of: Callable[[nn.Module], str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -116,7 +122,7 @@ class AllocationTracker:
         self._look()
         for held in self._live.values():
             if held.kind == ACTIVATIONS:  # what outlives a step is none
-                held.kind = PROGRAM
+                self._count(held, held.size, PROGRAM)
         kinds, modules = dict.fromkeys(KINDS, 0), Counter[str]()
         for held, size in self._at_peak:
             kinds[held.kind] += size

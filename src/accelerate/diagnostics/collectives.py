@@ -128,7 +128,9 @@ def groups_of(mesh: Any | None) -> dict[str, str]:
 
 def collective_of(func: Any, args: Any, result: Any) -> tuple[str, int] | None:
     """Return the kind and the bytes of an operator's call, as in `Collective`; None if it is no collective."""
-    name = func.__name__.partition(".")[0].lstrip("_") if getattr(func, "namespace", "") in _HOMES else ""
+    if getattr(func, "namespace", "") not in _HOMES:
+        return None
+    name = func.__name__.partition(".")[0].lstrip("_")
     kind = next((kind for kind, pattern in _KINDS.items() if re.match(pattern, name)), None)
     return None if kind is None else (kind, 0 if kind == "barrier" else max(map(_size, (*args, result))))
 

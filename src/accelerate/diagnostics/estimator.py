@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from accelerate.devices.specs import DeviceSpec, Link
-from accelerate.diagnostics.inventory import Inventory, Item, Profile, Segment
+from accelerate.diagnostics.inventory import Inventory, Item, Profile
 
 # Bytes a second between a device and its host, in one direction: PCIe 4.0 x16.
 _HOST_LINK = 32e9
@@ -34,6 +34,7 @@ class Layout:
         precision: what `mixed_precision` takes.
         offload: parameters, gradients and optimizer state rest in host memory, which FSDP and ZeRO 3 can.
         bucket: numbers that DeepSpeed reduces at a time, its `reduce_bucket_size`.
+        state: bytes that the optimizer keeps for each number; 8 are those of Adam's moments.
     """
 
     dp_replicate: int = 1
@@ -51,6 +52,7 @@ class Layout:
     precision: str = "no"
     offload: bool = False
     bucket: int = 500_000_000
+    state: int = 8
 
     @property
     def ranks(self) -> int:
@@ -67,6 +69,11 @@ class Layout:
         """Over how many ranks FSDP shards parameters; 0 without it."""
         over = self.dp_shard * self.cp * self.sp
         return over if self.zero is None and (self.fsdp or self.dp_shard * self.cp > 1) else 0
+
+    @property
+    def casts(self) -> bool:
+        """Whether parameters are handed to forward in the dtype of the precision, where otherwise autocast copies them."""
+        return self.shards > 0 or self.zero is not None
 
     @property
     def compute(self) -> int:
@@ -101,9 +108,8 @@ class Memory:
     @property
     def largest(self) -> str:
         """The kind that takes the most."""
-        return max(
-            ("parameters", "gradients", "optimizer", "gathered", "activations"), key=lambda kind: getattr(self, kind)
-        )
+        kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
+        return max(kinds, key=lambda kind: getattr(self, kind))
 
 
 # -- what rests --------------------------------------------------------------------------------------------------------
@@ -123,12 +129,16 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         weights = compute * (part if layout.zero == 3 else trained)
         gradients = compute * (part if layout.zero >= 2 else trained)
         exchanged = 2 * (model.largest // 4) if layout.zero == 3 else layout.bucket
-        return Memory(weights + buffers, gradients, 12 * part, 0 if ranks == 1 else compute * exchanged)
+        return Memory(
+            weights + buffers, gradients, (4 + layout.state) * part, 0 if ranks == 1 else compute * exchanged
+        )
     if layout.shards:
         mine = sum(_cut(item, layout)[1] for item in model.parameters)
-        return Memory(4 * mine + buffers, 4 * mine, 8 * mine, compute * _whole(model, layout.reshard))
+        return Memory(4 * mine + buffers, 4 * mine, layout.state * mine, compute * _whole(model, layout.reshard))
     copies = compute * trained if compute < 4 else 0
-    return Memory(4 * trained + buffers, 4 * trained, 8 * trained, copies + (0 if ranks == 1 else 4 * trained))
+    return Memory(
+        4 * trained + buffers, 4 * trained, layout.state * trained, copies + (0 if ranks == 1 else 4 * trained)
+    )
 
 
 def _cut(item: Item, layout: Layout) -> tuple[int, int]:
@@ -166,8 +176,7 @@ def _whole(model: Inventory, again: bool) -> int:
 def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -> Memory:
     """Return what the rank that needs the most has at the peak of a step, for a profile of the layout's micro-batch and split.
 
-    The profile is of a pass in which parameters are cast where FSDP casts them (`measure(cast=...)`), and on a device as its kernels
-    allocate (`measure(gpu=True)`); without one the ranks are processes on a CPU.
+    The profile is of a pass on a device as its kernels allocate (`measure(gpu=True)`); without a device the ranks are processes on a CPU.
     """
     rest = resting(profile.inventory, layout)
     moments = _sharded_moments if layout.shards else _whole_moments
@@ -188,8 +197,9 @@ def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: Devi
     """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
     sizes = [4 * _cut(item, layout)[1] for item in model.parameters]
     gradients, buckets = rest.gradients, rest.gradients if layout.batches > 1 and not layout.shards else 0
-    if layout.zero is not None:  # one tensor of a third of what the optimizer has, with gradients in fp32
-        sizes, gradients, buckets = [rest.optimizer // 3], rest.optimizer // 3, 0
+    if layout.zero is not None:  # one tensor, of which the optimizer has the weights in fp32, with gradients in fp32
+        gradients, buckets = 4 * rest.optimizer // (4 + layout.state), 0
+        sizes = [gradients]
     temporary = sum(sizes) if device is not None else 2 * max(sizes, default=0)
     return Memory(rest.parameters, gradients, rest.optimizer, buckets, temporary, when="optimizer")
 
@@ -203,16 +213,18 @@ def _whole_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[M
     for segment in profile.segments:
         working = rest.gathered if zero == 3 or zero is not None and segment.backward else buckets
         peak = segment.peak - (segment.created if partial else 0)
-        yield Memory(rest.parameters, gradients, rest.optimizer, working, peak, when=_when(segment))
+        yield _moment(rest, gradients, working, peak, segment.name)
         if not (kept or partial):
             gradients += segment.created
         filled += segment.created
         if zero in (1, 2) and (filled >= working > 0 or segment is profile.segments[-1]):
             # A bucket that is full is copied, to be reduced, and the rank keeps its part of it.
             copied, filled = min(filled, working), 0
-            yield Memory(
-                rest.parameters, rest.gradients, rest.optimizer, working + copied, segment.end, when="reduction"
-            )
+            yield _moment(rest, rest.gradients, working + copied, segment.end, "reduction")
+
+
+def _moment(rest: Memory, gradients: int, gathered: int, activations: int, when: str) -> Memory:
+    return Memory(rest.parameters, gradients, rest.optimizer, gathered, activations, when=when)
 
 
 def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
@@ -223,45 +235,27 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
     """
     sizes, mine = _units(profile.inventory, layout)
     unit = {name: layout.compute * size for name, size in sizes.items()}
-    root = unit.get("", 0)
-    held = 0 if layout.reshard else sum(unit.values()) - root
-    order = [
-        segment.unit for segment in profile.segments if not segment.backward and segment.unit in unit and segment.unit
-    ]
+    root = unit.pop("", 0)
+    held = 0 if layout.reshard else sum(unit.values())
+    order = [segment.unit for segment in profile.segments if not segment.backward and segment.unit in unit]
     before = dict(zip(order[1:], order, strict=False))
     sharded = rest.gradients if layout.accumulation > 1 else 0
-    whole = sum(unit.values()) if layout.accumulation > 1 else 0  # no_sync keeps whole gradients
+    whole = root + sum(unit.values()) if layout.accumulation > 1 else 0  # no_sync keeps whole gradients
     received, reduced, of_root = root, 0, 0
     for segment in profile.segments:
-        own, name = unit.get(segment.unit, 0) if segment.unit else 0, segment.unit
+        own, name = unit.get(segment.unit, 0), segment.unit
+        present = root + (own if layout.reshard else held)
         if not segment.backward:
             received = own or received
-            gathered = root + received + (own if layout.reshard else held)
-            yield Memory(rest.parameters, sharded + whole, rest.optimizer, gathered, segment.peak, when=_when(segment))
+            yield _moment(rest, sharded + whole, present + received, segment.peak, segment.name)
             continue
-        ahead = (
-            0
-            if not layout.reshard
-            else (unit[before[name]] if name in before else 0)
-            if name
-            else unit.get(order[-1], 0)
-            if order and not reduced
-            else 0
-        )
-        gathered = root + (own if layout.reshard else held) + ahead + reduced
-        yield Memory(
-            rest.parameters, sharded + whole + of_root, rest.optimizer, gathered, segment.peak, when=_when(segment)
-        )
+        following = before.get(name) if name else order[-1] if order and not reduced else None
+        ahead = unit[following] if following and layout.reshard else 0
+        yield _moment(rest, sharded + whole + of_root, present + ahead + reduced, segment.peak, segment.name)
         if name:
             # The gradients of the unit are copied into a buffer, which replaces that of the reduction before.
-            gathered = root + ahead + own + (0 if layout.reshard else held)
-            yield Memory(
-                rest.parameters,
-                sharded + of_root + segment.created,
-                rest.optimizer,
-                gathered,
-                segment.end,
-                when=_when(segment),
+            yield _moment(
+                rest, sharded + of_root + segment.created, root + held + ahead + own, segment.end, segment.name
             )
             reduced = own
             sharded += 4 * mine[name] if layout.accumulation == 1 else 0
@@ -270,11 +264,7 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
                 sharded += layout.compute * mine[name]
         else:
             of_root += segment.created
-    yield Memory(rest.parameters, sharded + of_root, rest.optimizer, root, 0, when="reduction")
-
-
-def _when(segment: Segment) -> str:
-    return f"{'backward' if segment.backward else 'forward'} of {segment.unit or 'what is outside of blocks'}"
+    yield _moment(rest, sharded + of_root, root, 0, "reduction")
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
@@ -306,47 +296,42 @@ class Transfer:
 def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
     """Return what a rank exchanges in a step, for a profile as `memory` takes it."""
     model, compute, windows = profile.inventory, layout.compute, layout.accumulation
-    trained = sum(item.elements for item in model.parameters)
-    inner = layout.tp * layout.sp * layout.cp
-    found: list[tuple[str, str, int, int, float]] = []
+    trained, inner = sum(item.elements for item in model.parameters), layout.tp * layout.sp * layout.cp
+    found: list[Transfer] = []
+
+    def add(dimension: str, collective: str, ranks: int, stride: int, size: float) -> None:
+        if ranks > 1 and size:
+            found.append(Transfer(dimension, collective, ranks, stride, int(size)))
+
     if layout.shards:
         for dimension, split in {"efsdp": layout.ep, "dp_shard": 1}.items() if layout.ep > 1 else [("dp_shard", 1)]:
             part = replace(model, items=tuple(item for item in model.items if item.split == split))
-            sizes, mine = (counted.total() for counted in _units(part, layout))
-            root = _units(part, layout)[0].get("", 0)
-            gathered = windows * compute * (2 * sizes - root if layout.reshard else sizes)
-            ranks, stride = layout.shards // split, layout.tp * split
-            found.append((dimension, "all_gather", ranks, stride, gathered))
-            found.append((dimension, "reduce_scatter", ranks, stride, compute * sizes))
-            found.append(
-                ("dp_replicate", "all_reduce", layout.dp_replicate, layout.tp * layout.shards, compute * mine)
-            )
+            units, own = _units(part, layout)
+            sizes, ranks, stride = units.total(), layout.shards // split, layout.tp * split
+            gathered = 2 * sizes - units.get("", 0) if layout.reshard else sizes
+            add(dimension, "all_gather", ranks, stride, windows * compute * gathered)
+            add(dimension, "reduce_scatter", ranks, stride, compute * sizes)
+            apart = layout.tp * layout.shards
+            add("dp_replicate", "all_reduce", layout.dp_replicate, apart, compute * own.total())
     elif layout.zero is not None:
-        ranks = layout.batches
-        reduction = "all_reduce" if layout.zero < 2 else "reduce_scatter"
-        found.append(
-            ("dp_replicate", reduction, ranks, inner, compute * trained * (windows if layout.zero >= 2 else 1))
-        )
-        found.append(
-            ("dp_replicate", "all_gather", ranks, inner, compute * trained * (2 * windows if layout.zero == 3 else 1))
-        )
+        reduction, times = ("all_reduce", 1) if layout.zero < 2 else ("reduce_scatter", windows)
+        gathers = 2 * windows if layout.zero == 3 else 1
+        add("dp_replicate", reduction, layout.batches, inner, compute * trained * times)
+        add("dp_replicate", "all_gather", layout.batches, inner, compute * trained * gathers)
     else:
-        buffers = model.size - 4 * trained
-        found.append(("dp_replicate", "all_reduce", layout.dp_replicate, inner, 4 * trained))
-        found.append(("dp_replicate", "broadcast", layout.dp_replicate, inner, buffers))
-    split = Counter[str]()
+        add("dp_replicate", "all_reduce", layout.dp_replicate, inner, 4 * trained)
+        add("dp_replicate", "broadcast", layout.dp_replicate, inner, model.size - 4 * trained)
+    split_sizes = Counter[str]()
     for name, size in (pair for segment in profile.segments for pair in segment.split):
-        split[name] += size * windows
+        split_sizes[name] += size * windows
     axis = next((axis for axis in WITHIN_LAYERS if getattr(layout, axis) > 1), "tp")
-    stride = 1 if axis == "tp" else layout.tp
-    found += [(axis, name, getattr(layout, axis), stride, size) for name, size in split.items()]
-    if layout.cp > 1 and not split:
+    for name, size in split_sizes.items():
+        add(axis, name, getattr(layout, axis), 1 if axis == "tp" else layout.tp, size)
+    if layout.cp > 1 and not split_sizes:
         keys = windows * compute * profile.keys * layout.cp  # keys and values of all ranks, forward and backward
-        found += [
-            ("cp", "all_gather", layout.cp, layout.tp, 2 * keys),
-            ("cp", "reduce_scatter", layout.cp, layout.tp, keys),
-        ]
-    return [Transfer(*row[:4], int(row[4])) for row in found if row[2] > 1 and row[4]]
+        add("cp", "all_gather", layout.cp, layout.tp, 2 * keys)
+        add("cp", "reduce_scatter", layout.cp, layout.tp, keys)
+    return found
 
 
 # -- how long it takes -------------------------------------------------------------------------------------------------
@@ -398,12 +383,8 @@ class StepTime:
     @property
     def limit(self) -> str:
         """What takes the most."""
-        parts = {
-            "arithmetic": self.arithmetic,
-            "exchanges within layers": self.waiting,
-            "exchanges of data parallelism": self.exposed,
-        }
-        return max(parts, key=lambda name: parts[name])
+        names = ("arithmetic", "exchanges within layers", "exchanges of data parallelism")
+        return max(zip((self.arithmetic, self.waiting, self.exposed), names, strict=True), key=lambda part: part[0])[1]
 
 
 def step_seconds(profile: Profile, layout: Layout, fleet: Fleet) -> StepTime:

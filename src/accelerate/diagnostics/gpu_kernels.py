@@ -31,20 +31,12 @@ _IN_FLOAT32 = (
 @contextlib.contextmanager
 def as_on_gpus(*attention: tuple[Any, str]) -> Iterator[None]:
     """Let fake tensors of the CPU take the memory of a GPU's for a block, also where attention has other names, such as these. Any rank, alone."""
-    changed: list[tuple[Any, str, Callable[..., Any]]] = [
-        (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),
-        *((place, name, _attention(functional.scaled_dot_product_attention)) for place, name in attention),
-        (functional, "dropout", _dropout),
-        *((place, name, _in_float32(getattr(place, name))) for place, name in _IN_FLOAT32),
-    ]
-    before = [(place, name, getattr(place, name)) for place, name, _ in changed]
-    try:
-        for place, name, value in changed:
-            setattr(place, name, value)
+    fused = _attention(functional.scaled_dot_product_attention)
+    names = [(functional, "scaled_dot_product_attention"), *attention]
+    wider = [(place, name, _in_float32(getattr(place, name))) for place, name in _IN_FLOAT32]
+    changed = [(place, name, fused) for place, name in names]
+    with torch_private.replaced(*changed, (functional, "dropout", _dropout), *wider):
         yield
-    finally:
-        for place, name, value in before:
-            setattr(place, name, value)
 
 
 def _attention(real: Callable[..., Any]) -> Callable[..., Any]:

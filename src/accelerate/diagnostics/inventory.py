@@ -92,6 +92,11 @@ class Segment:
     flops: int = 0
     split: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The segment in words."""
+        return f"{'backward' if self.backward else 'forward'} of {self.unit or 'what is outside of blocks'}"
+
 
 @dataclass(frozen=True)
 class Profile:

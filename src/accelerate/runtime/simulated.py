@@ -52,6 +52,13 @@ def start(ranks: Ranks) -> SimulatedRun:
     return _current
 
 
+def end() -> None:
+    """Leave the process group of a simulated run."""
+    global _current
+    dist.destroy_process_group()
+    _current = None
+
+
 class OthersCame(dist.Store):
     """A key-value store in which all other ranks have added themselves to a counter of ranks before this one does."""
 

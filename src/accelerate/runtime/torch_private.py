@@ -59,6 +59,19 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+@contextlib.contextmanager
+def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Let attributes, such as functions of modules, have other values for a block."""
+    before = [(place, name, getattr(place, name)) for place, name, _ in places]
+    try:
+        for place, name, value in places:
+            setattr(place, name, value)
+        yield
+    finally:
+        for place, name, value in reversed(before):
+            setattr(place, name, value)
+
+
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
@@ -152,9 +165,7 @@ def sharding_for_one() -> Iterator[None]:
     """Let torch shard for one rank of a fake group: `fully_shard` makes a tensor for each rank, to take one of them, and FSDP1 gathers on a GPU."""
     try:
         home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-        split = home._chunk_with_empty
         tensors = importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor
-        place = tensors._get_preferred_device
     except (ImportError, AttributeError):  # slower with thousands of ranks, and FSDP1 saves no checkpoint
         yield
         return
@@ -170,12 +181,9 @@ def sharding_for_one() -> Iterator[None]:
         parts += [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
         return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
 
-    home._chunk_with_empty = parts_of
-    tensors._get_preferred_device = lambda tensor: torch.device("cpu")
-    try:
+    here = (tensors, "_get_preferred_device", lambda tensor: torch.device("cpu"))
+    with replaced((home, "_chunk_with_empty", parts_of), here):
         yield
-    finally:
-        home._chunk_with_empty, tensors._get_preferred_device = split, place
 
 
 def reads_value(operator: Any) -> bool:
@@ -461,11 +469,6 @@ def looks_at_values() -> tuple[type[Exception], ...]:
     """Return the errors of an operation that needs values, which fake tensors have none of."""
     module = torch._subclasses.fake_tensor
     return module.DataDependentOutputException, module.DynamicOutputShapeException
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells the storage of a tensor from all others that are alive, those without memory included."""
-    return storage._cdata
 
 
 def convolution_scratch(operator: Any, args: Any, result: Any) -> int:

@@ -1,16 +1,19 @@
 """The bytes that the estimator says a step sends are those that real exchanges have, for every collective, on two and four ranks."""
 
+import atexit
+import functools
+import multiprocessing
 from collections import Counter
 
 import torch
-from harness import CPU, fresh_accelerator, world
+from harness import CPU, everywhere, fresh_accelerator, rank, world
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.diagnostics.activations import measure
 from accelerate.diagnostics.estimator import Layout, traffic
-from accelerate.utils import TorchTensorParallelConfig
+from accelerate.utils import TorchTensorParallelConfig, shift_labels
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -68,30 +71,33 @@ class Exchanges(TorchDispatchMode):
             self.bytes["all_gather"] += size
         elif "_reduce_scatter_base_" in name:
             self.bytes["reduce_scatter"] += args[1].nbytes
+        elif "c10d.alltoall_base_" in name:
+            self.bytes["all_to_all"] += args[1].nbytes
+        elif "_c10d_functional.all_to_all_single" in name:
+            self.bytes["all_to_all"] += size
         return out
 
 
-def counted(accelerator, windows=1):
+def counted(accelerator, windows=1, build=Net, loss_of=None):
     """Take three steps, and return what the third exchanges: torch lays DDP's buckets anew in the second."""
     torch.manual_seed(0)
-    model = Net()
+    model = build()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(3):
         with Exchanges() as exchanges:
             for _ in range(windows):
                 with accelerator.accumulate(model):
-                    accelerator.backward(model(torch.ones(2, 5, 6)).square().mean())
+                    loss = model(torch.ones(2, 5, 6)).square().mean() if loss_of is None else loss_of(model)
+                    accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
     return dict(exchanges.bytes)
 
 
-def foretold(**sizes):
+def foretold(build=Net, inputs=lambda batch, length: {"x": torch.ones(batch, length, 6)}, length=5, **sizes):
     """Return what the estimator says of the same step."""
     layout = Layout(micro_batch=2, **sizes)
-    profile = measure(
-        Net, lambda batch, sequence: {"x": torch.ones(batch, sequence, 6)}, 2, 5, cast=layout.shards > 0, tp=layout.tp
-    )
+    profile = measure(build, inputs, layout, length)
     found = Counter()
     for each in traffic(profile, layout):
         found[each.collective] += each.bytes
@@ -131,3 +137,99 @@ def four_bytes_of_hsdp():
         accelerator = fresh_accelerator(fsdp_plugin=sharding(), parallelism_config=layout)
         found, said = counted(accelerator), foretold(dp_replicate=2, dp_shard=2, fsdp=True)
         assert found == said, (found, said)
+
+
+# -- models of transformers, whose sequences or experts are shared -----------------------------------------------------
+
+LENGTH, WORDS = 32, 64
+
+
+@functools.cache
+def elsewhere():
+    """Return a process of rank 0 that has joined no group, in which a model that ranks split can be measured."""
+    pool = multiprocessing.get_context("spawn").Pool(1)
+    atexit.register(pool.terminate)
+    return pool
+
+
+def compare(found, more, *model, **sizes):
+    """Require what is foretold, and more that only checks on CPUs exchange."""
+    if rank() == 0:
+        said = elsewhere().apply(foretold, model, sizes) | more
+        assert found == said, (sizes, found, said)
+
+
+def language_model(kind="Llama", **more):
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": WORDS, "use_cache": False}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def mixture():
+    return language_model("Mixtral", num_local_experts=4)
+
+
+def tokens(batch, length):
+    ids = torch.randint(0, WORDS, (batch, length))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def compare_shared_sequences(axis, size, windows=1):
+    replicas = world() // size
+    sizes = {f"{axis}_size": size, "dp_shard_size": replicas, **({"sp_backend": "torch"} if axis == "sp" else {})}
+    layout = ParallelismConfig(**{name: value for name, value in sizes.items() if value != 1})
+    accelerator = fresh_accelerator(
+        fsdp_plugin=sharding(), parallelism_config=layout, gradient_accumulation_steps=windows
+    )
+
+    def loss_of(model):
+        batch = tokens(2, LENGTH)
+        whole = [batch["input_ids"], shift_labels(batch["labels"])]
+        with accelerator.maybe_context_parallel(whole, [1, 1], set(whole)):
+            return model(input_ids=whole[0], labels=whole[1], shift_labels=whole[1]).loss
+
+    found = counted(accelerator, windows, language_model, loss_of)
+    sizes = {"dp_shard": replicas, axis: size}
+    checked = {
+        "all_reduce": 2 * 8 * windows
+    }  # at each entry a rank on a CPU compares its batch with those of the others
+    compare(found, checked, language_model, tokens, LENGTH, fsdp=True, accumulation=windows, **sizes)
+
+
+def slow_bytes_of_context_parallelism():
+    for windows in (1, 2) if CPU else ():
+        compare_shared_sequences("cp", world(), windows)
+
+
+def slow_bytes_of_sequence_parallelism():
+    for windows in (1, 2) if CPU else ():
+        compare_shared_sequences("sp", world(), windows)
+
+
+def four_bytes_of_shared_sequences_and_shards():
+    for axis in ("cp", "sp") if CPU else ():
+        compare_shared_sequences(axis, 2)
+
+
+def compare_experts(ep, **layout):
+    sizes = {f"{name}_size": value for name, value in layout.items()}
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(), parallelism_config=ParallelismConfig(**sizes, ep_size=ep))
+    torch.manual_seed(accelerator.process_index)
+    found = everywhere(counted(accelerator, 1, mixture, lambda model: model(**tokens(2, LENGTH)).loss))
+    # Ranks get as many tokens as the routers say: all together as many as they send.
+    means = {name: sum(each.get(name, 0) for each in found) / world() for name in found[0]}
+    compare(means, {}, mixture, tokens, LENGTH, fsdp=True, ep=ep, **layout)
+
+
+def slow_bytes_of_expert_parallelism():
+    if CPU:
+        compare_experts(world(), dp_shard=world())
+
+
+def four_bytes_of_experts_and_shards():
+    if CPU:
+        compare_experts(2, dp_shard=4)
+        compare_experts(2, dp_replicate=2, dp_shard=2)

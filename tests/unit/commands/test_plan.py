@@ -1,6 +1,7 @@
 """Plans: which layouts fit and which do not, the file that launching takes, and the estimate beside what torch allocates."""
 
 import json
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -56,7 +57,7 @@ def factory():
 
 def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
     """By hand: each block keeps its output, 64 numbers a token, for itself and the next one."""
-    profile = measure(Net, batch, 2, 8)
+    profile = measure(Net, batch, Layout(micro_batch=2), 8)
     kept = 4 * 64 * 16
     forward = [segment for segment in profile.segments if not segment.backward and segment.unit]
     assert [segment.unit for segment in forward] == [f"blocks.{number}" for number in range(6)]
@@ -64,8 +65,11 @@ def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
     assert [segment.end for segment in forward] == [kept * (2 + number) for number in range(6)]
     assert [segment.peak - segment.end for segment in forward] == [kept] * 6
     assert profile.flops == 6 * 2 * 16 * 64 * 64 * 3 - 2 * 16 * 64 * 64, "the batch needs no gradient"
-    whole = measure(lambda: Net(3), batch, 2, 8)
-    assert measure(Net, batch, 4, 8).segments == profile.extended(measure(Net, batch, 1, 8), 4).segments
+    whole = measure(lambda: Net(3), batch, Layout(micro_batch=2), 8)
+    assert (
+        measure(Net, batch, Layout(micro_batch=4), 8).segments
+        == profile.extended(measure(Net, batch, Layout(), 8), 4).segments
+    )
     assert len(whole.segments) == len(profile.segments) - 6
 
 
@@ -88,7 +92,7 @@ def test_a_convolution_of_the_cpu_has_its_copies():
 def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis):
     """Attention exchanges its keys, or its heads, and what it sends is counted; the process has joined no group afterwards."""
     build, inputs = plan.load(llama)
-    whole, part = (measure(build, inputs, 1, 64, cast=True, **options) for options in ({}, {axis: 2}))
+    whole, part = (measure(build, inputs, Layout(fsdp=True, **options), 64) for options in ({}, {axis: 2}))
     assert 0.5 < max(each.peak for each in part.segments) / max(each.peak for each in whole.segments) < 0.6
     # Keys and values to one other, or queries, keys, values and results to half each; in forward and in backward.
     token = {"cp": 2 * 2 * 32, "sp": 64 + 32 + 32 + 64}[axis]
@@ -96,9 +100,32 @@ def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis)
     assert (sent.collective, sent.bytes) == ("all_to_all", 5 * 2 * 32 * token * 4)
     assert not torch.distributed.is_initialized()
 
+    def masked(size, sequence):
+        return {**inputs(size, sequence), "attention_mask": torch.ones(size, sequence, dtype=torch.long)}
+
+    part = measure(build, masked, Layout(fsdp=True, **{axis: 2}), 64)
+    found = {
+        each.collective: each.bytes for each in traffic(part, Layout(fsdp=True, **{axis: 2})) if each.dimension == axis
+    }
+    # The ranks add up the tokens of a sample, and agree in two flags that nothing is padded at the left.
+    assert found == {sent.collective: sent.bytes, "all_reduce": 8 + 8}
+
+
+def test_a_model_that_recomputes_is_also_measured_without(llama):
+    """As a program gives it."""
+    build, inputs = plan.load(llama)
+
+    def recomputing():
+        model = build()
+        model.gradient_checkpointing_enable()
+        return model
+
+    plain, again = (measure(build, inputs, Layout(checkpointing=on), 64).segments for on in (False, True))
+    assert measure(recomputing, inputs, Layout(), 64).segments == plain != again
+
 
 def test_a_peak_has_what_rests_beside_activations():
-    profile = measure(Net, batch, 2, 8)
+    profile = measure(Net, batch, Layout(micro_batch=2), 8)
     rest = resting(profile.inventory, Layout())
     parameters = 4 * 6 * 64 * 64
     assert (rest.parameters, rest.gradients, rest.optimizer) == (parameters, parameters, 2 * parameters)
@@ -115,9 +142,9 @@ def test_what_cannot_be_measured():
             return x.sum() if x.sum().item() > 0 else x.mean()
 
     with pytest.raises(ValueError, match="looks at values"):
-        measure(Looks, batch, 1, 1)
+        measure(Looks, batch, Layout(), 1)
     with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
-        measure(Net, batch, 1, 1, checkpointing=True)
+        measure(Net, batch, Layout(checkpointing=True), 1)
 
 
 def test_table_of_devices():
@@ -168,7 +195,7 @@ def test_experts_are_split_where_a_model_can_split_them(accelerate, place):
     content = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (place / "config.json").write_text(json.dumps(content))
     build, inputs = plan.load("config.json")
-    profiles = plan.Profiles(build, inputs, 32, "bf16")
+    profiles = plan.Profiles(build, inputs, 32)
     assert profiles.experts == 4
     whole, split = (
         Layout(dp_shard=2, fsdp=True, precision="bf16"),
@@ -258,11 +285,86 @@ def test_what_is_refused(refused, place):
         "plan", "x", "--gpus", 3, "--gpu", "l4-24gb", "--nodes", 2, "--global_batch", 1
     )
     assert "--gpus is 0" in refused("plan", "x", "--gpus", 0, "--gpu", "l4-24gb", "--global_batch", 1)
+    assert "one of MODEL and --script" in refused("plan", "--gpus", 1, "--gpu", "l4-24gb", "--global_batch", 1)
+    assert "--global_batch is missing" in refused("plan", "x", "--gpus", 1, "--gpu", "l4-24gb")
     parts = ["plan", "x", "--gpus", 1, "--gpu", "l4-24gb", "--global_batch", 1]
     assert "--efficiency is 0.0 and" in refused(*parts, "--efficiency", 0)
     assert "--overlap 1.5; pass parts of 1" in refused(*parts, "--overlap", 1.5)
     assert "no arithmetic" in refused("plan", "x", "--gpus", 1, "--gpu", "v100-32gb", "--global_batch", 1)
     assert "gives no model" in refused(*words("no.such:thing"))
+
+
+PROGRAM = """
+import sys
+import torch
+from accelerate import Accelerator
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Embedding(1000, int(sys.argv[1]))
+
+    def forward(self, tokens, mask, scale=1.0):
+        assert mask.shape == tokens.shape and scale == 2.0
+        return self.layer(tokens).mean(-1)
+
+
+accelerator = Accelerator(gradient_accumulation_steps=3)
+print(accelerator.num_processes, "ranks")
+model = Net()
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.zeros(1000, 48, dtype=torch.long), batch_size=5)
+{prepare}
+for batch in loader:
+    accelerator.backward(model(batch, mask=batch > 0, scale=2.0).mean())
+    raise AssertionError("a plan takes no step")
+"""
+PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+
+
+@pytest.mark.parametrize("optimizer, moments", [("SGD", 0), ("Adagrad", 4), ("AdamW", 8)])
+def test_plan_of_a_program(accelerate, place, optimizer, moments):
+    """The model, its sizes, the accumulation and the state of the optimizer are those of the program; nothing of it is allocated."""
+    (place / "train.py").write_text(PROGRAM.replace("{optimizer}", optimizer).replace("{prepare}", PREPARED))
+    line = ["plan", "--gpus", "4", "--gpu", "l4-24gb", "--json", "--script", "train.py"]
+    status, out, err = accelerate(*line, "1000000")  # weights of 4 GB
+    assert status == 0 and "4 ranks" in err, err
+    found = {row["name"]: row for row in json.loads(out)}
+    layout = found["FSDP2 4"]["layout"]
+    assert (layout["micro_batch"], layout["accumulation"], layout["state"]) == (5, 3, moments)
+    needs = found["FSDP2 4"]["memory"]
+    assert (needs["parameters"], needs["optimizer"]) == (10**9, 10**9 // 4 * moments)
+    assert "FSDP2 2, cp_size=2" in found and "FSDP2 1, cp_size=4" in found, "48 tokens"
+    assert not torch.distributed.is_initialized() and "RANK" not in os.environ
+
+
+def test_options_of_a_plan_of_a_program(accelerate, place):
+    (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", PREPARED))
+    sizes = ["--micro_batch", "2", "--global_batch", "16", "--sequence", "100"]
+    line = ["plan", "--gpus", "2", "--gpu", "l4-24gb", *sizes, "--script", "train.py", "64"]
+    status, out, err = accelerate(*line)
+    assert status == 0, err
+    assert "train.py (Net) on 2 x l4-24gb" in out and "16 sequences of 100 a step" in out
+    [row] = [line for line in out.splitlines() if line.startswith("DDP 2 ")]
+    assert "2 x 4" in row
+
+
+@pytest.mark.parametrize(
+    "prepare, said",
+    [
+        ("loader = ()", "'train.py 8' prepares no model."),
+        (f"{PREPARED}; loader = ()", "'train.py 8' calls no model that it has prepared."),
+        (
+            "raise RuntimeError('no data')",
+            "fails before it calls a model that it has prepared: RuntimeError('no data')",
+        ),
+    ],
+)
+def test_a_program_without_a_model(accelerate, place, prepare, said):
+    (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", prepare))
+    status, out, err = accelerate("plan", "--gpus", "2", "--gpu", "l4-24gb", "--script", "train.py", "8")
+    assert (status, out) == (2, "") and said in err
 
 
 def test_rates_are_measured_where_a_device_of_the_kind_is_here(accelerate, tmp_path, monkeypatch):

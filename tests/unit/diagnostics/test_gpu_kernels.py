@@ -46,7 +46,7 @@ def test_peaks_are_those_that_an_h200_had(model, sizes, precision, again, measur
             return model(transformers)
 
     layout = Layout(**sizes, micro_batch=BATCH, precision=precision, checkpointing=again)
-    profile = measure(build, tokens, BATCH, SEQUENCE, precision, again, cast=layout.fsdp, gpu=True)
+    profile = measure(build, tokens, layout, SEQUENCE, gpu=True)
     said = memory(profile, layout, device_spec("h200-141gb")).total / 2**20
     assert said == pytest.approx(measured_mib, rel=0.05)
 
