@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accelerate.parallel.shard import local_part
 from accelerate.runtime import traits
@@ -32,7 +33,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], decay: float) -> None:
         self.decay, self.is_applied = decay, False
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._average = model, optimizers, get_ema_multi_avg_fn(decay)
         self._averaged = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._update)
@@ -55,7 +56,7 @@ class Ema:
             )
         if pairs := list(self._pairs(optimizer)):
             averages, weights = map(list, zip(*pairs, strict=True))
-            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+            self._average(averages, weights, None)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
