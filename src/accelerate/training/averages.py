@@ -38,15 +38,19 @@ class Ema:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._update)
 
-    def _pairs(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield what this rank has of each average and of its weight; an average that is not there yet begins with the weight."""
+    def _pairs(
+        self, optimizer: torch.optim.Optimizer, begins: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what this rank has of each average and of its weight; after a step, averages that are not there yet begin with the weights."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                # Without a state it has had no gradient yet, and optimizers begin where they find none.
-                if id(parameter) in self._averaged and (state := optimizer.state.get(parameter)) is not None:
-                    if KEY not in state:
-                        state[KEY] = parameter.detach().clone()
-                    yield local_part(state[KEY]), local_part(parameter.detach())
+                if id(parameter) not in self._averaged:
+                    continue
+                # Not before its first step: optimizers begin where they find no state.
+                if begins and parameter.grad is not None and KEY not in optimizer.state[parameter]:
+                    optimizer.state[parameter][KEY] = parameter.detach().clone()
+                if KEY in optimizer.state.get(parameter, ()):
+                    yield local_part(optimizer.state[parameter][KEY]), local_part(parameter.detach())
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -54,7 +58,9 @@ class Ema:
             raise RuntimeError(
                 "optimizer.step() was called inside ema.applied(), where the model has averages for weights."
             )
-        if pairs := list(self._pairs(optimizer)):
+        if getattr(optimizer, "found_inf", None):  # a fused step looks at it itself, and so does not skip this
+            return
+        if pairs := list(self._pairs(optimizer, begins=True)):
             averages, weights = map(list, zip(*pairs, strict=True))
             self._average(averages, weights, None)
 
