@@ -1,5 +1,6 @@
 """Batches by a budget of tokens: samples of similar length together, as many steps on every rank, as much work in each of a step."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,10 +50,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
         for name, value in (("max_tokens", max_tokens), ("ranks", ranks), ("steps_in_bucket", steps_in_bucket)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
-        known = np.asarray(lengths)
+        known = np.asarray(lengths, dtype=np.int64)
         if not len(known):
             raise ValueError("lengths is empty: give the number of tokens of each sample.")
-        self._longest_first = np.argsort(-known, kind="stable")
+        shorter = known.max() - known
+        if shorter.max() < 1 << 16:
+            shorter = shorter.astype(np.uint16)  # which numpy sorts by its digits, in a tenth of the time
+        self._longest_first = np.argsort(shorter, kind="stable")
         if (worst := known[self._longest_first[0]]) > max_tokens:
             raise ValueError(
                 f"Sample {self._longest_first[0]} has {worst} tokens, and max_tokens is {max_tokens}. Truncate it, or raise max_tokens."
@@ -86,7 +90,8 @@ def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, li
     rising, bounds, buckets, start = -lengths, [], [], 0
     while start < len(lengths):
         fits = int(max_tokens // max(lengths[start], 1)) * ranks  # samples in a step
-        similar = int(np.searchsorted(rising, -0.9 * lengths[start], side="right")) - start
+        least = rising.dtype.type(-math.ceil(0.9 * lengths[start]))  # of the same type: numpy would cast all of them
+        similar = int(np.searchsorted(rising, least, side="right")) - start
         end = min(start + fits * min(-(-similar // fits), steps), len(lengths))
         if len(lengths) - end < ranks:  # too few for a step of their own: they join this one
             end = len(lengths)

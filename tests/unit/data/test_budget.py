@@ -55,6 +55,11 @@ def test_samples_that_fill_a_batch_each_are_repeated_where_ranks_would_have_none
     assert [len(batch) for batch in batches] == [1] * 6 and set(sum(batches, [])) == set(range(5))
 
 
+def test_lengths_of_any_integer_type():
+    wanted = list(TokenBudgetSampler([3, 9, 4], 12))
+    assert list(TokenBudgetSampler(np.array([3, 9, 4], dtype=np.uint8), 12)) == wanted
+
+
 @cases(
     "options, said",
     ({"lengths": [3, 9], "max_tokens": 8}, "Sample 1 has 9 tokens, and max_tokens is 8"),
