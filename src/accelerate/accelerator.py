@@ -1301,6 +1301,31 @@ class Accelerator(Processes):
             )
         return saving.stream_weights(self, model, dtype, bucket_bytes)
 
+    def whole_parameters(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """Return a context in which each rank has a model's parameters whole, so that forwards need no other rank. All ranks.
+
+        For ``generate`` and evaluation: all units are gathered at once, and each rank then runs as many forwards as it likes. The ranks
+        enter together; the model trains on afterwards. Change nothing inside: where parameters are sharded, changes are lost.
+        FSDP, HSDP, and strategies whose ranks have whole parameters anyway; layers that tensor parallelism splits stay split.
+
+        Args:
+            model: A prepared model.
+
+        Returns:
+            The context, which gives the model without its wrappers.
+
+        Raises:
+            NotImplementedError: DeepSpeed's stage 3.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
+            >>> with torch.no_grad(), accelerator.whole_parameters(model) as whole:
+            ...     whole.weight.shape, whole(torch.ones(1, 4)).shape
+            (torch.Size([2, 4]), torch.Size([1, 2]))
+        """
+        return self._backend.whole_parameters(self, model)
+
     def save_adapter(self, model: nn.Module, save_directory: str | os.PathLike) -> None:
         """Save the adapters of a model that PEFT has extended, whole, as ``PeftModel.from_pretrained`` reads them. All ranks.
 

@@ -111,6 +111,10 @@ class Backend:
             if wanted(name) and name not in again:
                 yield name, value
 
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """Return a context that gives the user's model, whose parameters each rank has whole in it. All ranks."""
+        return contextlib.nullcontext(self.unwrap_model(model))
+
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""
         return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()

@@ -93,16 +93,31 @@ class FSDP1(Sharded):
         """Gather a unit at a time, as a forward does. All ranks, in step."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        again = tied_again(model)
+        again, kinds = tied_again(model), torch_private.buffer_dtypes(model)
         for prefix, unit in model.named_modules():
             if unit is not model and not isinstance(unit, FullyShardedDataParallel):
                 continue
+            inside = list(unit.named_modules(prefix=prefix))
+            units = tuple([f"{name}." for name, part in inside[1:] if isinstance(part, FullyShardedDataParallel)])
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                for name, module in _unit(unit, prefix):
-                    state = torch_private.own_state(module, name)
+                for name, module in inside:
+                    state = {} if f"{name}.".startswith(units) else torch_private.own_state(module, name)
                     for key, value in zip(canonical_names(state), state.values(), strict=True):
                         if wanted(key) and key not in again:
-                            yield key, value
+                            yield key, value.to(kinds[key]) if key in kinds else value
+
+    @contextlib.contextmanager
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
+        """Gather all units at once. They refuse a forward meanwhile, so what they wrap stands in their places. All ranks."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        summoned = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+        with summoned, contextlib.ExitStack() as last:
+            for parts in [owner._modules for owner in model.modules()]:
+                units = {name: part for name, part in parts.items() if isinstance(part, FullyShardedDataParallel)}
+                last.callback(parts.update, units)
+                parts.update({name: unit.module for name, unit in units.items()})
+            yield self.unwrap_model(model)
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
@@ -133,14 +148,6 @@ class FSDP1(Sharded):
         if len(roots) == 1 and not given:
             return roots[0].clip_grad_norm_(max_norm, norm_type)
         return _clip_together(roots, list(given.values()), max_norm, norm_type)
-
-
-def _unit(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those in it, with their names, but for units inside it."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None and not is_parallel_wrapper(child):
-            yield from _unit(child, f"{prefix}.{name}" if prefix else name)
 
 
 def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:

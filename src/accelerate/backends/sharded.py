@@ -20,7 +20,7 @@ from accelerate.modules import norms
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel import shard
 from accelerate.precision import footprint
-from accelerate.runtime import rendezvous
+from accelerate.runtime import rendezvous, torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
 from accelerate.utils.versions import is_torch_version
@@ -241,6 +241,12 @@ class FSDP2(Sharded):
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Shard the model in place, through the function that libraries replace."""
         return accelerator.shard_model(model)
+
+    @contextlib.contextmanager
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
+        """Gather all units at once, and keep them through forwards. All ranks."""
+        with torch_private.unsharded(list(shard.roots(model))):
+            yield self.unwrap_model(model)
 
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.modules.unwrap import canonical_name
-
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
@@ -67,11 +65,6 @@ def scales(model: nn.Module) -> dict[str, torch.Tensor]:
         found[f"{name}.absmax"], found[f"{name}.nested_offset"] = state.absmax, state.offset
         found[f"{name}.nested_absmax"] = getattr(state.state2, "absmax", None)
     return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def packed(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of a model's 4-bit weights, whose numbers no cast may touch."""
-    return tuple([canonical_name(name) for name, _ in _layers(model)])
 
 
 def attach(model: nn.Module) -> None:

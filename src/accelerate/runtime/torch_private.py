@@ -292,6 +292,21 @@ def shard_groups(model: nn.Module) -> Iterator[Any]:
             yield from filter(None, [getattr(state(), "_fsdp_param_group", None)]) if groups is None else groups
 
 
+@contextlib.contextmanager
+def unsharded(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather what `fully_shard` has sharded in modules, and keep it whole through forwards. All ranks."""
+    with contextlib.ExitStack() as last:
+        for root in roots:
+            root._get_fsdp_state()._lazy_init()  # which decides what the root does after a forward
+            for group in list(shard_groups(root)):
+                last.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
+                group.post_forward_mesh_info = None  # as `set_reshard_after_forward(False)` does
+        for unit in [part for root in roots for part in root.modules() if hasattr(type(part), "_get_fsdp_state")]:
+            last.callback(unit.reshard)
+            unit.unshard()
+        yield
+
+
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, Any], list[torch.Tensor]]]:
     """Yield what `fully_shard` made: a shard, what its parameter is meanwhile, and the whole gradients that this rank holds."""
     for group in shard_groups(model):
@@ -349,6 +364,11 @@ def member_names(parameter: nn.Parameter) -> Sequence[str] | None:
 def shared_members(module: nn.Module) -> Sequence[Any]:
     """Return torch's records of the parameters that share memory with another in the flat one of a module."""
     return getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ())
+
+
+def buffer_dtypes(wrapper: nn.Module) -> Mapping[str, torch.dtype]:
+    """Return what a model's buffers were before mixed precision, by their names, where FSDP1 wraps the model."""
+    return getattr(wrapper, "_buffer_name_to_orig_dtype", {})
 
 
 def flat_gradients(module: nn.Module) -> list[Any]:

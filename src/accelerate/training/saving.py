@@ -25,7 +25,7 @@ from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, 
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
-from accelerate.modules.unwrap import canonical_name, clean_state_dict_for_safetensors
+from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
 from accelerate.parallel import shard
 from accelerate.precision import four_bit
@@ -265,7 +265,9 @@ def stream_weights(
     accelerator: Facade, model: nn.Module, dtype: torch.dtype | None, limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield copies of a model's whole tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
-    packed = four_bit.packed(accelerator._backend.unwrap_model(model))
+    # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
+    scales = canonical_names(four_bit.scales(accelerator._backend.unwrap_model(model)))
+    packed = tuple([name.rpartition(".")[0] for name in scales])
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, value in accelerator._backend.whole_tensors(accelerator, model):

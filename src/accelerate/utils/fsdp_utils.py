@@ -265,14 +265,8 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
 
         state = get_model_state_dict(model, options=sd_options)
     if adapter_only and is_peft_model(model):
-        from peft import get_peft_model_state_dict
-
-        if state == {}:
-            return state
-        if states.is_fsdp1(model):
-            return adapter_entries(model, model.state_dict() if state is None else state)
         # Gathered first: PEFT picks entries by name, and would otherwise pick this rank's shards.
-        return get_peft_model_state_dict(model, state_dict=state, adapter_name=model.active_adapter)
+        return adapter_entries(model, model.state_dict() if state is None else state) if state != {} else state
     return model.state_dict() if state is None else state
 
 

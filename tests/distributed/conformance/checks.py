@@ -207,6 +207,27 @@ def streams_whole_weights(strategy: Strategy) -> list[str]:
     return found + run.apart(trace, zoo.reference(FEW, strategy.groups))
 
 
+def runs_alone_on_whole_parameters(strategy: Strategy) -> list[str]:
+    """In `whole_parameters` each rank runs forwards of its own number, as the plain model does; the training is the same."""
+    run, found = Run(strategy, FEW), []
+    tokens, places, _ = (part[:2] for part in zoo.data(1))
+
+    def compare(step: int) -> None:
+        plain = zoo.build()
+        plain.load_state_dict(everywhere(run.weights())[0])
+        with torch.no_grad(), run.accelerator.whole_parameters(run.model) as whole:
+            for _ in range(1 if strategy.same_batch > 1 else 1 + run.accelerator.process_index):
+                logits = whole(tokens, places)
+            gap = (logits - plain(tokens, places)).abs().max().item()
+        found.extend([f"logits differ by {gap:.2e} after step {step}"] if not gap <= strategy.tolerance else [])
+
+    try:
+        trace = run.train(at=compare)
+    except NotImplementedError as error:
+        return [] if "stream_weights" in str(error) else [str(error)]
+    return found + run.apart(trace, zoo.reference(FEW, strategy.groups))
+
+
 def gathers_each_sample_once(strategy: Strategy) -> list[str]:
     """`gather_for_metrics` over an epoch that does not divide has every sample once, or once for each part of its sequence."""
     accelerator = accelerator_for(strategy)
@@ -259,6 +280,7 @@ _ALL = (
         continues_after_loading,
         has_plain_weights,
         streams_whole_weights,
+        runs_alone_on_whole_parameters,
         gathers_each_sample_once,
         reports,
         lets_go,

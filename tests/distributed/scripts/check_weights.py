@@ -8,7 +8,9 @@ import torch
 from check_sharded import sharding
 from expect import raised
 from harness import everywhere, fresh_accelerator
+from pytest import raises as pytest_raises
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelerate import ParallelismConfig
 from accelerate.utils import TorchTensorParallelConfig
@@ -94,3 +96,28 @@ def check_a_stream_has_buffers_and_leaves_integers():
         floating = ("0.0.weight", "0.0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
         expected = {**dict.fromkeys(floating, torch.float16), "1.num_batches_tracked": torch.int64}
         assert all(one == expected for one in everywhere(kinds)), (name, kinds)
+
+
+def check_whole_parameters_are_lent():
+    """Inside they are whole, and what is changed is lost; afterwards each rank has its shards again, and gathers in each forward."""
+    for name in ("fsdp1", "fsdp1-orig", "fsdp2"):
+        accelerator = fresh_accelerator(**RUNS[name])
+        torch.manual_seed(0)
+        model = accelerator.prepare(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))))
+
+        def here(model=model):
+            return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+
+        before, rows = here(), torch.ones(2, 8)
+        with accelerator.whole_parameters(model) as whole, torch.no_grad():
+            assert sum(parameter.numel() for parameter in whole.parameters()) == 3 * 72, name
+            wanted = whole(rows)
+            for parameter in whole.parameters():
+                parameter.zero_()
+        assert here() == before < 3 * 72, name
+        with pytest_raises(KeyError), accelerator.whole_parameters(model):
+            raise KeyError(name)  # what fails inside leaves it whole for no one
+        assert here() == before, name
+        assert torch.allclose(model(rows), wanted), name
+        model(rows).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel()), name

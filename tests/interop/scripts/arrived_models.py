@@ -30,7 +30,7 @@ from transformers.distributed import DistributedConfig
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, gather_object
 
 STEPS, WINDOW, MAX_NORM = 20, 2, 0.5
 SIZES = {
@@ -174,6 +174,8 @@ def trains(folder, name):
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
             same(state, weights, 5 * EXACT, name)
+        streamed = {key: value for bucket in accelerator.stream_weights(model) for key, value in bucket.items()}
+        same(streamed, gather_object([state])[0], 0.0, name)
         seen = torch.cat([accelerator.gather_for_metrics(ids) for ids in loader])
         assert len(seen) == len(rows(STEPS * WINDOW * BATCH)), (name, len(seen))
         accelerator.save_state(f"{folder}/{name}-state")

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from tiny import report
@@ -164,15 +164,6 @@ def exports(accelerator, model, state, folder):
     accelerator.wait_for_everyone()
 
 
-def root_gathered(model):
-    """Under FSDP1 `generate` does not pass through the root's wrapper, which would gather what lies outside the layers."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if isinstance(model, FullyShardedDataParallel):
-        return FullyShardedDataParallel.summon_full_params(model, writeback=False, recurse=False)
-    return nullcontext()
-
-
 def generates(folder, version):
     """After training, `generate` gives on every rank what the same weights give on one process."""
     options = {"max_new_tokens": 5, "do_sample": False}
@@ -182,8 +173,8 @@ def generates(folder, version):
         train(accelerator, model, optimizer)
         model.eval()
         words = batches()[0]
-        with torch.no_grad(), root_gathered(model):
-            found = accelerator.unwrap_model(model).generate(words, **options)
+        with torch.no_grad(), accelerator.whole_parameters(model):
+            found = model.generate(words, **options)
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
             plain = seeded(llama, seed=1).eval()

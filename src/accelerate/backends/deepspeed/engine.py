@@ -362,6 +362,15 @@ class DeepSpeed(Backend):
             return checkpoint.entries(model, wanted)
         return super().whole_tensors(accelerator, model, wanted)
 
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """Refuse stage 3, which frees parameters after each forward; at other stages all ranks have them. All ranks."""
+        if is_engine(model) and model.zero_optimization_stage() == 3:
+            raise NotImplementedError(
+                "whole_parameters at ZeRO stage 3: the engine frees each module's parameters after its forward. Call "
+                "unwrap_model(model).generate(...) on all ranks without it, or take whole tensors from stream_weights."
+            )
+        return super().whole_parameters(accelerator, model)
+
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
         """Return the whole state dict, an engine's under the names of its module; of stage 3 on rank 0 alone, None elsewhere. All ranks."""
         if not is_engine(model):
