@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
+from accelerate.data import generators
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
-from accelerate.data.resume import Progress, generators_kept, is_stateful
+from accelerate.data.progress import Progress
 from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SkipBatchSampler
 from accelerate.data.workers import SeededDataset
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
@@ -34,6 +35,11 @@ _OF_THE_PROCESS = ("gradient_state", "_connection", "_layouts")
 def is_stream(loader: DataLoader) -> bool:
     """Whether the loader reads an iterable dataset, which has no indices."""
     return isinstance(loader.dataset, IterableDataset)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def batching_sampler(loader: DataLoader) -> Any | None:
@@ -380,7 +386,7 @@ class DataLoaderAdapter:
             return self._yielded_state
         # torchdata opens an unused loader to ask it, which draws random numbers and would shift those of the run. A copy
         # is opened here, and the numbers are given back.
-        with generators_kept():
+        with generators.kept():
             return variant(self.base_dataloader).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

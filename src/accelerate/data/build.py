@@ -15,12 +15,12 @@ from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampl
 from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.data import adapter, iterable, plan
-from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, skipping, variant
+from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate.data.plan import DataPlan, ShardLayout
-from accelerate.data.resume import Pending, is_stateful
+from accelerate.data.progress import Pending
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
@@ -245,7 +245,7 @@ def _readers(choice: str, dataloader: DataLoader, layouts: Sequence[ShardLayout]
 
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
     """The loader with a sampler that depends on a seed and the epoch, equal on all processes, if it shuffles."""
-    sampler, communicator = get_sampler(dataloader), comm.current()
+    sampler, communicator = adapter.get_sampler(dataloader), comm.current()
     if not isinstance(sampler, RandomSampler) or (isinstance(sampler, SeedableRandomSampler) and seed is None):
         return dataloader
     if seed is None:
@@ -273,7 +273,7 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
     A sampler without one draws from torch's default generator, which differs between processes as soon as one of them
     has used it more than another; then shards overlap.
     """
-    owner = dataloader.dataset if is_stream(dataloader) else get_sampler(dataloader)
+    owner = dataloader.dataset if is_stream(dataloader) else adapter.get_sampler(dataloader)
     if isinstance(owner, SeedableRandomSampler):
         return None
     generator = getattr(owner, "generator", None)

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data import adapter, resume
-from accelerate.data.adapter import DataLoaderAdapter, placer, variant
+from accelerate.data import adapter, generators, resume
+from accelerate.data.adapter import DataLoaderAdapter, is_stateful, placer, variant
 from accelerate.data.loader import EpochIterator, PreparedLoader
 from accelerate.data.plan import ShardLayout
-from accelerate.data.resume import Pending, generators_kept, is_stateful
+from accelerate.data.progress import Pending
 from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
 from accelerate.process import PartialState
 from accelerate.runtime import simulated
@@ -412,7 +412,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
         parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
-        with generators_kept(self._progress.at_start):
+        with generators.kept(self._progress.at_start):
             whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
             head = list(islice(iter(whole), self._reads_per_step()))
         put_back()
