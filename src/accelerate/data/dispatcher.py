@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data import adapter, generators, resume
+from accelerate.data import generators, resume
 from accelerate.data.adapter import DataLoaderAdapter, is_stateful, placer, variant
 from accelerate.data.loader import EpochIterator, PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.progress import Pending
-from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
+from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard, unskipped
 from accelerate.process import PartialState
 from accelerate.runtime import simulated
 from accelerate.utils.nested import over_leaves
@@ -411,7 +411,7 @@ class DataLoaderDispatcher(PreparedLoader):
         put_back, base, sampler = resume.kept(self), self.base_dataloader, self.get_sampler()
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
-        parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
+        parts = {name: unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
         with generators.kept(self._progress.at_start):
             whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
             head = list(islice(iter(whole), self._reads_per_step()))

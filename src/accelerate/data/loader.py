@@ -14,7 +14,7 @@ from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, va
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, restores, uncounted
 from accelerate.data.progress import Noted, Pending
 from accelerate.data.resume import ResumableLoader
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, look_ahead
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, layers, look_ahead
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
@@ -55,8 +55,7 @@ class EpochIterator:
             self._begin_at(pending)
         if adapter.knows_end(self.base):
             self.order = EndAhead(adapter.batching_sampler(self.base))
-            name = "sampler" if self.base.batch_sampler is None else "batch_sampler"
-            self.base = variant(self.base, **{name: self.order})
+            self.base = adapter.iterating(self.base, self.order)
         watch = loader.gradient_state._step_watch
         with nullcontext() if watch is None else workers.masked_start(self.base, watch.numbers):
             self.batches = self._opened() if pending is None else self._opened_again()
@@ -215,12 +214,10 @@ class PreparedLoader(ResumableLoader):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws, for all samplers and streams that know it."""
         self._progress.epoch = epoch
-        part = adapter.batching_sampler(self.base_dataloader)
-        while part is not None:
+        for part in layers(adapter.batching_sampler(self.base_dataloader)):
             # Asked of the class, because wrappers hand on the attributes of what they wrap; only the owner shall hear.
             if hasattr(type(part), "set_epoch"):
                 part.set_epoch(epoch)
-            part = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
         dataset = self.base_dataloader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)

@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accelerate._warn import warn_user
-from accelerate.data import adapter, generators
+from accelerate.data import adapter, generators, samplers
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, skipping
 from accelerate.data.iterable import has_buffer
 from accelerate.data.plan import DataPlan
 from accelerate.data.progress import Pending, Progress
-from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SeedableRandomSampler, skips_samples
+from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SeedableRandomSampler
 from accelerate.runtime import storage
 from accelerate.state import GradientState
 
@@ -103,7 +103,7 @@ class ResumableLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _left_out(self) -> int:
         """Number of steps that this loader leaves out at the beginning of every iteration."""
-        _, skipped = adapter.unskipped(adapter.batching_sampler(self.base_dataloader))
+        _, skipped = samplers.unskipped(adapter.batching_sampler(self.base_dataloader))
         return self.skip_batches + skipped // self._reads_per_step()
 
     def _skipping(self, number: int) -> ResumableLoader:
@@ -279,7 +279,7 @@ def _behind(loader: ResumableLoader, position: dict[str, Any]) -> tuple[int, int
             "some samples will be seen again and others left out, unless it deals them out in turn."
         )
     if rest and parts == 1 and unit == "samples" and not isinstance(base.dataset, IterableDataset):
-        if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
+        if samplers.skips_samples(adapter.batching_sampler(base)):
             return steps, rest
     if rest:
         warn_user(

@@ -9,7 +9,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelerate.data.permutation import GrowingPermutation, advance, can_grow
 
@@ -168,6 +168,38 @@ def _one_by_one(sampler: RandomSampler) -> Iterator[int]:
     order.finish()
 
 
+# Samplers inside of samplers -----------------------------------------------------------------------------------------
+
+
+def layers(sampler: Any, hidden: bool = False) -> Iterator[Any]:
+    """Yield a sampler and, one after the other, those inside: batch samplers, then the sampler that decides the order.
+
+    `hidden` says to follow a sampler that is kept under any other name than torch's, too.
+    """
+    seen: list[Any] = []
+    while sampler is not None and not any(sampler is one for one in seen):
+        yield sampler
+        seen.append(sampler)
+        inner = sampler.batch_sampler if hasattr(sampler, "batch_sampler") else getattr(sampler, "sampler", None)
+        if inner is None and hidden:
+            values = getattr(sampler, "__dict__", {}).values()
+            inner = next((value for value in values if isinstance(value, Sampler) and value is not sampler), None)
+        sampler = inner
+
+
+def innermost(sampler: Any) -> Any:
+    """The batch sampler (or sampler) below the shards and skips of this package."""
+    return next(part for part in layers(sampler) if not isinstance(part, (BatchSamplerShard, SkipBatchSampler)))
+
+
+def unskipped(sampler: Any) -> tuple[Any, int]:
+    """The sampler below the skips of this package, and the number of batches that they leave out."""
+    count = 0
+    while isinstance(sampler, SkipBatchSampler):
+        sampler, count = sampler.batch_sampler, count + sampler.skip_batches
+    return sampler, count
+
+
 # Beginning in the middle ---------------------------------------------------------------------------------------------
 
 
@@ -185,10 +217,8 @@ def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> It
 
 def skips_samples(batch_sampler: Any) -> bool:
     """Whether a batch sampler can begin at any sample, not at a whole batch only."""
-    while isinstance(batch_sampler, SkipBatchSampler):
-        batch_sampler = batch_sampler.batch_sampler
-    shard = isinstance(batch_sampler, BatchSamplerShard)
-    return batch_sampler.deals_samples if shard else type(batch_sampler) is BatchSampler
+    inner, _ = unskipped(batch_sampler)
+    return inner.deals_samples if isinstance(inner, BatchSamplerShard) else type(inner) is BatchSampler
 
 
 def split_head(items: Iterable[Any], keep: int, start: int) -> tuple[list[Any], Iterator[Any]]:
