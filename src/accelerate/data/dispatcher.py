@@ -26,7 +26,7 @@ from accelerate.data.adapter import CPU, DataLoaderAdapter, is_stateful, placer,
 from accelerate.data.loader import EpochIterator, PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.progress import Pending
-from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard, unskipped
+from accelerate.data.samplers import ReplayableRandomSampler, Rounds, look_ahead, unskipped
 from accelerate.process import PartialState
 from accelerate.runtime import simulated
 from accelerate.utils.nested import over_leaves
@@ -124,9 +124,9 @@ class Round(NamedTuple):
 
     def completed(self, head: Any, shards: int, of_readers: Sequence[int]) -> Round:
         """The same, filled with the samples of `head` to the width that the reader with the most samples needs."""
-        width = -(-max(of_readers) // shards)
-        counts = sum((real_per_shard(each, width, shards) for each in of_readers), ())
-        return Round(padded(self.batch, self.real, head, width * shards), counts, self.real, width, shards)
+        rounds = Rounds(-(-max(of_readers) // shards), shards)
+        counts = sum(map(rounds.real, of_readers), ())
+        return Round(padded(self.batch, self.real, head, rounds.total), counts, self.real, rounds.size, shards)
 
     def start(self, shard: int) -> int:
         """Number of samples before a shard."""

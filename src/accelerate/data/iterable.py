@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data.samplers import check_split, shares, split_head
+from accelerate.data.samplers import Rounds, check_split, shares, split_head
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +73,11 @@ class IterableDatasetShard(IterableDataset):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
-    def _round_size(self) -> int:
-        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
-
     def __len__(self) -> int:
         # TypeError for a stream without length, which is what len() callers expect.
-        rounds, rest = divmod(len(self.dataset), self._round_size())
-        if rest and not self.drop_last:
-            rounds += 1
-        return rounds * (self._round_size() // self.num_processes)
+        rounds = Rounds.of(self)
+        whole, rest = divmod(len(self.dataset), rounds.total)
+        return (whole + (rest > 0 and not self.drop_last)) * rounds.size
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -89,9 +85,8 @@ class IterableDatasetShard(IterableDataset):
             # Every process reads the stream by itself: only an equal seed makes it the same stream.
             generator.manual_seed(self.epoch)
         self.round_log.clear()
-        size = self._round_size()
-        head, samples = split_head(self.dataset, size, 0)
-        yield from chain.from_iterable(shares(self, samples, head, size // self.num_processes))
+        head, samples = split_head(self.dataset, Rounds.of(self).total, 0)
+        yield from chain.from_iterable(shares(self, samples, head))
 
 
 class CountingCollate:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.data import adapter
 from accelerate.data.adapter import batching_sampler, is_stream, known_length
-from accelerate.data.samplers import has_tensor_order, real_per_shard
+from accelerate.data.samplers import Rounds, has_tensor_order
 from accelerate.diagnostics.table import table
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
@@ -264,7 +264,7 @@ def shards_of(samples: int, size: int, shards: int, *, drop_last: bool, fill: st
         return [(rounds * size, 0, rounds)] * shards
     width = -(-rest // shards) if fill == "round" else size
     result = []
-    for real in real_per_shard(rest, width, shards):
+    for real in Rounds(width, shards).real(rest):
         filled = width if fill != "nothing" else real
         result.append((rounds * size + real, filled - real, rounds + (filled > 0)))
     return result

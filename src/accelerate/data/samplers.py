@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
@@ -237,22 +237,47 @@ def split_head(items: Iterable[Any], keep: int, start: int) -> tuple[list[Any], 
 # batches later when workers read ahead.
 
 
-def real_per_shard(real: int, size: int, shards: int) -> tuple[int, ...]:
-    """Return the number of real samples in each shard's batch of a round; the real ones come first."""
-    return tuple(min(max(real - shard * size, 0), size) for shard in range(shards))
+class Rounds(NamedTuple):
+    """Which samples of a round belong to which shard: `size` to each of `shards`, one after the other, the real ones first."""
+
+    size: int
+    shards: int
+
+    @classmethod
+    def of(cls, part: Any) -> Rounds:
+        """The rounds of a `BatchSamplerShard` or `IterableDatasetShard`, as its attributes say now."""
+        size, shards = part.batch_size, part.num_processes
+        return cls(size // shards if part.split_batches else size, shards)
+
+    @property
+    def total(self) -> int:
+        """Samples of all shards."""
+        return self.size * self.shards
+
+    def real(self, samples: int) -> tuple[int, ...]:
+        """Return how many of so many real samples each shard has."""
+        return tuple(min(max(samples - shard * self.size, 0), self.size) for shard in range(self.shards))
+
+    def own(self, index: int) -> slice:
+        """Where the samples of a shard are."""
+        return slice(self.size * index, self.size * (index + 1))
+
+    def share(self, part: Any, samples: list[Any], number: int, head: Iterable[Any] = ()) -> list[Any]:
+        """A process's samples of round `number`, which is completed with `head`, over and over, if there is one; that is noted."""
+        if head and len(samples) < self.total:
+            part.round_log[number] = self.real(len(samples))
+            samples = list(islice(chain(samples, cycle(head)), self.total))
+        return samples[self.own(part.process_index)]
 
 
 def shares(
-    shard: Any, samples: Iterator[Any], head: Sequence[Any], size: int, number: int = 0, even: bool = True
-) -> Iterator[list[Any]]:
-    """Yield a shard's `size` samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
-    total, begin = size * shard.num_processes, size * shard.process_index
-    while (round_ := list(islice(samples, total))) and (len(round_) == total or not shard.drop_last):
-        if len(round_) < total and even:
-            shard.round_log[number] = real_per_shard(len(round_), size, shard.num_processes)
-            round_ = list(islice(chain(round_, cycle(head)), total))
-        if part := round_[begin : begin + size]:
-            yield part
+    part: Any, samples: Iterator[Any], head: Sequence[Any], number: int = 0, even: bool = True
+) -> Iterator[Any]:
+    """Yield a process's samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
+    rounds = Rounds.of(part)
+    while (whole := list(islice(samples, rounds.total))) and (len(whole) == rounds.total or not part.drop_last):
+        if own := rounds.share(part, whole, number, head if even else ()):
+            yield own
         number += 1
 
 
@@ -329,8 +354,7 @@ class BatchSamplerShard(BatchSampler):
         sampler = getattr(self.batch_sampler, "sampler", None)
         if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
             return False
-        rest = len(sampler) % self.batch_size
-        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
+        return 0 < len(sampler) % self.batch_size <= Rounds.of(self).own(self.process_index).start
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
@@ -349,35 +373,34 @@ class BatchSamplerShard(BatchSampler):
     def _from_samples(self, number: int, extra: int) -> Iterator[list[int]]:
         """Take this process's samples of each round from `number` on: from an order in memory at no cost for those of others."""
         self.round_log.clear()
-        sampler = self.batch_sampler.sampler
-        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
-        total, own = size * self.num_processes, size * self.process_index
+        sampler, rounds = self.batch_sampler.sampler, Rounds.of(self)
+        total, own = rounds.total, rounds.own(self.process_index)
         begin = number * total + extra
         if not has_tensor_order(sampler):
             head, tail = split_head(sampler, total, begin)
         else:
             order, samples = TensorOrder(sampler), len(sampler)
-            rounds, rest = divmod(max(0, samples - begin), total)
-            for place in range(begin, begin + rounds * total, total):
+            whole, rest = divmod(max(0, samples - begin), total)
+            for place in range(begin, begin + whole * total, total):
                 order.draw(place + total)
-                yield order.part(place + own, place + own + size)
+                yield order.part(place + own.start, place + own.stop)
             order.draw(samples)
             head, tail = order.part(0, min(total, samples)), order.part(samples - rest, samples)
             order.finish()  # nothing else tells that a round is the last
-            number += rounds
-        yield from shares(self, iter(tail), head, size, number, self.even_batches)
+            number += whole
+        yield from shares(self, iter(tail), head, number, self.even_batches)
 
     def _walked(self, start: int, _: int) -> Iterator[list[int]]:
         self.round_log.clear()
-        split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
-        per_round = 1 if split else shards
-        own = slice(size // shards * index, size // shards * (index + 1)) if split else slice(0)
+        split, size, index = self.split_batches, self.batch_size, self.process_index
+        per_round = 1 if split else self.num_processes
+        own = Rounds.of(self).own(index) if split else index
         head, batches = split_head(self.batch_sampler, per_round, start * per_round)
         rounds = iter(lambda: list(islice(batches, per_round)), [])
         for number, (group, is_last) in enumerate(look_ahead(rounds), start):
             complete = len(group) == per_round and size in (None, len(group[-1]))
             if complete or not (is_last or split):
-                yield group[0][own] if split else group[index]
+                yield group[0][own] if split else group[own]
             elif not (is_last and self.drop_last):
                 yield from self._part_of_odd_round(group, head, number, is_last)
 
@@ -394,14 +417,11 @@ class BatchSamplerShard(BatchSampler):
             return group[index : index + 1]
         samples = list(chain.from_iterable(group))
         # A sampler may not keep to its batch_size: divide what there is, lose nothing.
-        size = -(-len(samples) // shards)
-        if is_last:
-            size = max(size, self.batch_size // shards if self.split_batches else self.batch_size)
-        if (self.even_batches or not is_last) and len(samples) < size * shards:
-            self.round_log[number] = real_per_shard(len(samples), size, shards)
-            samples = list(islice(chain(samples, cycle(chain.from_iterable(head))), size * shards))
-        part = samples[size * index : size * (index + 1)]
-        return [part] if part else []
+        rounds = Rounds(max(-(-len(samples) // shards), Rounds.of(self).size if is_last else 0), shards)
+        own = rounds.share(
+            self, samples, number, chain.from_iterable(head) if self.even_batches or not is_last else ()
+        )
+        return [own] if own else []
 
 
 class SkipBatchSampler(BatchSampler):
