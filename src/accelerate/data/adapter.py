@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from accelerate.data import generators, samplers
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.progress import Progress
-from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
+from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
 from accelerate.data.workers import SeededDataset
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 from accelerate.utils.operations import send_to_device
@@ -346,8 +346,7 @@ class DataLoaderAdapter:
     def _batches_per_step(self) -> int:
         """Batches of the wrapped loader that all processes together take in a step, each counted in the size it has undivided."""
         shard = sharding(self.base_dataloader)
-        in_turn = isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) and not shard.split_batches
-        return shard.num_processes if in_turn else 1
+        return shard.num_processes if isinstance(shard, Part) and not shard.split_batches else 1
 
     def _samples_per_step(self) -> int | None:
         """Samples that all processes together receive in one step; None if that varies."""

@@ -11,10 +11,10 @@ import torch
 
 from accelerate.data import adapter, generators, iterable, resume, workers
 from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, variant
-from accelerate.data.iterable import CountingCollate, IterableDatasetShard, restores, uncounted
+from accelerate.data.iterable import CountingCollate, restores, uncounted
 from accelerate.data.progress import Noted, Pending
 from accelerate.data.resume import ResumableLoader
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, layers, look_ahead
+from accelerate.data.samplers import EndAhead, Part, layers, look_ahead
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
@@ -231,7 +231,7 @@ class PreparedLoader(ResumableLoader):
     def batch_counts(self) -> tuple[int, ...] | None:
         """Real samples in each shard's batch of the round yielded last; None if all are real."""
         shard = adapter.sharding(self.base_dataloader)
-        if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
+        if isinstance(shard, Part):
             return shard.round_log.get(self._progress.batches - 1)
         return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
 

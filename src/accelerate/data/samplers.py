@@ -243,12 +243,6 @@ class Rounds(NamedTuple):
     size: int
     shards: int
 
-    @classmethod
-    def of(cls, part: Any) -> Rounds:
-        """The rounds of a `BatchSamplerShard` or `IterableDatasetShard`, as its attributes say now."""
-        size, shards = part.batch_size, part.num_processes
-        return cls(size // shards if part.split_batches else size, shards)
-
     @property
     def total(self) -> int:
         """Samples of all shards."""
@@ -262,24 +256,6 @@ class Rounds(NamedTuple):
         """Where the samples of a shard are."""
         return slice(self.size * index, self.size * (index + 1))
 
-    def share(self, part: Any, samples: list[Any], number: int, head: Iterable[Any] = ()) -> list[Any]:
-        """A process's samples of round `number`, which is completed with `head`, over and over, if there is one; that is noted."""
-        if head and len(samples) < self.total:
-            part.round_log[number] = self.real(len(samples))
-            samples = list(islice(chain(samples, cycle(head)), self.total))
-        return samples[self.own(part.process_index)]
-
-
-def shares(
-    part: Any, samples: Iterator[Any], head: Sequence[Any], number: int = 0, even: bool = True
-) -> Iterator[Any]:
-    """Yield a process's samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
-    rounds = Rounds.of(part)
-    while (whole := list(islice(samples, rounds.total))) and (len(whole) == rounds.total or not part.drop_last):
-        if own := rounds.share(part, whole, number, head if even else ()):
-            yield own
-        number += 1
-
 
 def check_split(batch_size: int | None, num_shards: int) -> None:
     """Refuse a batch size that `split_batches` cannot divide."""
@@ -290,7 +266,44 @@ def check_split(batch_size: int | None, num_shards: int) -> None:
         )
 
 
-class BatchSamplerShard(BatchSampler):
+class Part:
+    """What one process takes of data that all of them cut into rounds. Attributes may be assigned between iterations."""
+
+    def __init__(
+        self, batch_size: int | None, drop_last: bool, num_processes: int, process_index: int, split_batches: bool
+    ) -> None:
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.round_log: dict[int, tuple[int, ...]] = {}
+
+    def _rounds(self) -> Rounds:
+        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        return Rounds(size, self.num_processes)
+
+    def _shares(
+        self, samples: Iterator[Any], head: Sequence[Any], number: int = 0, even: bool = True
+    ) -> Iterator[list[Any]]:
+        """Yield the samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
+        rounds = self._rounds()
+        while (whole := list(islice(samples, rounds.total))) and (len(whole) == rounds.total or not self.drop_last):
+            if own := self._own(rounds, whole, number, head if even else ()):
+                yield own
+            number += 1
+
+    def _own(self, rounds: Rounds, samples: list[Any], number: int, head: Iterable[Any]) -> list[Any]:
+        """The samples of round `number`, which `head` completes, over and over, if there is one; what is real is noted."""
+        if head and len(samples) < rounds.total:
+            self.round_log[number] = rounds.real(len(samples))
+            samples = list(islice(chain(samples, cycle(head)), rounds.total))
+        return samples[rounds.own(self.process_index)]
+
+
+class BatchSamplerShard(Part, BatchSampler):
     """Gives one process its part of the batches of another batch sampler.
 
     By default the processes take whole batches in turn (the batch size is that of a process); with `split_batches` every
@@ -324,16 +337,10 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
+        size, drop_last = getattr(batch_sampler, "batch_size", None), getattr(batch_sampler, "drop_last", False)
+        super().__init__(size, drop_last, num_processes, process_index, split_batches)
         self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.round_log: dict[int, tuple[int, ...]] = {}
-        if split_batches:
-            check_split(self.batch_size, num_processes)
 
     @property
     def total_length(self) -> int:
@@ -354,7 +361,7 @@ class BatchSamplerShard(BatchSampler):
         sampler = getattr(self.batch_sampler, "sampler", None)
         if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
             return False
-        return 0 < len(sampler) % self.batch_size <= Rounds.of(self).own(self.process_index).start
+        return 0 < len(sampler) % self.batch_size <= self._rounds().own(self.process_index).start
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
@@ -373,7 +380,7 @@ class BatchSamplerShard(BatchSampler):
     def _from_samples(self, number: int, extra: int) -> Iterator[list[int]]:
         """Take this process's samples of each round from `number` on: from an order in memory at no cost for those of others."""
         self.round_log.clear()
-        sampler, rounds = self.batch_sampler.sampler, Rounds.of(self)
+        sampler, rounds = self.batch_sampler.sampler, self._rounds()
         total, own = rounds.total, rounds.own(self.process_index)
         begin = number * total + extra
         if not has_tensor_order(sampler):
@@ -388,13 +395,13 @@ class BatchSamplerShard(BatchSampler):
             head, tail = order.part(0, min(total, samples)), order.part(samples - rest, samples)
             order.finish()  # nothing else tells that a round is the last
             number += whole
-        yield from shares(self, iter(tail), head, number, self.even_batches)
+        yield from self._shares(iter(tail), head, number, self.even_batches)
 
     def _walked(self, start: int, _: int) -> Iterator[list[int]]:
         self.round_log.clear()
         split, size, index = self.split_batches, self.batch_size, self.process_index
         per_round = 1 if split else self.num_processes
-        own = Rounds.of(self).own(index) if split else index
+        own = self._rounds().own(index) if split else index
         head, batches = split_head(self.batch_sampler, per_round, start * per_round)
         rounds = iter(lambda: list(islice(batches, per_round)), [])
         for number, (group, is_last) in enumerate(look_ahead(rounds), start):
@@ -417,10 +424,9 @@ class BatchSamplerShard(BatchSampler):
             return group[index : index + 1]
         samples = list(chain.from_iterable(group))
         # A sampler may not keep to its batch_size: divide what there is, lose nothing.
-        rounds = Rounds(max(-(-len(samples) // shards), Rounds.of(self).size if is_last else 0), shards)
-        own = rounds.share(
-            self, samples, number, chain.from_iterable(head) if self.even_batches or not is_last else ()
-        )
+        rounds = Rounds(max(-(-len(samples) // shards), self._rounds().size if is_last else 0), shards)
+        fill = chain.from_iterable(head) if self.even_batches or not is_last else ()
+        own = self._own(rounds, samples, number, fill)
         return [own] if own else []
 
 
