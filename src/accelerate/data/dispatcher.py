@@ -29,7 +29,7 @@ from accelerate.data.progress import Pending
 from accelerate.data.samplers import ReplayableRandomSampler, Rounds, look_ahead, unskipped
 from accelerate.process import PartialState
 from accelerate.runtime import simulated
-from accelerate.utils.nested import over_leaves
+from accelerate.utils.nested import leaves, over_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,6 @@ def is_column(value: Any) -> bool:
     return not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
 
 
-def is_nested(value: Any) -> bool:
-    """Whether a value holds leaves, instead of being one."""
-    return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not is_column(value))
-
-
 def samples_of(leaf: Any) -> int | None:
     """Number of samples in a leaf; None if it belongs to the batch as a whole."""
     if isinstance(leaf, torch.Tensor):
@@ -58,10 +53,7 @@ def samples_of(leaf: Any) -> int | None:
 
 def batch_length(batch: Any) -> int | None:
     """Number of samples in a batch, from its first leaf that has samples; None if there is none."""
-    if isinstance(batch, torch.Tensor) or not is_nested(batch):
-        return samples_of(batch)
-    lengths = map(batch_length, batch.values() if isinstance(batch, Mapping) else batch)
-    return next((length for length in lengths if length is not None), None)
+    return next((length for length in map(samples_of, leaves(batch, is_column)) if length is not None), None)
 
 
 def take(batch: Any, start: int, stop: int) -> Any:
