@@ -26,7 +26,7 @@ from accelerate.data.adapter import CPU, DataLoaderAdapter, is_stateful, placer,
 from accelerate.data.loader import EpochIterator, PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.progress import Pending
-from accelerate.data.samplers import ReplayableRandomSampler, Rounds, look_ahead, unskipped
+from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
 from accelerate.process import PartialState
 from accelerate.runtime import simulated
 from accelerate.utils.nested import leaves, over_leaves
@@ -320,7 +320,8 @@ class DataLoaderDispatcher(PreparedLoader):
         place = placer(self.state.device, self._non_blocking)
         if self._reads_ahead:
             start = self._left_out() if pending is None else pending.batches
-            yield from self._hand_out_each(self._own_parts(pending, start), start, place)
+            rounds = EndAhead(takewhile(lambda message: message.real != ENDED, self._messages(pending, start)))
+            yield from self._hand_out_each(self._own_parts(rounds), rounds, start, place)
             return
         for batch in self._run(pending, place):
             if self.end_of_dataloader:
@@ -332,18 +333,17 @@ class DataLoaderDispatcher(PreparedLoader):
         # Among several processes the next round is read, and on its way, while this one is computed.
         return self.state.num_processes > 1 or self.slice_fn is not None
 
-    def _own_parts(self, pending: Pending | None, start: int) -> Iterator[tuple[Any, bool]]:
-        """This process's part of every round, and whether that is the last, while the next one is on its way."""
+    def _own_parts(self, rounds: EndAhead) -> Iterator[Any]:
+        """This process's part of every round, while the next one is on its way."""
         index = self._layouts[self.state.process_index].shard_index
-        rounds = takewhile(lambda message: message.real != ENDED, self._messages(pending, start))
-        for message, is_last in look_ahead(rounds):
+        for message in rounds:
             part, self._counts = message.batch()
-            if is_last and self._counts is None:
+            if rounds.ended and self._counts is None:
                 self.remainder = message.real * len(self.readers)
             if self.slice_fn is not None:
                 ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
                 part = self.slice_fn(part, slice(message.start(index), message.start(index + 1)), **ranks)
-            yield part, is_last
+            yield part
 
     @functools.cached_property
     def _connection(self) -> BatchScatter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import chain, count, islice
 from typing import Any
@@ -14,7 +14,7 @@ from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, va
 from accelerate.data.iterable import CountingCollate, restores, uncounted
 from accelerate.data.progress import Noted, Pending
 from accelerate.data.resume import ResumableLoader
-from accelerate.data.samplers import EndAhead, Part, layers, look_ahead
+from accelerate.data.samplers import EndAhead, Part, layers
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
@@ -250,21 +250,19 @@ class PreparedLoader(ResumableLoader):
             batches, order = through(batches), None
         # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
         # of a plain loop.
-        return self._hand_out_each(look_ahead(batches) if order is None else batches, epoch.start, place, order)
+        if order is None:
+            batches = order = EndAhead(batches)
+        return self._hand_out_each(batches, order, epoch.start, place)
 
     def _hand_out_each(
-        self, items: Iterator[Any], start: int, place: Callable[[Any], Any] | None, order: EndAhead | None = None
+        self, batches: Iterable[Any], order: EndAhead, start: int, place: Callable[[Any], Any] | None
     ) -> Iterator[Any]:
-        """Yield batches from step `start` on; they come in pairs with whether they are the last, unless the indices tell."""
+        """Yield batches from step `start` on, of which `order` knows the last."""
         progress, active = self._progress, self.gradient_state._active
         progress.batches, progress.at_end = start, False
         own = active[-1] if active else None
-        for number, item in enumerate(items, start + 1):
-            if order is None:
-                batch, is_last = item
-            else:
-                batch, is_last = item, order.ended
-            progress.batches = number
+        for number, batch in enumerate(batches, start + 1):
+            progress.batches, is_last = number, order.ended
             if is_last or self.end_of_dataloader or not active or active[-1] is not own:  # not for every batch
                 self._hand_out(is_last)
             yield batch if place is None else place(batch)

@@ -403,8 +403,9 @@ class BatchSamplerShard(Part, BatchSampler):
         per_round = 1 if split else self.num_processes
         own = self._rounds().own(index) if split else index
         head, batches = split_head(self.batch_sampler, per_round, start * per_round)
-        rounds = iter(lambda: list(islice(batches, per_round)), [])
-        for number, (group, is_last) in enumerate(look_ahead(rounds), start):
+        rounds = EndAhead(iter(lambda: list(islice(batches, per_round)), []))
+        for number, group in enumerate(rounds, start):
+            is_last = rounds.ended
             complete = len(group) == per_round and size in (None, len(group[-1]))
             if complete or not (is_last or split):
                 yield group[0][own] if split else group[own]
@@ -487,21 +488,11 @@ class SamplerShard(BatchSamplerShard):
 _END = object()
 
 
-def look_ahead(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Pair each item with whether it is the last one; reads one item ahead."""
-    items = iter(items)
-    current = next(items, _END)
-    while current is not _END:
-        following = next(items, _END)
-        yield current, following is _END
-        current = following
-
-
 class EndAhead:
-    """A sampler that knows, when it has given an item, whether that was the last (`ended`); its own iterator."""
+    """Items, as of a sampler or of a loader, and whether the one given last was the last (`ended`); reads one ahead. Its own iterator."""
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler, self.ended, self._items = sampler, False, None
+    def __init__(self, source: Iterable[Any]) -> None:
+        self.source, self.ended, self._items = source, False, None
 
     def __iter__(self) -> EndAhead:
         # Nothing is drawn yet: torch draws a seed of its own between opening a loader and asking for the first item.
@@ -510,7 +501,7 @@ class EndAhead:
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
-        self._items = iter(self.sampler)
+        self._items = iter(self.source)
         self._following = next(self._items, _END)
 
     def __next__(self) -> Any:
