@@ -114,3 +114,14 @@ def test_no_import_ring(lazy):
         if start and goal and start != goal:
             graph.setdefault(start, set()).add(goal)
     TopologicalSorter(graph).prepare()  # a CycleError names the ring
+
+
+@pytest.mark.parametrize("room", ["data"])
+def test_no_ring_within_a_room(room):
+    # Imports for annotations and inside functions count: a ring of types is a ring for who reads.
+    graph: dict[str, set[str]] = {}
+    for found in all_imports():
+        if unit_of(found.source) == unit_of(found.target) == f"accelerate.{room}" and found.source != found.target:
+            graph.setdefault(found.source, set()).add(found.target)
+    assert graph
+    TopologicalSorter(graph).prepare()

@@ -22,7 +22,7 @@ from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
 from accelerate.checkpoint.save import copied
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
-from accelerate.data import resume
+from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.runtime import durable
 from accelerate.utils import other
@@ -386,9 +386,9 @@ class Contents:
         if self.random is None:
             logger.warning(f"{self.folder} has no {file}: rank {rank} keeps its random states, draws other numbers.")
         elif self.is_new:
-            resume.derive_generators(states, rank, device, f"{self.folder} has no {file}")
+            generators.derive(states, rank, device, f"{self.folder} has no {file}")
         else:
-            resume.restore_generators(states, device, f"{self.folder}/{file}")
+            generators.restore(states, device, f"{self.folder}/{file}")
         return attributes
 
     def keep(self, model: Any) -> None:

@@ -43,7 +43,7 @@ from accelerate.checkpoint.state import (
     quietly,
 )
 from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
-from accelerate.data import resume
+from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
 from accelerate.process import PartialState
@@ -213,7 +213,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
     with planned(folder, save_on_each_node) as plan:
         for file, state in shared.items() if plan.writes_shared else ():
             plan.add_object(file, state)
-        own = {"step": step, **resume.collect_generators(common.device), POSITIONS: positions}
+        own = {"step": step, **generators.collect(common.device), POSITIONS: positions}
         for index, loader in enumerate(loaders):
             if keeps_state(loader):
                 state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}

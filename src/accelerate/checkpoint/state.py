@@ -21,8 +21,8 @@ from torch import nn
 from accelerate import comm
 from accelerate.checkpoint import manifest
 from accelerate.config.enums import DistributedType
+from accelerate.data.adapter import is_stateful
 from accelerate.data.loader import PreparedLoader
-from accelerate.data.resume import is_stateful
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel, is_compiled_module
 from accelerate.runtime import simulated, torch_private
 from accelerate.runtime.run import Run

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from accelerate.data import generators, samplers
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
-from accelerate.data.resume import Progress, generators_kept, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SkipBatchSampler
+from accelerate.data.progress import Progress
+from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
 from accelerate.data.workers import SeededDataset
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 from accelerate.utils.operations import send_to_device
@@ -36,24 +37,14 @@ def is_stream(loader: DataLoader) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
 def batching_sampler(loader: DataLoader) -> Any | None:
     """The sampler that the loader iterates over: of batches, or of single indices when the loader does not batch."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def innermost(sampler: Any) -> Any:
-    """The batch sampler (or sampler) below the shards and skips of this package."""
-    while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler)):
-        sampler = sampler.batch_sampler
-    return sampler
-
-
-def unskipped(sampler: Any) -> tuple[Any, int]:
-    """The sampler below the skips of this package, and the number of batches that they leave out."""
-    count = 0
-    while isinstance(sampler, SkipBatchSampler):
-        sampler, count = sampler.batch_sampler, count + sampler.skip_batches
-    return sampler, count
 
 
 def get_sampler(dataloader: DataLoader) -> Any | None:
@@ -103,17 +94,11 @@ def sampler_kind(loader: DataLoader) -> str | None:
 
 def division(loader: DataLoader) -> tuple[Any, int, int] | None:
     """The sampler or batch sampler that knows its rank, the number of parts it divides the data into, and which it gives."""
-    part, seen = None if is_stream(loader) else batching_sampler(loader), []
-    while part is not None and not any(part is one for one in seen):
-        seen.append(part)
+    for part in samplers.layers(None if is_stream(loader) else batching_sampler(loader), hidden=True):
         for names in _DIVISIONS:
             parts, index = (getattr(part, name, None) for name in names)
             if isinstance(parts, int) and isinstance(index, int) and parts > 1:
                 return part, parts, index
-        inner = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
-        values = getattr(part, "__dict__", {}).values()
-        others = (value for value in values if isinstance(value, Sampler) and value is not part)
-        part = next(others, None) if inner is None else inner
     return None
 
 
@@ -129,10 +114,8 @@ def deals_out(loader: DataLoader, parts: int) -> bool:
 
 def sharding(loader: DataLoader) -> Any:
     """What gives the process its part: the shard of a stream or of a batch sampler; else the sampler itself."""
-    part = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else batching_sampler(loader)
-    while isinstance(part, SkipBatchSampler):
-        part = part.batch_sampler
-    return part
+    stream = isinstance(loader.dataset, IterableDatasetShard)
+    return loader.dataset if stream else unskipped(batching_sampler(loader))[0]
 
 
 def dataset_length(dataset: Any) -> int:
@@ -219,11 +202,15 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     return stateful(**{name: value for name, value in settings.items() if name not in unused})
 
 
+def iterating(loader: DataLoader, sampler: Any) -> DataLoader:
+    """A copy of a torch loader that iterates over another sampler: of batches, or of single indices, as `batching_sampler`."""
+    changes = {"sampler" if loader.batch_sampler is None else "batch_sampler": sampler}
+    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
+
+
 def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
     """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    changes = {name: SkipBatchSampler(getattr(loader, name), number, extra)}
-    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
+    return iterating(loader, SkipBatchSampler(batching_sampler(loader), number, extra))
 
 
 # Batches on their device -------------------------------------------------------------------------------------------------
@@ -359,8 +346,7 @@ class DataLoaderAdapter:
     def _batches_per_step(self) -> int:
         """Batches of the wrapped loader that all processes together take in a step, each counted in the size it has undivided."""
         shard = sharding(self.base_dataloader)
-        in_turn = isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) and not shard.split_batches
-        return shard.num_processes if in_turn else 1
+        return shard.num_processes if isinstance(shard, Part) and not shard.split_batches else 1
 
     def _samples_per_step(self) -> int | None:
         """Samples that all processes together receive in one step; None if that varies."""
@@ -380,7 +366,7 @@ class DataLoaderAdapter:
             return self._yielded_state
         # torchdata opens an unused loader to ask it, which draws random numbers and would shift those of the run. A copy
         # is opened here, and the numbers are given back.
-        with generators_kept():
+        with generators.kept():
             return variant(self.base_dataloader).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

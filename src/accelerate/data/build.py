@@ -15,12 +15,12 @@ from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampl
 from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.data import adapter, iterable, plan
-from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, skipping, variant
+from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
-from accelerate.data.plan import DataPlan, ShardLayout
-from accelerate.data.resume import Pending, is_stateful
+from accelerate.data.plan import DataPlan, Division, ShardLayout
+from accelerate.data.progress import Pending
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
@@ -132,10 +132,8 @@ def prepare_data_loader(
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles
 
-    batches = {"split_batches": split_batches, "even_batches": even_batches}
-    made = plan.make(dataloader, layouts, process_index, reading=reading, readers=readers, **batches)
-    node = ShardLayout(len(readers), sum(first <= process_index for first in readers) - 1)
-    changes = _changes(dataloader, node if reading == plan.PER_NODE else layout, reading, **batches)
+    division = Division(reading, layouts, process_index, split_batches, even_batches, readers)
+    made, changes = plan.make(dataloader, division), _changes(dataloader, division)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
@@ -245,20 +243,16 @@ def _readers(choice: str, dataloader: DataLoader, layouts: Sequence[ShardLayout]
 
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
     """The loader with a sampler that depends on a seed and the epoch, equal on all processes, if it shuffles."""
-    sampler, communicator = get_sampler(dataloader), comm.current()
+    sampler, communicator = adapter.get_sampler(dataloader), comm.current()
     if not isinstance(sampler, RandomSampler) or (isinstance(sampler, SeedableRandomSampler) and seed is None):
         return dataloader
     if seed is None:
         seed = torch.initial_seed()
         if communicator.world_size > 1 and num_processes > 1:
             [seed] = communicator.broadcast_object_list([seed], 0)
-    seedable = SeedableRandomSampler(
-        data_source=sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=torch.Generator() if sampler.generator is None else sampler.generator,
-        data_seed=seed,
-    )
+    generator = torch.Generator() if sampler.generator is None else sampler.generator
+    drawn = (sampler.data_source, sampler.replacement, sampler._num_samples, generator)
+    seedable = SeedableRandomSampler(*drawn, data_seed=seed)
     dataloader = variant(dataloader)
     if type(dataloader.batch_sampler) is BatchSampler:
         # The caller's loader keeps its own batch sampler, and with it its own order.
@@ -273,7 +267,7 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
     A sampler without one draws from torch's default generator, which differs between processes as soon as one of them
     has used it more than another; then shards overlap.
     """
-    owner = dataloader.dataset if is_stream(dataloader) else get_sampler(dataloader)
+    owner = dataloader.dataset if is_stream(dataloader) else adapter.get_sampler(dataloader)
     if isinstance(owner, SeedableRandomSampler):
         return None
     generator = getattr(owner, "generator", None)
@@ -283,11 +277,10 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def _changes(
-    dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool, even_batches: bool
-) -> dict[str, Any]:
+def _changes(dataloader: DataLoader, division: Division) -> dict[str, Any]:
     """The parts of the loader that change when it is prepared."""
-    dataset, shards, index = dataloader.dataset, layout.num_shards, layout.shard_index
+    reading, split_batches, even_batches = division.reading, division.split_batches, division.even_batches
+    dataset, shards, index = dataloader.dataset, division.own.num_shards, division.own.shard_index
     stream, outer = is_stream(dataloader), batching_sampler(dataloader)
     cut = split_batches and shards > 1 and reading not in (plan.OWN_SHARD, plan.DISPATCHED)
     changes: dict[str, Any] = _cut(dataloader, shards) if cut else {}

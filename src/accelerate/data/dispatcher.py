@@ -12,7 +12,6 @@ import io
 import logging
 import math
 import pickle
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise, takewhile
 from typing import Any, NamedTuple
@@ -22,15 +21,15 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data import adapter, resume
-from accelerate.data.adapter import DataLoaderAdapter, placer, variant
+from accelerate.data import generators, resume
+from accelerate.data.adapter import CPU, DataLoaderAdapter, is_stateful, placer, variant
 from accelerate.data.loader import EpochIterator, PreparedLoader
 from accelerate.data.plan import ShardLayout
-from accelerate.data.resume import Pending, generators_kept, is_stateful
-from accelerate.data.samplers import ReplayableRandomSampler, look_ahead, real_per_shard
+from accelerate.data.progress import Pending
+from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
 from accelerate.process import PartialState
 from accelerate.runtime import simulated
-from accelerate.utils.nested import over_leaves
+from accelerate.utils.nested import leaves, over_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +44,6 @@ def is_column(value: Any) -> bool:
     return not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
 
 
-def is_nested(value: Any) -> bool:
-    """Whether a value holds leaves, instead of being one."""
-    return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not is_column(value))
-
-
 def samples_of(leaf: Any) -> int | None:
     """Number of samples in a leaf; None if it belongs to the batch as a whole."""
     if isinstance(leaf, torch.Tensor):
@@ -59,10 +53,7 @@ def samples_of(leaf: Any) -> int | None:
 
 def batch_length(batch: Any) -> int | None:
     """Number of samples in a batch, from its first leaf that has samples; None if there is none."""
-    if isinstance(batch, torch.Tensor) or not is_nested(batch):
-        return samples_of(batch)
-    lengths = map(batch_length, batch.values() if isinstance(batch, Mapping) else batch)
-    return next((length for length in lengths if length is not None), None)
+    return next((length for length in map(samples_of, leaves(batch, is_column)) if length is not None), None)
 
 
 def take(batch: Any, start: int, stop: int) -> Any:
@@ -100,18 +91,15 @@ def padded(batch: Any, length: int, head: Any, size: int) -> Any:
 
 # Messages --------------------------------------------------------------------------------------------------------------
 
-# What a header announces: a round; why reading failed; no more rounds.
-ROUND, FAILED, END = range(3)
+# In the place of a round's number of samples: there are no more rounds, or reading failed.
+ENDED, FAILED = -1, -2
 ALIGNMENT = 64
-CPU = torch.device("cpu")
-
-_subgroups: weakref.WeakKeyDictionary[Communicator, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class Round(NamedTuple):
     """The samples of all shards in one step, `real` ones first: `width` for each shard, one less from shard `longer` on.
 
-    Of a round on its way, `batch` is a function that waits for this process's part, and for `counts`: the real samples of each
+    With `ENDED` or `FAILED` for `real` it is none: `batch` says why. Of a round on its way, `batch` is a function that waits for this process's part, and for `counts`: the real samples of each
     shard of all processes, if not all are.
     """
 
@@ -120,7 +108,17 @@ class Round(NamedTuple):
     real: int = 0
     width: int = 0
     longer: int = 0
-    kind: int = ROUND
+
+    @classmethod
+    def of(cls, batch: Any, real: int, shards: int) -> Round:
+        """A batch as it is, in shares that differ by one sample at most."""
+        return cls(batch, None, real, -(-real // shards), real % shards or shards)
+
+    def completed(self, head: Any, shards: int, of_readers: Sequence[int]) -> Round:
+        """The same, filled with the samples of `head` to the width that the reader with the most samples needs."""
+        rounds = Rounds(-(-max(of_readers) // shards), shards)
+        counts = sum(map(rounds.real, of_readers), ())
+        return Round(padded(self.batch, self.real, head, rounds.total), counts, self.real, rounds.size, shards)
 
     def start(self, shard: int) -> int:
         """Number of samples before a shard."""
@@ -187,7 +185,7 @@ class BatchScatter:
         """Send a round, or what stands in its place; return what `receive` returns on the others."""
         # Everything is laid out before anything is sent: the others hear of what fails here.
         starts = [message.start(part) for part in range(self.parts + 1)]
-        whole = self.places is None or message.kind != ROUND
+        whole = self.places is None or message.real < 0
         parts = [message.batch if whole else take(message.batch, *bounds) for bounds in pairwise(starts)]
         described = [_Pickler((part, message.counts)) for part in parts]
         body = _rows([each.tensors for each in described], pinned=self.device.type == "cuda")
@@ -201,7 +199,7 @@ class BatchScatter:
 
     def receive(self) -> Round:
         """Wait for the next header and begin to receive; RuntimeError if the sender failed or is ahead."""
-        sequence, *numbers, news, size = self._on_host(torch.empty(7, dtype=torch.int64)).tolist()
+        sequence, *numbers, news, size = self._on_host(torch.empty(6, dtype=torch.int64)).tolist()
         if sequence != self.sequence:
             raise RuntimeError(
                 f"This process waits for message {self.sequence} of the dispatching process, but {sequence} came: the "
@@ -214,7 +212,7 @@ class BatchScatter:
             self.descriptions = [row.numpy().tobytes()]
         [description], (body, wait) = self.descriptions, self._share(size, self.device)
         message = Round(lambda: (wait(), _Unpickler(description, body).load())[1], None, *numbers)
-        if message.kind == FAILED:
+        if message.real == FAILED:
             raise RuntimeError(f"The dispatching process could not read its next batch: {message.batch()[0]}")
         return message
 
@@ -257,20 +255,7 @@ def _rows(parts: Sequence[Sequence[torch.Tensor]], pinned: bool = False) -> torc
     return rows
 
 
-def subgroup(communicator: Communicator, ranks: Sequence[int], on_host: bool) -> Any:
-    """The process group of some ranks, for device or host memory, made once. Those ranks, in one order."""
-    made = _subgroups.setdefault(communicator, {})
-    key = (*ranks, on_host)
-    if key not in made:
-        made[key] = dist.new_group(list(ranks), backend="gloo" if on_host else None, use_local_synchronization=True)
-    return made[key]
-
-
 # The loader ----------------------------------------------------------------------------------------------------------
-
-
-# What a reader says to those of other nodes in the place of a number of samples.
-_ENDED, _FAILED = -1, -2
 
 
 class _OtherFailed(RuntimeError):
@@ -335,7 +320,8 @@ class DataLoaderDispatcher(PreparedLoader):
         place = placer(self.state.device, self._non_blocking)
         if self._reads_ahead:
             start = self._left_out() if pending is None else pending.batches
-            yield from self._hand_out_each(self._own_parts(pending, start), start, place)
+            rounds = EndAhead(takewhile(lambda message: message.real != ENDED, self._messages(pending, start)))
+            yield from self._hand_out_each(self._own_parts(rounds), rounds, start, place)
             return
         for batch in self._run(pending, place):
             if self.end_of_dataloader:
@@ -347,18 +333,17 @@ class DataLoaderDispatcher(PreparedLoader):
         # Among several processes the next round is read, and on its way, while this one is computed.
         return self.state.num_processes > 1 or self.slice_fn is not None
 
-    def _own_parts(self, pending: Pending | None, start: int) -> Iterator[tuple[Any, bool]]:
-        """This process's part of every round, and whether that is the last, while the next one is on its way."""
+    def _own_parts(self, rounds: EndAhead) -> Iterator[Any]:
+        """This process's part of every round, while the next one is on its way."""
         index = self._layouts[self.state.process_index].shard_index
-        rounds = takewhile(lambda message: message.kind != END, self._messages(pending, start))
-        for message, is_last in look_ahead(rounds):
+        for message in rounds:
             part, self._counts = message.batch()
-            if is_last and self._counts is None:
+            if rounds.ended and self._counts is None:
                 self.remainder = message.real * len(self.readers)
             if self.slice_fn is not None:
                 ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
                 part = self.slice_fn(part, slice(message.start(index), message.start(index + 1)), **ranks)
-            yield part, is_last
+            yield part
 
     @functools.cached_property
     def _connection(self) -> BatchScatter:
@@ -368,9 +353,9 @@ class DataLoaderDispatcher(PreparedLoader):
         device = CPU if on_host else self.state.device
         # A function of the user's cuts from the whole round, on every rank.
         places = None if self.slice_fn else [self._layouts[rank].shard_index % self._shards() for rank in ranks]
-        if len(self.readers) == 1:
-            return BatchScatter(communicator, communicator.group, comm.side_group(), device, places)
-        groups = (subgroup(communicator, ranks, host) for host in (on_host, True))
+        groups = communicator.group, comm.side_group()
+        if len(self.readers) > 1:
+            groups = comm.group_of(ranks, on_host), comm.group_of(ranks, on_host=True)
         return BatchScatter(communicator, *groups, device, places, ranks[0])
 
     def _served(self) -> range:
@@ -401,18 +386,18 @@ class DataLoaderDispatcher(PreparedLoader):
                 yield send(message)
         except Exception as error:
             if not isinstance(error, _OtherFailed):
-                self._exchange(_FAILED)
-            send(Round(f"{type(error).__name__}: {error}", kind=FAILED))
+                self._exchange(FAILED)
+            send(Round(f"{type(error).__name__}: {error}", real=FAILED))
             raise
-        yield send(Round(None, kind=END))
+        yield send(Round(None, real=ENDED))
 
     def _head(self) -> list[Any]:
         """Read the first round of the epoch, of which the beginning is left out, without a trace in any generator."""
         put_back, base, sampler = resume.kept(self), self.base_dataloader, self.get_sampler()
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
-        parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
-        with generators_kept(self._progress.at_start):
+        parts = {name: unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
+        with generators.kept(self._progress.at_start):
             whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
             head = list(islice(iter(whole), self._reads_per_step()))
         put_back()
@@ -429,38 +414,39 @@ class DataLoaderDispatcher(PreparedLoader):
             groups = (group for group in groups if len(group) == per_round)
         head = held = None
         for group in chain(groups, [()]):
-            real = sum(map(_length, group)) if group else _ENDED
+            real = sum(map(_length, group)) if group else ENDED
             of_readers = self._exchange(real)
             if held is not None:
-                yield _divided(*held, shards, head, is_last=not group)
+                # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
+                yield held if group and held.real >= shards else held.completed(head, shards, [held.real])
                 held = None
-            if _ENDED in of_readers:
+            if ENDED in of_readers:
                 if group:
                     logger.warning(
                         f"Rank {self.state.process_index} reads for its node and had at least one step more, which this epoch "
                         "leaves out: all processes stop when the first node has no more."
                     )
                 return
-            batch = join(group)
+            whole = Round.of(join(group), real, shards)
             if head is None:
-                head = take(join(first) if first else batch, 0, shards)
-            if any(each != real for each in of_readers) or (real % shards and len(of_readers) > 1):
-                yield _completed(batch, real, shards, head, of_readers)
-            elif real % shards:
-                held = batch, real
+                head = take(join(first) if first else whole.batch, 0, shards)
+            if real % shards == 0 and all(each == real for each in of_readers):
+                yield whole
+            elif len(of_readers) == 1:
+                held = whole
             else:
-                yield Round(batch, None, real, real // shards, shards)
+                yield whole.completed(head, shards, of_readers)
 
     def _exchange(self, real: int) -> list[int]:
         """The samples that each reader has for a round, or how it ended; where another one failed, this one does, too."""
         if len(self.readers) == 1:
             return [real]
-        group = subgroup(comm.current(), self.readers, on_host=True)
+        group = comm.group_of(self.readers, on_host=True)
         found = torch.zeros(len(self.readers), dtype=torch.int64)
         found[self.readers.index(self.state.process_index)] = real
         dist.all_reduce(found, group=group)
-        failed = [rank for rank, each in zip(self.readers, found.tolist(), strict=True) if each == _FAILED]
-        if failed and real != _FAILED:
+        failed = [rank for rank, each in zip(self.readers, found.tolist(), strict=True) if each == FAILED]
+        if failed and real != FAILED:
             raise _OtherFailed(f"The reader of another node failed: rank {failed[0]}. All processes stop here.")
         return found.tolist()
 
@@ -489,21 +475,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
 def _kept(message: Round) -> Round:
     return message._replace(batch=lambda: (message.batch, message.counts))
-
-
-def _divided(batch: Any, real: int, shards: int, head: Any, is_last: bool) -> Round:
-    share, rest = divmod(real, shards)
-    if share and not is_last:
-        # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
-        return Round(batch, None, real, share + 1, rest)
-    return _completed(batch, real, shards, head, [real])
-
-
-def _completed(batch: Any, real: int, shards: int, head: Any, of_readers: Sequence[int]) -> Round:
-    """A round that is filled with the samples of `head` to the width that the reader with the most samples needs."""
-    width = -(-max(of_readers) // shards)
-    counts = sum((real_per_shard(each, width, shards) for each in of_readers), ())
-    return Round(padded(batch, real, head, width * shards), counts, real, width, shards)
 
 
 def _length(batch: Any) -> int:

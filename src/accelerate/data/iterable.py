@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data.samplers import check_split, shares, split_head
+from accelerate.data.samplers import Part, split_head
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _DATAPIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 
 
-class IterableDatasetShard(IterableDataset):
+class IterableDatasetShard(Part, IterableDataset):
     """Gives one process its part of an iterable dataset.
 
     Every process reads the whole stream and yields the samples of its own batches. The samples of a round are those
@@ -56,16 +56,9 @@ class IterableDatasetShard(IterableDataset):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches:
-            check_split(batch_size, num_processes)
+        super().__init__(batch_size, drop_last, num_processes, process_index, split_batches)
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
         self.epoch = 0
-        self.round_log: dict[int, tuple[int, ...]] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes next, so that all processes shuffle it in the same way."""
@@ -73,15 +66,11 @@ class IterableDatasetShard(IterableDataset):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
-    def _round_size(self) -> int:
-        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
-
     def __len__(self) -> int:
         # TypeError for a stream without length, which is what len() callers expect.
-        rounds, rest = divmod(len(self.dataset), self._round_size())
-        if rest and not self.drop_last:
-            rounds += 1
-        return rounds * (self._round_size() // self.num_processes)
+        rounds = self._rounds()
+        whole, rest = divmod(len(self.dataset), rounds.total)
+        return (whole + (rest > 0 and not self.drop_last)) * rounds.size
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -89,9 +78,8 @@ class IterableDatasetShard(IterableDataset):
             # Every process reads the stream by itself: only an equal seed makes it the same stream.
             generator.manual_seed(self.epoch)
         self.round_log.clear()
-        size = self._round_size()
-        head, samples = split_head(self.dataset, size, 0)
-        yield from chain.from_iterable(shares(self, samples, head, size // self.num_processes))
+        head, samples = split_head(self.dataset, self._rounds().total, 0)
+        yield from chain.from_iterable(self._shares(samples, head))
 
 
 class CountingCollate:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from accelerate.data import adapter, iterable, resume, workers
-from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stream, placer, skipping, variant
-from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
-from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, look_ahead
+from accelerate.data import adapter, generators, iterable, resume, workers
+from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, variant
+from accelerate.data.iterable import CountingCollate, restores, uncounted
+from accelerate.data.progress import Noted, Pending
+from accelerate.data.resume import ResumableLoader
+from accelerate.data.samplers import EndAhead, Part, layers
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
-
-if TYPE_CHECKING:
-    from accelerate.data.plan import DataPlan
-
 
 # A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
 _AHEAD = 4
@@ -58,8 +55,7 @@ class EpochIterator:
             self._begin_at(pending)
         if adapter.knows_end(self.base):
             self.order = EndAhead(adapter.batching_sampler(self.base))
-            name = "sampler" if self.base.batch_sampler is None else "batch_sampler"
-            self.base = variant(self.base, **{name: self.order})
+            self.base = adapter.iterating(self.base, self.order)
         watch = loader.gradient_state._step_watch
         with nullcontext() if watch is None else workers.masked_start(self.base, watch.numbers):
             self.batches = self._opened() if pending is None else self._opened_again()
@@ -90,18 +86,18 @@ class EpochIterator:
             return batches
         if getattr(base, "next_iter_state", None) is not None and is_stream(base):
             # torchdata opens the stream twice, first to find that the saved epoch is over; each time draws a seed.
-            with generators_kept():
+            with generators.kept():
                 batches = iter(base)
             torch.empty((), dtype=torch.int64).random_(generator=base.generator)
             return batches
         return iter(base)
 
     def _opened_again(self) -> Iterator[Any]:
-        with generators_kept(self.progress.at_start):
+        with generators.kept(self.progress.at_start):
             batches = iter(self.base)
             if self.order is not None:
                 self.order.draw()
-            self.drawn = resume.states()
+            self.drawn = generators.states()
         return batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -119,10 +115,10 @@ class EpochIterator:
     def _caught_up(self) -> Iterator[Any]:
         """Leave out the beginning of the epoch, and read again what the interrupted run had read ahead."""
         first: list[Any] = []
-        with nullcontext() if self.drawn is None else generators_kept(self.drawn):
+        with nullcontext() if self.drawn is None else generators.kept(self.drawn):
             self._drop()
             for states in self.reread:
-                resume.set_states(states)
+                generators.set_states(states)
                 first += islice(self.batches, self.reads)
         yield from first
 
@@ -161,7 +157,7 @@ class EpochIterator:
     def _note(self, step: int) -> None:
         base, noted, random, ahead = self.base, self.noted, None, step - self.start - 1
         if not base.num_workers:
-            random = self.reread[ahead] if ahead < len(self.reread) else resume.states()
+            random = self.reread[ahead] if ahead < len(self.reread) else generators.states()
         dataset = base.dataset.state_dict() if restores(base) else None
         noted[step] = Noted(random, dataset, base.state_dict() if is_stateful(base) else None)
         noted.pop(step - _AHEAD, None)
@@ -170,32 +166,13 @@ class EpochIterator:
 # What all prepared loaders share ---------------------------------------------------------------------------------------
 
 
-class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+class PreparedLoader(ResumableLoader):
     """Everything that the loaders of this package share, except how they get their batches."""
 
-    # Who reads what, worked out when the loader was prepared.
-    plan: DataPlan | None = None
-    # Whether an epoch that was running when a checkpoint was saved goes on by itself after that is loaded.
-    continue_after_load = True
     # Whether this kind of loader reads a batch before it is asked for.
     _reads_ahead = False
     # Whether a thread reads so many steps ahead that a run that goes on does not repeat them.
     _notes_nothing = False
-
-    def __init__(
-        self,
-        dataset: Any,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
-        self._progress = Progress(epoch=iteration)
-        self._origin: PreparedLoader | None = None  # of a view that `skip_first_batches` made
-        ReplayableRandomSampler.adopt(self.get_sampler())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradient_state=GradientState())
@@ -237,12 +214,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws, for all samplers and streams that know it."""
         self._progress.epoch = epoch
-        part = adapter.batching_sampler(self.base_dataloader)
-        while part is not None:
+        for part in layers(adapter.batching_sampler(self.base_dataloader)):
             # Asked of the class, because wrappers hand on the attributes of what they wrap; only the owner shall hear.
             if hasattr(type(part), "set_epoch"):
                 part.set_epoch(epoch)
-            part = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
         dataset = self.base_dataloader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
@@ -256,73 +231,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def batch_counts(self) -> tuple[int, ...] | None:
         """Real samples in each shard's batch of the round yielded last; None if all are real."""
         shard = adapter.sharding(self.base_dataloader)
-        if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
+        if isinstance(shard, Part):
             return shard.round_log.get(self._progress.batches - 1)
         return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
-
-    def _parts(self) -> int:
-        """How many parts data with indices came in, of which the wrapped loader knows its own alone; 1 where that is not so."""
-        base = self.base_dataloader
-        known = self.plan is None or is_stream(base) or isinstance(adapter.sharding(base), BatchSamplerShard)
-        return 1 if known else self.plan.parts
-
-    def _batches_per_step(self) -> int:
-        return super()._batches_per_step() * self._parts()
-
-    def _reads_per_step(self) -> int:
-        """Batches of the wrapped loader that this process reads for one step."""
-        return 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return epoch, position and order as of the batch yielded last, of this process.
-
-        JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
-        """
-        noted = (self._progress.noted or {}).get(self._progress.batches + 1)
-        if noted is not None and noted.loader is not None:
-            state = noted.loader
-        else:
-            state = super().state_dict() if is_stateful(self.base_dataloader) else {}
-        position = resume.capture(self)
-        # What a dataset says of itself stays as it is.
-        own = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
-        return {**state, resume.KEY: resume.plain_states(position) | own}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration yield the batches that were still to come in `state_dict`."""
-        state = dict(state_dict)
-        position = state.pop(resume.KEY, None)
-        if position is None and not is_stateful(self.base_dataloader):
-            raise ValueError(
-                f"state_dict has no {resume.KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
-                "loader. Prepare this loader with use_stateful_dataloader=True to load it."
-            )
-        # A caller of this function wants to go on there, whether or not the loader was being iterated.
-        batches = 0 if position is None else resume.restore(self, {**position, "running": True})
-        # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
-        # rest would make the wrapped loader run through the finished epoch's order once more.
-        # Nor is a place in a shuffling buffer of use without the buffer: then the epoch is read again from its start.
-        if self._goes_on_by_itself() and (position is None or batches or adapter.holds_dataset_state(state)):
-            super().load_state_dict(state)
-
-    def _goes_on_by_itself(self) -> bool:
-        """Whether the wrapped loader continues where its own `load_state_dict` puts it, with nothing lost."""
-        return is_stateful(self.base_dataloader) and not has_buffer(self.base_dataloader.dataset)
-
-    def _left_out(self) -> int:
-        """Number of steps that this loader leaves out at the beginning of every iteration."""
-        _, skipped = adapter.unskipped(adapter.batching_sampler(self.base_dataloader))
-        return self.skip_batches + skipped // self._reads_per_step()
-
-    def _skipping(self, number: int) -> PreparedLoader:
-        """A view that leaves out the first batches and shares the epoch with this loader."""
-        view = object.__new__(type(self))
-        vars(view).update(vars(self), _origin=self if self._origin is None else self._origin)
-        if is_stream(self):
-            view.skip_batches = self.skip_batches + number
-        else:
-            view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
-        return view
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
@@ -339,21 +250,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches, order = through(batches), None
         # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
         # of a plain loop.
-        return self._hand_out_each(look_ahead(batches) if order is None else batches, epoch.start, place, order)
+        if order is None:
+            batches = order = EndAhead(batches)
+        return self._hand_out_each(batches, order, epoch.start, place)
 
     def _hand_out_each(
-        self, items: Iterator[Any], start: int, place: Callable[[Any], Any] | None, order: EndAhead | None = None
+        self, batches: Iterable[Any], order: EndAhead, start: int, place: Callable[[Any], Any] | None
     ) -> Iterator[Any]:
-        """Yield batches from step `start` on; they come in pairs with whether they are the last, unless the indices tell."""
+        """Yield batches from step `start` on, of which `order` knows the last."""
         progress, active = self._progress, self.gradient_state._active
         progress.batches, progress.at_end = start, False
         own = active[-1] if active else None
-        for number, item in enumerate(items, start + 1):
-            if order is None:
-                batch, is_last = item
-            else:
-                batch, is_last = item, order.ended
-            progress.batches = number
+        for number, batch in enumerate(batches, start + 1):
+            progress.batches, is_last = number, order.ended
             if is_last or self.end_of_dataloader or not active or active[-1] is not own:  # not for every batch
                 self._hand_out(is_last)
             yield batch if place is None else place(batch)

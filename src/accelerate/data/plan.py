@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.data import adapter
 from accelerate.data.adapter import batching_sampler, is_stream, known_length
-from accelerate.data.samplers import has_tensor_order, real_per_shard
+from accelerate.data.samplers import Rounds, has_tensor_order
 from accelerate.diagnostics.table import table
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
@@ -54,6 +54,33 @@ class ShardLayout:
                 shards = shards * size + torch.arange(size).view(size, *[1] * (mesh.mesh.dim() - dim - 1))
         of_rank = dict(zip(ranks, shards.flatten().tolist(), strict=True))
         return [cls(num_shards, of_rank[rank]) for rank in range(num_processes)]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the data of a loader is divided: what preparing it has decided, before anything is built.
+
+    Attributes:
+        reading: how it is read, one of the constants of this module.
+        layouts: the shard of each process.
+        split_batches: the loader's batch size is that of all processes together.
+        even_batches: the last round is completed.
+        readers: the processes that read what is dispatched.
+    """
+
+    reading: str
+    layouts: Sequence[ShardLayout]
+    process_index: int
+    split_batches: bool
+    even_batches: bool
+    readers: tuple[int, ...] = (0,)
+
+    @property
+    def own(self) -> ShardLayout:
+        """What this process reads, or its node's reader in its place: of how many parts, and which."""
+        if self.reading == PER_NODE:
+            return ShardLayout(len(self.readers), sum(first <= self.process_index for first in self.readers) - 1)
+        return self.layouts[self.process_index]
 
 
 @dataclass(frozen=True)
@@ -164,25 +191,17 @@ def _known(value: Any | None) -> str:
     return "unknown" if value is None else str(value)
 
 
-def make(
-    dataloader: DataLoader,
-    layouts: Sequence[ShardLayout],
-    process_index: int,
-    *,
-    reading: str,
-    split_batches: bool,
-    even_batches: bool,
-    readers: Sequence[int] = (0,),
-) -> DataPlan:
-    """Work out who reads what of a loader that is not sharded yet; `layouts` has the shard of each process."""
-    count, own, stream = layouts[0].num_shards, layouts[process_index].shard_index, is_stream(dataloader)
+def make(dataloader: DataLoader, division: Division) -> DataPlan:
+    """Work out who reads what of a loader that is not sharded yet."""
+    reading, layouts, readers = division.reading, division.layouts, division.readers
+    count, own, stream = layouts[0].num_shards, layouts[division.process_index].shard_index, is_stream(dataloader)
     batching = batching_sampler(dataloader)
     order = batching.sampler if type(batching) is BatchSampler else batching
     drop_last = bool(dataloader.drop_last or getattr(batching, "drop_last", False))
     total, size = adapter.samples_per_epoch(dataloader), _batch_size(dataloader, batching, reading)
     dealt_out = reading == SPLIT_ALREADY and _is_plain(dataloader, batching) and adapter.deals_out(dataloader, count)
     unseen = reading == SPLIT_ALREADY and not dealt_out  # the other processes' parts
-    if size is not None and split_batches:
+    if size is not None and division.split_batches:
         size //= count
     known: list[tuple[int | None, int | None, int | None]] = [(None, None, None)] * count
     if total is not None and size is not None and _is_plain(dataloader, batching):
@@ -192,7 +211,7 @@ def make(
             [known[own]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
         elif reading not in (BY_PIECES, PER_NODE):  # how many samples a piece holds is known to the stream alone
             # Streams that are divided round by round are always completed.
-            fill = "batches" if even_batches or stream else "nothing"
+            fill = "batches" if division.even_batches or stream else "nothing"
             fill = "nothing" if count == 1 else "round" if reading == DISPATCHED else fill
             known = shards_of(total, size, count, drop_last=drop_last, fill=fill)
     parts = {EVERYTHING: [1.0] * count, OWN_SHARD: [1 / count] * count, DISPATCHED: [1.0] + [0.0] * (count - 1)}
@@ -208,7 +227,7 @@ def make(
     return DataPlan(
         kind="stream" if stream else "map-style",
         reading=reading,
-        process_index=process_index,
+        process_index=division.process_index,
         shard_index=own,
         shards=tuple(shards),
         dataset_length=None if unseen else known_length(adapter.dataset_length, dataloader.dataset),
@@ -222,7 +241,7 @@ def make(
         drop_last=drop_last,
         uneven=count > 1 and (unseen or reading in (BY_PIECES, PER_NODE)),
         walked=count > 1 and reading == OWN_SHARD and not has_tensor_order(order),
-        readers=tuple(readers) if reading == PER_NODE else (),
+        readers=readers if reading == PER_NODE else (),
     )
 
 
@@ -264,7 +283,7 @@ def shards_of(samples: int, size: int, shards: int, *, drop_last: bool, fill: st
         return [(rounds * size, 0, rounds)] * shards
     width = -(-rest // shards) if fill == "round" else size
     result = []
-    for real in real_per_shard(rest, width, shards):
+    for real in Rounds(width, shards).real(rest):
         filled = width if fill != "nothing" else real
         result.append((rounds * size + real, filled - real, rounds + (filled > 0)))
     return result

@@ -1,137 +1,123 @@
-"""Where a run stands, in a form that can be saved and found again: positions of loaders, and states of random generators.
+"""The position of a loader, in a form that can be saved and found again.
 
-The position of a loader holds the epoch, the batches and samples consumed, and what drew the order of the epoch that is
-running; so a restored loader draws the same order again, whatever else has used the random generators in between.
+It holds the epoch, the batches and samples consumed, and what drew the order of the epoch that is running; so a restored
+loader draws the same order again, whatever else has used the random generators in between.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from accelerate._warn import warn_user
-from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler, skips_samples
-from accelerate.devices.table import DEVICES
+from accelerate.data import adapter, generators, samplers
+from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, skipping
+from accelerate.data.iterable import has_buffer
+from accelerate.data.plan import DataPlan
+from accelerate.data.progress import Pending, Progress
+from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SeedableRandomSampler
 from accelerate.runtime import storage
-
-if TYPE_CHECKING:
-    from accelerate.data.loader import PreparedLoader
+from accelerate.state import GradientState
 
 logger = logging.getLogger(__name__)
 
 KEY = "accelerate_position"
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A position within an epoch that was loaded and waits for the next iteration; an empty one has only its order drawn again."""
+class ResumableLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that has a position in its epoch, which can be saved and restored; how it gets its batches is left open."""
 
-    position: dict[str, Any]
-    batches: int
-    extra_samples: int = 0
-    resume_without_skip: bool = True
+    # Who reads what, worked out when the loader was prepared.
+    plan: DataPlan | None = None
+    # Whether an epoch that was running when a checkpoint was saved goes on by itself after that is loaded.
+    continue_after_load = True
 
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+        self._progress = Progress(epoch=iteration)
+        self._origin: ResumableLoader | None = None  # of a view that `skip_first_batches` made
+        ReplayableRandomSampler.adopt(self.get_sampler())
 
-@dataclass(frozen=True)
-class Noted:
-    """State from before the reads of a step, for a run that goes on there; None where it is not needed."""
+    def _parts(self) -> int:
+        """How many parts data with indices came in, of which the wrapped loader knows its own alone; 1 where that is not so."""
+        base = self.base_dataloader
+        known = self.plan is None or is_stream(base) or isinstance(adapter.sharding(base), BatchSamplerShard)
+        return 1 if known else self.plan.parts
 
-    random: dict[str, Any] | None = None
-    dataset: Any = None
-    loader: dict[str, Any] | None = None
+    def _batches_per_step(self) -> int:
+        return super()._batches_per_step() * self._parts()
 
+    def _reads_per_step(self) -> int:
+        """Batches of the wrapped loader that this process reads for one step."""
+        return 1
 
-@dataclass
-class Progress:
-    """Where a loader stands. The views that `skip_first_batches` makes share it with their origin."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, position and order as of the batch yielded last, of this process.
 
-    epoch: int = 0
-    batches: int = 0
-    # Micro-batches that each batch is handed out in, and how many of the present one were; 0 when all were.
-    parts: int = 1
-    part: int = 0
-    loops_in_parts: int = 0
-    extra_samples: int = 0
-    running: bool = False
-    pending: Pending | None = None
-    finished: int = 0
-    at_end: bool = False
-    generator_state: torch.Tensor | None = None
-    at_start: dict[str, Any] | None = None
-    noted: dict[int, Noted] | None = None
-    workers_kept: bool = False
-    worker_seed: int | None = None
+        JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
+        """
+        noted = (self._progress.noted or {}).get(self._progress.batches + 1)
+        if noted is not None and noted.loader is not None:
+            state = noted.loader
+        else:
+            state = super().state_dict() if is_stateful(self.base_dataloader) else {}
+        position = capture(self)
+        # What a dataset says of itself stays as it is.
+        own = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
+        return {**state, KEY: generators.plain_states(position) | own}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration yield the batches that were still to come in `state_dict`."""
+        state = dict(state_dict)
+        position = state.pop(KEY, None)
+        if position is None and not is_stateful(self.base_dataloader):
+            raise ValueError(
+                f"state_dict has no {KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
+                "loader. Prepare this loader with use_stateful_dataloader=True to load it."
+            )
+        # A caller of this function wants to go on there, whether or not the loader was being iterated.
+        batches = 0 if position is None else restore(self, {**position, "running": True})
+        # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
+        # rest would make the wrapped loader run through the finished epoch's order once more.
+        # Nor is a place in a shuffling buffer of use without the buffer: then the epoch is read again from its start.
+        if self._goes_on_by_itself() and (position is None or batches or adapter.holds_dataset_state(state)):
+            super().load_state_dict(state)
 
-# Generators that code for reading data draws from: Python's, numpy's and torch's on the processor ------------------------
+    def _goes_on_by_itself(self) -> bool:
+        """Whether the wrapped loader continues where its own `load_state_dict` puts it, with nothing lost."""
+        return is_stateful(self.base_dataloader) and not has_buffer(self.base_dataloader.dataset)
 
+    def _left_out(self) -> int:
+        """Number of steps that this loader leaves out at the beginning of every iteration."""
+        _, skipped = samplers.unskipped(adapter.batching_sampler(self.base_dataloader))
+        return self.skip_batches + skipped // self._reads_per_step()
 
-def states() -> dict[str, Any]:
-    """Return the states of the three generators of this process."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-
-
-def set_states(saved: dict[str, Any]) -> None:
-    """Give the three generators of this process their states back: from `states`, or that in the form of `plain`."""
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-    legacy = saved["numpy"]  # a dict, if the program has given numpy another bit generator
-    np.random.set_state(legacy if isinstance(legacy, dict) else tuple(legacy))
-    torch.set_rng_state(generator_state(saved["torch"]))
-
-
-def generator_state(saved: Any) -> torch.Tensor:
-    """Return what `set_state` of a torch generator takes: a state, or that in the form of `plain`."""
-    return torch.as_tensor(saved, dtype=torch.uint8).cpu()
-
-
-def plain_states(saved: Any) -> Any:
-    """Return states of generators, nested in dicts and lists, as numbers, strings, lists and dicts: what JSON can hold."""
-    if isinstance(saved, dict):
-        return {name: plain_states(value) for name, value in saved.items()}
-    if isinstance(saved, (list, tuple)):
-        return [plain_states(value) for value in saved]
-    return saved.tolist() if isinstance(saved, (np.ndarray, np.generic, torch.Tensor)) else saved
-
-
-def mixed(*parts: Any) -> int:
-    """Mix numbers, strings or lists of them into a seed of 63 bits, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def seed_all(seed: int) -> None:
-    """Seed the three generators of this process with any non-negative number below 2**64."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # Not torch.manual_seed, which would reach for the generators of every device too.
-    torch.default_generator.manual_seed(seed % 2**63)
-
-
-@contextmanager
-def generators_kept(within: dict[str, Any] | None = None) -> Iterator[None]:
-    """Give the generators other states in a `with` block, if any are given, and their own back at its end, whatever was drawn."""
-    before = states()
-    if within is not None:
-        set_states(within)
-    try:
-        yield
-    finally:
-        set_states(before)
+    def _skipping(self, number: int) -> ResumableLoader:
+        """A view that leaves out the first batches and shares the epoch with this loader."""
+        view = object.__new__(type(self))
+        vars(view).update(vars(self), _origin=self if self._origin is None else self._origin)
+        if is_stream(self):
+            view.skip_batches = self.skip_batches + number
+        else:
+            view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
+        return view
 
 
-# Positions -------------------------------------------------------------------------------------------------------------
-
-
-def shuffling_generator(loader: PreparedLoader) -> torch.Generator | None:
+def shuffling_generator(loader: ResumableLoader) -> torch.Generator | None:
     """The generator that decides the order of the samples, or None if something else does."""
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
@@ -143,15 +129,15 @@ def shuffling_generator(loader: PreparedLoader) -> torch.Generator | None:
     return None
 
 
-def note_start(loader: PreparedLoader, pending: Pending | None) -> None:
+def note_start(loader: ResumableLoader, pending: Pending | None) -> None:
     """Keep the states of the generators, as an epoch begins and before its order is drawn."""
     generator = shuffling_generator(loader)
     loader._progress.generator_state = None if generator is None else generator.get_state()
     if pending is None:  # else they are those that were loaded
-        loader._progress.at_start = states()
+        loader._progress.at_start = generators.states()
 
 
-def capture(loader: PreparedLoader) -> dict[str, Any]:
+def capture(loader: ResumableLoader) -> dict[str, Any]:
     """Return the position of a loader, as of the batch yielded last; after the last batch, the next epoch's start.
 
     `batches` counts those of this process, `samples` those of all (None if batches have no fixed size), `shards` the
@@ -189,7 +175,7 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
     return position
 
 
-def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
+def _order(loader: ResumableLoader, in_epoch: bool) -> dict[str, Any]:
     sampler, generator = loader.get_sampler(), shuffling_generator(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return {"kind": "seed_and_epoch", "seed": sampler.initial_seed}
@@ -200,7 +186,7 @@ def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
     return {"kind": "unrecorded"}
 
 
-def kept(loader: PreparedLoader) -> Callable[[], None]:
+def kept(loader: ResumableLoader) -> Callable[[], None]:
     """Return what puts a loader back to where it stands now, with the parts of it that decide what it yields."""
     generator = shuffling_generator(loader)
     state = None if generator is None else generator.get_state()
@@ -217,7 +203,7 @@ def kept(loader: PreparedLoader) -> Callable[[], None]:
     return put_back
 
 
-def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loader") -> None:
+def check(loader: ResumableLoader, position: dict[str, Any], name: str = "The loader") -> None:
     """Refuse, before anything has changed, a position within an epoch of other data (ValueError). Any rank, alone."""
     saved = position.get("data")
     if saved is None or position["batches"] == 0:
@@ -231,7 +217,7 @@ def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loa
             )
 
 
-def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool = True) -> int:
+def restore(loader: ResumableLoader, position: dict[str, Any], continuing: bool = True) -> int:
     """Put a loader into the epoch of a position, whose order it draws again; return the batches behind. All ranks.
 
     The next iteration goes on there if the loader was being iterated and `continuing` says so, or if it leaves out as
@@ -255,7 +241,7 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
     return batches
 
 
-def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool) -> None:
+def _restore_order(loader: ResumableLoader, order: dict[str, Any], in_epoch: bool) -> None:
     sampler, kind, generator = loader.get_sampler(), order["kind"], shuffling_generator(loader)
     replayable = isinstance(sampler, ReplayableRandomSampler)
     if kind == "seed_and_epoch" and isinstance(sampler, SeedableRandomSampler):
@@ -267,7 +253,7 @@ def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool
     elif kind == "generator" and (generator is not None or replayable):
         if generator is None:
             generator = sampler.generator = torch.Generator()
-        generator.set_state(generator_state(order["state"]))
+        generator.set_state(generators.generator_state(order["state"]))
     elif in_epoch and kind != "unrecorded":
         warn_user(
             f"The saved order of the data ({kind}) does not fit the loader's sampler ({type(sampler).__name__}): the "
@@ -275,7 +261,7 @@ def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool
         )
 
 
-def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]:
+def _behind(loader: ResumableLoader, position: dict[str, Any]) -> tuple[int, int]:
     """Steps behind a position, and samples of all processes beyond them, as this loader counts."""
     behind, size, unit = position["samples"], loader._samples_per_step(), "samples"
     if size is None or behind is None:  # nothing says how many samples a batch has
@@ -293,7 +279,7 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
             "some samples will be seen again and others left out, unless it deals them out in turn."
         )
     if rest and parts == 1 and unit == "samples" and not isinstance(base.dataset, IterableDataset):
-        if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
+        if samplers.skips_samples(adapter.batching_sampler(base)):
             return steps, rest
     if rest:
         warn_user(
@@ -309,7 +295,7 @@ def _report(message: str) -> None:
     logger.log(logging.WARNING if first else logging.INFO, message)
 
 
-def replacement_iterator(view: PreparedLoader) -> Iterable[Any] | None:
+def replacement_iterator(view: ResumableLoader) -> Iterable[Any] | None:
     """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load.
 
     That is nothing, if it leaves out all batches of an epoch that is over: the loader stands at the next one already;
@@ -328,7 +314,7 @@ def replacement_iterator(view: PreparedLoader) -> Iterable[Any] | None:
     return None
 
 
-def take_pending_position(loader: PreparedLoader) -> Pending | None:
+def take_pending_position(loader: ResumableLoader) -> Pending | None:
     """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Any rank, alone."""
     progress = loader._progress
     pending, progress.pending = progress.pending, None
@@ -347,58 +333,7 @@ def take_pending_position(loader: PreparedLoader) -> Pending | None:
     generator, sampler = shuffling_generator(loader), loader.get_sampler()
     epoch_start_state = pending.position.get("anew")
     if generator is not None and epoch_start_state is not None:
-        generator.set_state(generator_state(epoch_start_state))
+        generator.set_state(generators.generator_state(epoch_start_state))
     if isinstance(sampler, ReplayableRandomSampler):
         sampler.replay = None
     return None
-
-
-def is_stateful(loader: Any) -> bool:
-    """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-# Generators in checkpoints: the same, and those of the devices ---------------------------------------------------------
-
-
-def _sources(device: torch.device) -> dict[str, tuple[str, Callable[[], Any], Callable[[Any], None]]]:
-    """Return name, reader and setter of each generator by its key; asking another device's would start that up."""
-    found = {
-        "random_state": ("Python", random.getstate, random.setstate),
-        "numpy_random_seed": ("numpy", np.random.get_state, np.random.set_state),
-        "torch_manual_seed": ("torch (CPU)", torch.get_rng_state, torch.set_rng_state),
-    }
-    if device.type not in ("cpu", "mps"):
-        row = DEVICES[device.type]
-        key, name = ("xm_seed", "XLA") if device.type == "xla" else (f"torch_{device.type}_manual_seed", device.type)
-        found[key] = (f"torch ({name})", row.get_rng_state_all, row.set_rng_state_all)
-    return found
-
-
-def collect_generators(device: torch.device) -> dict[str, Any]:
-    """Return the state of every generator of this process, by its key in a checkpoint. Any rank, alone."""
-    return {key: get() for key, (_, get, _) in _sources(device).items()}
-
-
-def restore_generators(states: dict[str, Any], device: torch.device, origin: str) -> None:
-    """Set every generator that the states have; warn about one that cannot be set. Any rank, alone."""
-    for key, (name, _, set_state) in _sources(device).items():
-        try:
-            set_state(states[key])
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning(
-                f"The random state of {name} in {origin} could not be restored: {reason}. It draws others now."
-            )
-
-
-def derive_generators(first: dict[str, Any], rank: int, device: torch.device, reason: str) -> None:
-    """Seed the generators of a rank that the checkpoint does not have; equal runs give it the same seed."""
-    seed = mixed(plain_states(first.get("torch_manual_seed")), rank)
-    logger.warning(
-        f"{reason}: the checkpoint was saved by fewer processes. Rank {rank} is new and seeds its random generators "
-        f"with {seed}, derived from those of the first rank."
-    )
-    seed_all(seed)
-    if device.type not in ("cpu", "mps", "xla"):
-        DEVICES[device.type].manual_seed_all(seed)

@@ -6,10 +6,10 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelerate.data.permutation import GrowingPermutation, advance, can_grow
 
@@ -168,6 +168,38 @@ def _one_by_one(sampler: RandomSampler) -> Iterator[int]:
     order.finish()
 
 
+# Samplers inside of samplers -----------------------------------------------------------------------------------------
+
+
+def layers(sampler: Any, hidden: bool = False) -> Iterator[Any]:
+    """Yield a sampler and, one after the other, those inside: batch samplers, then the sampler that decides the order.
+
+    `hidden` says to follow a sampler that is kept under any other name than torch's, too.
+    """
+    seen: list[Any] = []
+    while sampler is not None and not any(sampler is one for one in seen):
+        yield sampler
+        seen.append(sampler)
+        inner = sampler.batch_sampler if hasattr(sampler, "batch_sampler") else getattr(sampler, "sampler", None)
+        if inner is None and hidden:
+            values = getattr(sampler, "__dict__", {}).values()
+            inner = next((value for value in values if isinstance(value, Sampler) and value is not sampler), None)
+        sampler = inner
+
+
+def innermost(sampler: Any) -> Any:
+    """The batch sampler (or sampler) below the shards and skips of this package."""
+    return next(part for part in layers(sampler) if not isinstance(part, (BatchSamplerShard, SkipBatchSampler)))
+
+
+def unskipped(sampler: Any) -> tuple[Any, int]:
+    """The sampler below the skips of this package, and the number of batches that they leave out."""
+    count = 0
+    while isinstance(sampler, SkipBatchSampler):
+        sampler, count = sampler.batch_sampler, count + sampler.skip_batches
+    return sampler, count
+
+
 # Beginning in the middle ---------------------------------------------------------------------------------------------
 
 
@@ -185,10 +217,8 @@ def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> It
 
 def skips_samples(batch_sampler: Any) -> bool:
     """Whether a batch sampler can begin at any sample, not at a whole batch only."""
-    while isinstance(batch_sampler, SkipBatchSampler):
-        batch_sampler = batch_sampler.batch_sampler
-    shard = isinstance(batch_sampler, BatchSamplerShard)
-    return batch_sampler.deals_samples if shard else type(batch_sampler) is BatchSampler
+    inner, _ = unskipped(batch_sampler)
+    return inner.deals_samples if isinstance(inner, BatchSamplerShard) else type(inner) is BatchSampler
 
 
 def split_head(items: Iterable[Any], keep: int, start: int) -> tuple[list[Any], Iterator[Any]]:
@@ -207,23 +237,24 @@ def split_head(items: Iterable[Any], keep: int, start: int) -> tuple[list[Any], 
 # batches later when workers read ahead.
 
 
-def real_per_shard(real: int, size: int, shards: int) -> tuple[int, ...]:
-    """Return the number of real samples in each shard's batch of a round; the real ones come first."""
-    return tuple(min(max(real - shard * size, 0), size) for shard in range(shards))
+class Rounds(NamedTuple):
+    """Which samples of a round belong to which shard: `size` to each of `shards`, one after the other, the real ones first."""
 
+    size: int
+    shards: int
 
-def shares(
-    shard: Any, samples: Iterator[Any], head: Sequence[Any], size: int, number: int = 0, even: bool = True
-) -> Iterator[list[Any]]:
-    """Yield a shard's `size` samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
-    total, begin = size * shard.num_processes, size * shard.process_index
-    while (round_ := list(islice(samples, total))) and (len(round_) == total or not shard.drop_last):
-        if len(round_) < total and even:
-            shard.round_log[number] = real_per_shard(len(round_), size, shard.num_processes)
-            round_ = list(islice(chain(round_, cycle(head)), total))
-        if part := round_[begin : begin + size]:
-            yield part
-        number += 1
+    @property
+    def total(self) -> int:
+        """Samples of all shards."""
+        return self.size * self.shards
+
+    def real(self, samples: int) -> tuple[int, ...]:
+        """Return how many of so many real samples each shard has."""
+        return tuple(min(max(samples - shard * self.size, 0), self.size) for shard in range(self.shards))
+
+    def own(self, index: int) -> slice:
+        """Where the samples of a shard are."""
+        return slice(self.size * index, self.size * (index + 1))
 
 
 def check_split(batch_size: int | None, num_shards: int) -> None:
@@ -235,7 +266,44 @@ def check_split(batch_size: int | None, num_shards: int) -> None:
         )
 
 
-class BatchSamplerShard(BatchSampler):
+class Part:
+    """What one process takes of data that all of them cut into rounds. Attributes may be assigned between iterations."""
+
+    def __init__(
+        self, batch_size: int | None, drop_last: bool, num_processes: int, process_index: int, split_batches: bool
+    ) -> None:
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.round_log: dict[int, tuple[int, ...]] = {}
+
+    def _rounds(self) -> Rounds:
+        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        return Rounds(size, self.num_processes)
+
+    def _shares(
+        self, samples: Iterator[Any], head: Sequence[Any], number: int = 0, even: bool = True
+    ) -> Iterator[list[Any]]:
+        """Yield the samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
+        rounds = self._rounds()
+        while (whole := list(islice(samples, rounds.total))) and (len(whole) == rounds.total or not self.drop_last):
+            if own := self._own(rounds, whole, number, head if even else ()):
+                yield own
+            number += 1
+
+    def _own(self, rounds: Rounds, samples: list[Any], number: int, head: Iterable[Any]) -> list[Any]:
+        """The samples of round `number`, which `head` completes, over and over, if there is one; what is real is noted."""
+        if head and len(samples) < rounds.total:
+            self.round_log[number] = rounds.real(len(samples))
+            samples = list(islice(chain(samples, cycle(head)), rounds.total))
+        return samples[rounds.own(self.process_index)]
+
+
+class BatchSamplerShard(Part, BatchSampler):
     """Gives one process its part of the batches of another batch sampler.
 
     By default the processes take whole batches in turn (the batch size is that of a process); with `split_batches` every
@@ -269,16 +337,10 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
+        size, drop_last = getattr(batch_sampler, "batch_size", None), getattr(batch_sampler, "drop_last", False)
+        super().__init__(size, drop_last, num_processes, process_index, split_batches)
         self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.round_log: dict[int, tuple[int, ...]] = {}
-        if split_batches:
-            check_split(self.batch_size, num_processes)
 
     @property
     def total_length(self) -> int:
@@ -299,8 +361,7 @@ class BatchSamplerShard(BatchSampler):
         sampler = getattr(self.batch_sampler, "sampler", None)
         if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
             return False
-        rest = len(sampler) % self.batch_size
-        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
+        return 0 < len(sampler) % self.batch_size <= self._rounds().own(self.process_index).start
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
@@ -319,35 +380,35 @@ class BatchSamplerShard(BatchSampler):
     def _from_samples(self, number: int, extra: int) -> Iterator[list[int]]:
         """Take this process's samples of each round from `number` on: from an order in memory at no cost for those of others."""
         self.round_log.clear()
-        sampler = self.batch_sampler.sampler
-        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
-        total, own = size * self.num_processes, size * self.process_index
+        sampler, rounds = self.batch_sampler.sampler, self._rounds()
+        total, own = rounds.total, rounds.own(self.process_index)
         begin = number * total + extra
         if not has_tensor_order(sampler):
             head, tail = split_head(sampler, total, begin)
         else:
             order, samples = TensorOrder(sampler), len(sampler)
-            rounds, rest = divmod(max(0, samples - begin), total)
-            for place in range(begin, begin + rounds * total, total):
+            whole, rest = divmod(max(0, samples - begin), total)
+            for place in range(begin, begin + whole * total, total):
                 order.draw(place + total)
-                yield order.part(place + own, place + own + size)
+                yield order.part(place + own.start, place + own.stop)
             order.draw(samples)
             head, tail = order.part(0, min(total, samples)), order.part(samples - rest, samples)
             order.finish()  # nothing else tells that a round is the last
-            number += rounds
-        yield from shares(self, iter(tail), head, size, number, self.even_batches)
+            number += whole
+        yield from self._shares(iter(tail), head, number, self.even_batches)
 
     def _walked(self, start: int, _: int) -> Iterator[list[int]]:
         self.round_log.clear()
-        split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
-        per_round = 1 if split else shards
-        own = slice(size // shards * index, size // shards * (index + 1)) if split else slice(0)
+        split, size, index = self.split_batches, self.batch_size, self.process_index
+        per_round = 1 if split else self.num_processes
+        own = self._rounds().own(index) if split else index
         head, batches = split_head(self.batch_sampler, per_round, start * per_round)
-        rounds = iter(lambda: list(islice(batches, per_round)), [])
-        for number, (group, is_last) in enumerate(look_ahead(rounds), start):
+        rounds = EndAhead(iter(lambda: list(islice(batches, per_round)), []))
+        for number, group in enumerate(rounds, start):
+            is_last = rounds.ended
             complete = len(group) == per_round and size in (None, len(group[-1]))
             if complete or not (is_last or split):
-                yield group[0][own] if split else group[index]
+                yield group[0][own] if split else group[own]
             elif not (is_last and self.drop_last):
                 yield from self._part_of_odd_round(group, head, number, is_last)
 
@@ -364,14 +425,10 @@ class BatchSamplerShard(BatchSampler):
             return group[index : index + 1]
         samples = list(chain.from_iterable(group))
         # A sampler may not keep to its batch_size: divide what there is, lose nothing.
-        size = -(-len(samples) // shards)
-        if is_last:
-            size = max(size, self.batch_size // shards if self.split_batches else self.batch_size)
-        if (self.even_batches or not is_last) and len(samples) < size * shards:
-            self.round_log[number] = real_per_shard(len(samples), size, shards)
-            samples = list(islice(chain(samples, cycle(chain.from_iterable(head))), size * shards))
-        part = samples[size * index : size * (index + 1)]
-        return [part] if part else []
+        rounds = Rounds(max(-(-len(samples) // shards), self._rounds().size if is_last else 0), shards)
+        fill = chain.from_iterable(head) if self.even_batches or not is_last else ()
+        own = self._own(rounds, samples, number, fill)
+        return [own] if own else []
 
 
 class SkipBatchSampler(BatchSampler):
@@ -431,21 +488,11 @@ class SamplerShard(BatchSamplerShard):
 _END = object()
 
 
-def look_ahead(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Pair each item with whether it is the last one; reads one item ahead."""
-    items = iter(items)
-    current = next(items, _END)
-    while current is not _END:
-        following = next(items, _END)
-        yield current, following is _END
-        current = following
-
-
 class EndAhead:
-    """A sampler that knows, when it has given an item, whether that was the last (`ended`); its own iterator."""
+    """Items, as of a sampler or of a loader, and whether the one given last was the last (`ended`); reads one ahead. Its own iterator."""
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler, self.ended, self._items = sampler, False, None
+    def __init__(self, source: Iterable[Any]) -> None:
+        self.source, self.ended, self._items = source, False, None
 
     def __iter__(self) -> EndAhead:
         # Nothing is drawn yet: torch draws a seed of its own between opening a loader and asking for the first item.
@@ -454,7 +501,7 @@ class EndAhead:
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
-        self._items = iter(self.sampler)
+        self._items = iter(self.source)
         self._following = next(self._items, _END)
 
     def __next__(self) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.data.resume import mixed, seed_all
+from accelerate.data.generators import mixed, seed_all
 
 # Random numbers --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.config.enums import DistributedType
-from accelerate.data import resume
+from accelerate.data import generators, resume
 from accelerate.devices import table
 from accelerate.diagnostics import threads
 from accelerate.runtime import storage, traits
@@ -208,7 +208,7 @@ def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[],
 def _kept(accelerator: Run | None) -> Callable[[], None]:
     """Return what puts random generators, prepared loaders and what is registered back to where they stand now."""
     device = storage.process.current.get("device") or torch.device("cpu")
-    generators = resume.collect_generators(device)
+    states = generators.collect(device)
     lists, loaders, context = [], [], None
     if accelerator is not None:
         prepared = accelerator.prepared
@@ -224,7 +224,7 @@ def _kept(accelerator: Run | None) -> Callable[[], None]:
             put_loader_back()
         if accelerator is not None:
             accelerator.prepared.sequence_context = context  # that of the failed try holds a process group
-        resume.restore_generators(generators, device, "a failed try")
+        generators.restore(states, device, "a failed try")
 
     return put_back
 

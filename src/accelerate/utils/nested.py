@@ -123,14 +123,14 @@ def over_leaves(
     return function(data, *others)
 
 
-def leaves(data: Any) -> Iterator[Any]:
-    """Yield everything that is not a list, tuple or mapping, from left to right."""
-    if isinstance(data, (tuple, list)):
+def leaves(data: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Yield the leaves of a structure, from left to right; what is one is said by `is_leaf`, as in `over_leaves`."""
+    if isinstance(data, (tuple, list)) and not (is_leaf and is_leaf(data)):
         for item in data:
-            yield from leaves(item)
+            yield from leaves(item, is_leaf)
     elif isinstance(data, Mapping):
         for item in data.values():
-            yield from leaves(item)
+            yield from leaves(item, is_leaf)
     else:
         yield data
 

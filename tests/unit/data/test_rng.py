@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.data import resume
+from accelerate.data import generators
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def keep_random_states():
-    with resume.generators_kept():
+    with generators.kept():
         yield
 
 
@@ -33,9 +33,9 @@ def draw():
     ],
 )
 def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, restored, told):
-    states = {**resume.collect_generators(CPU), **states}
+    states = {**generators.collect(CPU), **states}
     expected = draw()
-    resume.restore_generators({key: state for key, state in states.items() if state is not None}, CPU, "states.pkl")
+    generators.restore({key: state for key, state in states.items() if state is not None}, CPU, "states.pkl")
     got = draw()
     assert [number for number in range(3) if got[number] == expected[number]] == restored
     messages = [record.getMessage() for record in caplog.records]
@@ -46,10 +46,8 @@ def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, rest
 def test_a_device_in_use_is_a_source(monkeypatch):
     states = ["state"]
     device = SimpleNamespace(type="cuda", get_rng_state_all=states.copy, set_rng_state_all=states.extend)
-    monkeypatch.setitem(resume.DEVICES, "cuda", device)
+    monkeypatch.setitem(generators.DEVICES, "cuda", device)
     cuda = torch.device("cuda:1")
-    assert resume.collect_generators(cuda)["torch_cuda_manual_seed"] == ["state"]
-    resume.restore_generators(
-        {**resume.collect_generators(cuda), "torch_cuda_manual_seed": [torch.zeros(1)]}, cuda, "folder"
-    )
+    assert generators.collect(cuda)["torch_cuda_manual_seed"] == ["state"]
+    generators.restore({**generators.collect(cuda), "torch_cuda_manual_seed": [torch.zeros(1)]}, cuda, "folder")
     assert torch.equal(states[1], torch.zeros(1))

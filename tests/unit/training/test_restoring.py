@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
-from accelerate.data import resume
+from accelerate.data import generators, resume
 from cases import cases
 
 CPU = torch.device("cpu")
@@ -309,14 +309,14 @@ def test_an_error_of_the_background_comes_out_of_the_next_call(tmp_path, monkeyp
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     random.seed(3), np.random.seed(4), torch.manual_seed(5)
-    states = resume.collect_generators(CPU)
+    states = generators.collect(CPU)
     expected = [random.random(), torch.rand(1).item()]
     kind, words, *rest = states["numpy_random_seed"]
-    resume.restore_generators({**states, "numpy_random_seed": (kind, words[:100], *rest)}, CPU, "here")
+    generators.restore({**states, "numpy_random_seed": (kind, words[:100], *rest)}, CPU, "here")
     assert [random.random(), torch.rand(1).item()] == expected
     assert "numpy in here could not be restored" in caplog.text and "could not be restored" in caplog.text
     caplog.clear()
-    resume.restore_generators({}, CPU, "there")
+    generators.restore({}, CPU, "there")
     assert caplog.text.count("could not be restored") == 3 and "KeyError: 'random_state'" in caplog.text
 
 
