@@ -136,6 +136,22 @@ def test_a_peak_has_what_rests_beside_activations():
     assert memory(profile, Layout(dp_shard=4, offload=True)).host == parameters
 
 
+@pytest.mark.parametrize(
+    "layout, parts", [(Layout(), 1), (Layout(dp_shard=4), 4), (Layout(dp_replicate=2, zero=3), 2)]
+)
+def test_frozen_weights_rest_without_gradients_and_moments(layout, parts):
+    def frozen():
+        model = Net()
+        model.blocks[1:].requires_grad_(False)
+        return model
+
+    rest = resting(measure(frozen, batch, layout, 8).inventory, layout)
+    one = 4 * 64 * 64
+    assert rest.parameters == 6 * one // parts
+    # DeepSpeed has the trained weights in the optimizer, too.
+    assert (rest.gradients, rest.optimizer) == (one // parts, (3 if layout.zero else 2) * one // parts)
+
+
 def test_what_cannot_be_measured():
     class Looks(Net):
         def forward(self, x):
