@@ -355,6 +355,15 @@ def test_plan_of_a_program(accelerate, place, optimizer, moments):
     assert not torch.distributed.is_initialized() and "RANK" not in os.environ
 
 
+def test_plan_of_a_program_that_prepares_its_model_twice(accelerate, place):
+    """The watch on the first call is not a part of the model that is planned."""
+    again = f"{PREPARED}; model = accelerator.prepare(model)"
+    (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", again))
+    with pytest.warns(UserWarning, match="prepared"):
+        status, out, err = accelerate("plan", "--gpus", "1", "--gpu", "l4-24gb", "--script", "train.py", "64")
+    assert status == 0 and "train.py (Net) on 1 x" in out and "one process" in out, err
+
+
 def test_options_of_a_plan_of_a_program(accelerate, place):
     (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", PREPARED))
     sizes = ["--micro_batch", "2", "--global_batch", "16", "--sequence", "100"]
