@@ -24,6 +24,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.optimizer": "AcceleratedOptimizer",
         "accelerate.scheduler": "AcceleratedScheduler",
         "accelerate": "skip_first_batches",
+        "accelerate.training.averages": "Ema",
+        "accelerate.data_loader": "TokenBudgetSampler",
     },
     "Strategies": {
         "accelerate": "FullyShardedDataParallelPlugin DeepSpeedPlugin ParallelismConfig DistributedType",

@@ -23,6 +23,34 @@ def test_the_self_check_passes_on_two_processes(tmp_path):
     assert lines[-2:] == ["All checks passed.", "The self check passed: this machine is ready to train."]
 
 
+FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: {}\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+FSDP += "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+ZERO = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: {}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FSDP.format(2),
+        FSDP.format(1),
+        "parallelism_config:\n  parallelism_config_tp_size: 2\n",
+        ZERO.format(2),
+        ZERO.format(3),
+    ],
+    ids=["fsdp2", "fsdp1", "tp", "deepspeed-2", "deepspeed-3"],
+)
+def test_the_self_check_passes_with_a_strategy_that_is_configured(tmp_path, strategy):
+    """Layers, and accumulation, that the file names for the user's own program are left out."""
+    if "DEEPSPEED" in strategy:
+        pytest.importorskip("deepspeed", exc_type=ImportError)
+    (tmp_path / "c.yaml").write_text(f"num_processes: 2\nuse_cpu: true\n{strategy}")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", "c.yaml"]
+    ended = done(command, cwd=tmp_path, env=plain_environment(tmp_path, OMP_NUM_THREADS="1"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "training ... skipped" not in ended.stdout and "The self check passed" in ended.stdout
+
+
 @pytest.mark.parametrize(
     "broken", [(1,), *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in [(0,), (0, 1, 2)])]
 )

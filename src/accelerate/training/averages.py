@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accelerate.parallel.shard import local_part
 from accelerate.runtime import traits
@@ -32,20 +33,24 @@ class Ema:
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], decay: float) -> None:
         self.decay, self.is_applied = decay, False
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._average = model, optimizers, get_ema_multi_avg_fn(decay)
         self._averaged = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._update)
 
-    def _pairs(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield what this rank has of each average and of its weight; an average that is not there yet begins with the weight."""
+    def _pairs(
+        self, optimizer: torch.optim.Optimizer, begins: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what this rank has of each average and of its weight; after a step, averages that are not there yet begin with the weights."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                # Without a state it has had no gradient yet, and optimizers begin where they find none.
-                if id(parameter) in self._averaged and (state := optimizer.state.get(parameter)) is not None:
-                    if KEY not in state:
-                        state[KEY] = parameter.detach().clone()
-                    yield local_part(state[KEY]), local_part(parameter.detach())
+                if id(parameter) not in self._averaged:
+                    continue
+                # Not before its first step: optimizers begin where they find no state.
+                if begins and parameter.grad is not None and KEY not in optimizer.state[parameter]:
+                    optimizer.state[parameter][KEY] = parameter.detach().clone()
+                if KEY in optimizer.state.get(parameter, ()):
+                    yield local_part(optimizer.state[parameter][KEY]), local_part(parameter.detach())
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -53,9 +58,11 @@ class Ema:
             raise RuntimeError(
                 "optimizer.step() was called inside ema.applied(), where the model has averages for weights."
             )
-        if pairs := list(self._pairs(optimizer)):
+        if getattr(optimizer, "found_inf", None):  # a fused step looks at it itself, and so does not skip this
+            return
+        if pairs := list(self._pairs(optimizer, begins=True)):
             averages, weights = map(list, zip(*pairs, strict=True))
-            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+            self._average(averages, weights, None)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

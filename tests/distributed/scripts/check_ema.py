@@ -31,9 +31,9 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
 
 
-def begun(**settings):
+def begun(kind=torch.optim.AdamW, **settings):
     accelerator, model = fresh_accelerator(**settings), Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     return accelerator, model, optimizer, accelerator.ema(model, DECAY)
 
@@ -44,10 +44,10 @@ def train(accelerator, model, optimizer, steps) -> None:
         learn(accelerator, model(batch(step)).square().mean(), optimizer)
 
 
-def reference(steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def reference(steps: int, kind=torch.optim.AdamW) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return weights and averages of one process, by torch."""
     model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     for step in range(steps):
         model(batch(step)).square().mean().backward()
@@ -66,8 +66,8 @@ def output(model, inputs) -> torch.Tensor:
         return full(model(inputs))
 
 
-def require(model, ema, steps: int) -> None:
-    last, averages = reference(steps)
+def require(model, ema, steps: int, kind) -> None:
+    last, averages = reference(steps, kind)
     alone = Model()
     for mine, value in zip(alone.parameters(), averages, strict=True):
         mine.data.copy_(value)
@@ -93,20 +93,21 @@ def strategies() -> dict:
 
 
 def check_equal_to_torchs_average_and_in_checkpoints() -> None:
-    with shared_folder() as home:
-        for name, settings in strategies().items():
-            run = begun(**settings())
-            train(*run[:3], range(STEPS))
-            require(run[1], run[3], STEPS)
-            run[0].save_state(os.path.join(home, name))
-        # Each goes on from what each has saved.
-        for settings in strategies().values():
-            for source in strategies():
-                run = begun(**settings())
-                run[0].load_state(os.path.join(home, source))
-                require(run[1], run[3], STEPS)
-                train(*run[:3], range(STEPS, STEPS + 2))
-                require(run[1], run[3], STEPS + 2)
+    for kind in (torch.optim.AdamW, torch.optim.SGD):  # plain SGD has no state of its own
+        with shared_folder() as home:
+            for name, settings in strategies().items():
+                run = begun(kind, **settings())
+                train(*run[:3], range(STEPS))
+                require(run[1], run[3], STEPS, kind)
+                run[0].save_state(os.path.join(home, name))
+            # Each goes on from what each has saved.
+            for settings in strategies().values():
+                for source in strategies():
+                    run = begun(kind, **settings())
+                    run[0].load_state(os.path.join(home, source))
+                    require(run[1], run[3], STEPS, kind)
+                    train(*run[:3], range(STEPS, STEPS + 2))
+                    require(run[1], run[3], STEPS + 2, kind)
 
 
 def check_refusals() -> None:

@@ -7,15 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate.accelerator import Accelerator
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.config.project import DataLoaderConfiguration
+from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.test_utils.testing import are_the_same_tensors
 from accelerate.utils.operations import broadcast, broadcast_object_list, gather, gather_object, reduce
@@ -159,6 +161,15 @@ EPOCHS, SAVED_AFTER = 2, ROUNDS + 2
 CLOSE, CLOSE_IN_HALF = 1e-4, 0.05
 
 
+class _Net(nn.Sequential):
+    """Two layers, which tensor parallelism can cut."""
+
+    _tp_plan: ClassVar = {"0": "colwise", "3": "rowwise"}
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+
+
 class _Run:
     """A training on all ranks; `random` adds a shuffled loader, dropout and a schedule, which a checkpoint has to continue."""
 
@@ -167,7 +178,16 @@ class _Run:
         self.num_steps, accumulation = num_steps, GradientAccumulationPlugin(num_steps=num_steps)
         self.accelerator = Accelerator(gradient_accumulation_plugin=accumulation, **settings)
         set_seed(seed, device_specific=random)
-        self.plain = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Dropout(0.5 * random), nn.Linear(8, 1))
+        engine = self.accelerator.deepspeed_plugin
+        self.engine = engine.deepspeed_config if engine is not None else {}
+        if isinstance(steps := self.engine.get("gradient_accumulation_steps"), int):
+            self.num_steps = steps  # whatever an Accelerator says
+        if ROUNDS % self.num_steps:
+            raise Skipped(f"{ROUNDS} batches are no multiple of DeepSpeed's {self.num_steps} accumulation steps")
+        shared = {name: getattr(self.accelerator.parallelism_config, f"{name}_size", 1) for name in ("cp", "sp")}
+        if by := [name for name, size in shared.items() if size > 1]:
+            raise Skipped(f"{by[0]}_size={shared[by[0]]}, and these samples are no sequences")
+        self.plain = _Net(0.5 * random)
         self.start = copy.deepcopy(self.plain)
         optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1, momentum=0.5)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if random else 1.0)
@@ -193,21 +213,31 @@ class _Run:
     def alone(self) -> nn.Module:
         """Train a copy as one process would whose batch is as large as those of a step of all ranks together."""
         optimizer = torch.optim.SGD(self.start.parameters(), lr=0.1, momentum=0.5)
-        size = BATCH * self.accelerator.num_processes * self.num_steps
+        size = self.loader.total_batch_size * self.num_steps
+        limit = self.engine.get("gradient_clipping") or float("inf")
         for x, y in DataLoader(self.data, batch_size=size):
             nn.functional.mse_loss(self.start(x), y).backward()
+            nn.utils.clip_grad_norm_(self.start.parameters(), limit)
             optimizer.step()
             optimizer.zero_grad()
         return self.start
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole weights, in host memory."""
+        buckets = self.accelerator.stream_weights(self.model)
+        return {name: value.cpu() for bucket in buckets for name, value in bucket.items()}
+
     def require_alike(self) -> None:
-        """Raise where the weights differ between the ranks."""
-        for name, parameter in self.plain.named_parameters():
+        """Raise where weights of which each rank has the whole differ between the ranks."""
+        whole = not traits.of(self.accelerator.distributed_type).sharded
+        for name, parameter in self.plain.named_parameters() if whole else ():
+            if isinstance(parameter, DTensor):
+                continue
             _require(are_the_same_tensors(parameter.detach()), f"{name} differs between the processes.")
 
     def end(self) -> tuple[list[list[float]], list[float], list[float]]:
         """Return the weights, the rates, and random numbers drawn now."""
-        weights = [parameter.flatten().tolist() for parameter in self.plain.parameters()]
+        weights = [value.flatten().tolist() for value in self.weights().values()]
         return weights, self.schedule.get_last_lr(), torch.rand(3).tolist()
 
 
@@ -218,8 +248,8 @@ def check_training(num_steps: int) -> Check:
         run = _Run(num_steps)
         list(run.steps())
         tolerance = CLOSE if accelerator.mixed_precision == "no" else CLOSE_IN_HALF
-        for (name, have), want in zip(run.plain.named_parameters(), run.alone().parameters(), strict=True):
-            distance = (have.detach().cpu() - want.detach()).abs().max().item()
+        for (name, have), want in zip(run.weights().items(), run.alone().parameters(), strict=True):
+            distance = (have - want.detach()).abs().max().item()
             _require(
                 distance <= tolerance,
                 f"{name} is {distance:.2g} away from what one process gets; {tolerance:g} is allowed.",
@@ -249,7 +279,8 @@ def check_precision(name: str, dtype: torch.dtype) -> Check:
             losses = list(run.steps(epochs=4))
             _require(seen == {dtype}, f"The layers computed in {seen}.")
             kept = {parameter.dtype for parameter in run.plain.parameters()}
-            _require(kept == {torch.float32}, f"The weights became {kept}.")
+            # DeepSpeed has them in its optimizer.
+            _require(bool(run.engine) or kept == {torch.float32}, f"The weights became {kept}.")
             ends = gather(torch.tensor([losses[:ROUNDS], losses[-ROUNDS:]], device=run.accelerator.device)[None])
             first, last = ends.sum(dim=(0, 2)).tolist()
             _require(last < first, f"The loss of an epoch went from {first:.3g} to {last:.3g}.")

@@ -15,13 +15,16 @@ from accelerate.config.handlers import InitProcessGroupKwargs
 from accelerate.config.options import BY_NAME
 from accelerate.test_utils.scripts.checks import CHECKS, run_checks
 
+# What belongs to the program that is configured: the checks count their own steps, and have layers of their own.
+_OF_A_PROGRAM = ("gradient_accumulation_steps", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap")
 # A rank that waits for another one this long has found a fault of the setup: no check takes a tenth of it.
 LIMIT_S = 120
 
 
 def main() -> None:
     """Run all checks; a RuntimeError says which one failed on this rank."""
-    os.environ.pop(BY_NAME["gradient_accumulation_steps"].env, None)  # the checks count their own steps
+    for name in _OF_A_PROGRAM:
+        os.environ.pop(BY_NAME[name].env, None)
     logging.getLogger("accelerate").setLevel(
         logging.ERROR
     )  # one line for each check; what they do on purpose is no news

@@ -1,0 +1,61 @@
+"""A moving average of weights on one process: skipped steps, several optimizers, weights that have no gradient."""
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.utils import GradScalerKwargs
+from cases import cases
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_does_not_count(fused):
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=2.0)])
+    model = nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
+    ema = accelerator.ema(model, decay=0.5)
+
+    def step(factor):
+        accelerator.backward(model(torch.ones(1, 2)).sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        with ema.applied():
+            return model.weight.detach().clone()
+
+    step(1.0)
+    second = step(1.0)
+    third = step(float("inf"))
+    assert accelerator.optimizer_step_was_skipped and torch.equal(second, third)
+    assert not torch.equal(second, model.weight)
+
+
+def test_parts_of_several_optimizers_and_weights_that_never_have_a_gradient():
+    accelerator, model = Accelerator(cpu=True), nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(3)])
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.1) for part in model]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    ema = accelerator.ema(model, decay=0.5)
+    seen = []
+    for _ in range(3):
+        sum(part(torch.ones(1, 1)).sum() for part in model[:2]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append([part.weight.item() for part in model])
+    with ema.applied():
+        for number, part in enumerate(model):
+            first, second, third = (weights[number] for weights in seen)
+            assert part.weight.item() == pytest.approx(first / 4 + second / 4 + third / 2)
+    assert [part.weight.item() for part in model] == seen[-1] and seen[0][2] == seen[-1][2]
+
+
+@cases(
+    "decay, said",
+    (0, "decay is 0"),
+    (1.0, "decay is 1.0"),
+)
+def test_refusals(decay, said):
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=said):
+        accelerator.ema(model, decay)
