@@ -364,6 +364,17 @@ def test_plan_of_a_program_that_prepares_its_model_twice(accelerate, place):
     assert status == 0 and "train.py (Net) on 1 x" in out and "one process" in out, err
 
 
+def test_plan_of_a_program_that_searches_for_its_batch_size(accelerate, place):
+    """The ranks meet through the store, whose others are made up."""
+    search = (
+        "def run(batch_size):\n    print(batch_size)\n\n\nfrom accelerate.utils import find_executable_batch_size\n"
+    )
+    search += f"find_executable_batch_size(starting_batch_size=4)(run)()\n{PREPARED}"
+    (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", search))
+    status, out, err = accelerate("plan", "--gpus", "2", "--gpu", "l4-24gb", "--script", "train.py", "64")
+    assert status == 0 and "DDP 2" in out, err
+
+
 def test_options_of_a_plan_of_a_program(accelerate, place):
     (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", PREPARED))
     sizes = ["--micro_batch", "2", "--global_batch", "16", "--sequence", "100"]
