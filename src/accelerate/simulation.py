@@ -9,7 +9,6 @@ with the package as it is.
 
 import contextlib
 import copy
-import functools
 import inspect
 import json
 import logging
@@ -18,7 +17,7 @@ import runpy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,31 +270,37 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
     Raises:
         ValueError: the program fails before, prepares no model, or calls none that it has prepared.
     """
-    prepare, models, optimizers, calls = Accelerator.prepare, [], [], []
+    prepare, optimizers, calls = Accelerator.prepare, [], []
+    models: dict[nn.Module, nn.Module] = {}
 
     def noted(accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
         optimizers.extend(each for each in objects if isinstance(each, torch.optim.Optimizer))
-        for model in (each for each in objects if isinstance(each, nn.Module)):
-            tensors = (*model.parameters(), *model.buffers())
-            empty = {id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in tensors}
-            empty |= {id(each): nn.Parameter(empty[id(each)], each.requires_grad) for each in model.parameters()}
-            models.append(copy.deepcopy(model, empty))
-            called = functools.partial(call, accelerator, models[-1])
-            model.register_forward_pre_hook(called, prepend=True, with_kwargs=True)
+        for model in objects:
+            if isinstance(model, nn.Module) and model not in models:
+                tensors = (*model.parameters(), *model.buffers())
+                empty = {id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in tensors}
+                empty |= {id(each): nn.Parameter(empty[id(each)], each.requires_grad) for each in model.parameters()}
+                models[model] = copy.deepcopy(model, empty)
+                model.register_forward_pre_hook(noting(accelerator, models[model]), prepend=True, with_kwargs=True)
         return prepare(accelerator, *objects, **options)
 
-    def call(accelerator: Accelerator, model: nn.Module, _: nn.Module, args: Any, kwargs: Any) -> None:
-        names = inspect.signature(model.forward).parameters
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        calls.append(FirstCall(model, arguments, tuple(optimizers), accelerator.gradient_accumulation_steps))
-        raise StepsDone(0)
+    def noting(accelerator: Accelerator, model: nn.Module) -> Callable[..., None]:
+        def call(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if simulated.current() is not run:  # of a copy, or later
+                return
+            names = inspect.signature(model.forward).parameters
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            calls.append(FirstCall(model, arguments, tuple(optimizers), accelerator.gradient_accumulation_steps))
+            raise StepsDone(0)
+
+        return call  # no partial function, which a copy of the module would copy with the Accelerator
 
     name, problem = " ".join(words), None
     run = simulated.start(own)
     own_path = (sys, "path", list(sys.path)), (sys, "argv", sys.argv)
-    noting = torch_private.replaced((Accelerator, "prepare", noted), *own_path)
+    watching = torch_private.replaced((Accelerator, "prepare", noted), *own_path)
     try:
-        with noting, _played(SimulatedRank(run, None, True, None)):
+        with watching, _played(SimulatedRank(run, None, True, None)):
             _run_program(words)
     except (Exception, SystemExit) as error:
         problem = error

@@ -121,24 +121,21 @@ def resting(model: Inventory, layout: Layout) -> Memory:
     Half-precision types stand for mixed precision. The rank is the one that needs the most.
     """
     compute, ranks = layout.compute, layout.batches
-    trained = sum(item.elements for item in model.parameters)
-    buffers = model.size - 4 * trained
+    numbers, trained = (sum(item.elements for item in each.parameters) for each in (model, model.trained))
+    buffers, copies = model.size - 4 * numbers, compute * numbers if compute < 4 else 0
     if layout.zero is not None:
         # DeepSpeed lays parameters end to end, and fills up to a multiple of two numbers a rank.
-        part = 2 * math.ceil(trained / (2 * ranks))
-        weights = compute * (part if layout.zero == 3 else trained)
+        frozen, part = numbers - trained, 2 * math.ceil(trained / (2 * ranks))
+        weights = compute * (part + frozen // ranks if layout.zero == 3 else numbers)
         gradients = compute * (part if layout.zero >= 2 else trained)
         exchanged = 2 * (model.largest // 4) if layout.zero == 3 else layout.bucket
-        return Memory(
-            weights + buffers, gradients, (4 + layout.state) * part, 0 if ranks == 1 else compute * exchanged
-        )
+        gathered = 0 if ranks == 1 else compute * exchanged
+        return Memory(weights + buffers, gradients, (4 + layout.state) * part, gathered)
     if layout.shards:
-        mine = sum(_cut(item, layout)[1] for item in model.parameters)
-        return Memory(4 * mine + buffers, 4 * mine, layout.state * mine, compute * _whole(model, layout.reshard))
-    copies = compute * trained if compute < 4 else 0
-    return Memory(
-        4 * trained + buffers, 4 * trained, layout.state * trained, copies + (0 if ranks == 1 else 4 * trained)
-    )
+        every, mine = (sum(_cut(item, layout)[1] for item in each.parameters) for each in (model, model.trained))
+        return Memory(4 * every + buffers, 4 * mine, layout.state * mine, compute * _whole(model, layout.reshard))
+    gathered = copies + (0 if ranks == 1 else 4 * trained)
+    return Memory(4 * numbers + buffers, 4 * trained, layout.state * trained, gathered)
 
 
 def _cut(item: Item, layout: Layout) -> tuple[int, int]:
@@ -195,7 +192,7 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
 
 def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: DeviceSpec | None) -> Memory:
     """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
-    sizes = [4 * _cut(item, layout)[1] for item in model.parameters]
+    sizes = [4 * _cut(item, layout)[1] for item in model.trained.parameters]
     gradients, buckets = rest.gradients, rest.gradients if layout.batches > 1 and not layout.shards else 0
     if layout.zero is not None:  # one tensor, of which the optimizer has the weights in fp32, with gradients in fp32
         gradients, buckets = 4 * rest.optimizer // (4 + layout.state), 0
@@ -233,14 +230,14 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
     A gathered unit is received in one buffer and copied out of it: in forward the buffer stays until the next unit's, in backward
     it is that of the unit before, fetched ahead. In backward the buffer of the last reduction stays as well.
     """
-    sizes, mine = _units(profile.inventory, layout)
-    unit = {name: layout.compute * size for name, size in sizes.items()}
+    unit = {name: layout.compute * size for name, size in _units(profile.inventory, layout)[0].items()}
+    trained, mine = _units(profile.inventory.trained, layout)
     root = unit.pop("", 0)
     held = 0 if layout.reshard else sum(unit.values())
     order = [segment.unit for segment in profile.segments if not segment.backward and segment.unit in unit]
     before = dict(zip(order[1:], order, strict=False))
     sharded = rest.gradients if layout.accumulation > 1 else 0
-    whole = root + sum(unit.values()) if layout.accumulation > 1 else 0  # no_sync keeps whole gradients
+    whole = layout.compute * trained.total() if layout.accumulation > 1 else 0  # no_sync keeps whole gradients
     received, reduced, of_root = root, 0, 0
     for segment in profile.segments:
         own, name = unit.get(segment.unit, 0), segment.unit
@@ -254,10 +251,9 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
         yield _moment(rest, sharded + whole + of_root, present + ahead + reduced, segment.peak, segment.name)
         if name:
             # The gradients of the unit are copied into a buffer, which replaces that of the reduction before.
-            yield _moment(
-                rest, sharded + of_root + segment.created, root + held + ahead + own, segment.end, segment.name
-            )
-            reduced = own
+            reduced = layout.compute * trained[name]
+            present = root + held + ahead + reduced
+            yield _moment(rest, sharded + of_root + segment.created, present, segment.end, segment.name)
             sharded += 4 * mine[name] if layout.accumulation == 1 else 0
             if layout.dp_replicate > 1 and layout.compute < 4:
                 # What copies exchange stays until the pass ends, beside the fp32 gradients.
@@ -296,7 +292,8 @@ class Transfer:
 def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
     """Return what a rank exchanges in a step, for a profile as `memory` takes it."""
     model, compute, windows = profile.inventory, layout.compute, layout.accumulation
-    trained, inner = sum(item.elements for item in model.parameters), layout.tp * layout.sp * layout.cp
+    numbers, trained = (sum(item.elements for item in each.parameters) for each in (model, model.trained))
+    inner = layout.tp * layout.sp * layout.cp
     found: list[Transfer] = []
 
     def add(dimension: str, collective: str, ranks: int, stride: int, size: float) -> None:
@@ -306,21 +303,21 @@ def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
     if layout.shards:
         for dimension, split in {"efsdp": layout.ep, "dp_shard": 1}.items() if layout.ep > 1 else [("dp_shard", 1)]:
             part = replace(model, items=tuple(item for item in model.items if item.split == split))
-            units, own = _units(part, layout)
-            sizes, ranks, stride = units.total(), layout.shards // split, layout.tp * split
-            gathered = 2 * sizes - units.get("", 0) if layout.reshard else sizes
+            units, (reduced, own) = _units(part, layout)[0], _units(part.trained, layout)
+            ranks, stride = layout.shards // split, layout.tp * split
+            gathered = 2 * units.total() - units.get("", 0) if layout.reshard else units.total()
             add(dimension, "all_gather", ranks, stride, windows * compute * gathered)
-            add(dimension, "reduce_scatter", ranks, stride, compute * sizes)
+            add(dimension, "reduce_scatter", ranks, stride, compute * reduced.total())
             apart = layout.tp * layout.shards
             add("dp_replicate", "all_reduce", layout.dp_replicate, apart, compute * own.total())
     elif layout.zero is not None:
         reduction, times = ("all_reduce", 1) if layout.zero < 2 else ("reduce_scatter", windows)
-        gathers = 2 * windows if layout.zero == 3 else 1
+        gathered = 2 * windows * numbers if layout.zero == 3 else trained
         add("dp_replicate", reduction, layout.batches, inner, compute * trained * times)
-        add("dp_replicate", "all_gather", layout.batches, inner, compute * trained * gathers)
+        add("dp_replicate", "all_gather", layout.batches, inner, compute * gathered)
     else:
         add("dp_replicate", "all_reduce", layout.dp_replicate, inner, 4 * trained)
-        add("dp_replicate", "broadcast", layout.dp_replicate, inner, model.size - 4 * trained)
+        add("dp_replicate", "broadcast", layout.dp_replicate, inner, model.size - 4 * numbers)
     split_sizes = Counter[str]()
     for name, size in (pair for segment in profile.segments for pair in segment.split):
         split_sizes[name] += size * windows

@@ -26,10 +26,11 @@ class Item:
 
     Attributes:
         size: its bytes with floating-point numbers in fp32; integers stay as they are.
-        parameter: whether training changes it.
+        parameter: whether it is one, so that strategies cast and shard it.
         block: the block that FSDP gathers at once; empty for what lies outside of all blocks.
         layer: the layer that it belongs to, which has to be on a device at once.
         split: among how many ranks it was split, which have a part of this shape each; FSDP shards the parts over the others.
+        frozen: whether training leaves it as it is.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Item:
     block: str
     layer: str
     split: int = 1
+    frozen: bool = False
 
     @property
     def elements(self) -> int:
@@ -67,8 +69,13 @@ class Inventory:
 
     @property
     def parameters(self) -> tuple[Item, ...]:
-        """What training changes."""
+        """The parameters, frozen ones included."""
         return tuple(item for item in self.items if item.parameter)
+
+    @property
+    def trained(self) -> "Inventory":
+        """The model without frozen parameters."""
+        return replace(self, items=tuple(item for item in self.items if not item.frozen))
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,8 @@ def inventory_of_model(model: "nn.Module", source: str) -> Inventory:
         unit = block if blocks else _block(name)
         layer = block or name.rpartition(".")[0]
         split = whole.numel() // max(1, tensor.numel())
-        items.append(Item(tuple(tensor.shape), size, floating and name in parameters, unit, layer, split))
+        parameter, frozen = floating and name in parameters, name in parameters and not whole.requires_grad
+        items.append(Item(tuple(tensor.shape), size, parameter, unit, layer, split, frozen))
     return Inventory(source, tuple(items))
 
 

@@ -24,12 +24,14 @@ class SimulatedRun:
     """A run of which this process plays one rank, and what became of its checkpoints.
 
     Attributes:
+        store: of the process group, which itself keeps no Python object alive.
         loads: the checkpoints that would have been read.
         notes: what is made up, in sentences; each is printed once.
         warnings: what was warned of meanwhile, as of settings that have no effect.
     """
 
     ranks: Ranks
+    store: dist.Store
     saves: list[Written] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
@@ -47,8 +49,9 @@ def current() -> SimulatedRun | None:
 def start(ranks: Ranks) -> SimulatedRun:
     """Join a process group whose other ranks are made up."""
     global _current
-    torch_private.join_alone(ranks.rank, ranks.world_size, OthersCame(ranks.world_size))
-    _current = SimulatedRun(ranks)
+    store = OthersCame(ranks.world_size)
+    torch_private.join_alone(ranks.rank, ranks.world_size, store)
+    _current = SimulatedRun(ranks, store)
     return _current
 
 

@@ -123,6 +123,21 @@ def check_bytes_of_fsdp2():
         assert found == said, (windows, reshard, found, said)
 
 
+def frozen():
+    model = Net()
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    return model
+
+
+def check_bytes_of_frozen_weights():
+    """They are gathered, and have no gradients."""
+    for options, sizes in (({"fsdp_plugin": sharding()}, {"dp_shard": world()}), ({}, {"dp_replicate": world()})):
+        if CPU:
+            found, said = counted(fresh_accelerator(**options), build=frozen), foretold(frozen, **sizes)
+            assert found == said, (sizes, found, said)
+
+
 def check_bytes_of_tensor_parallelism():
     if CPU:
         handler = TorchTensorParallelConfig(plan=PLAN)

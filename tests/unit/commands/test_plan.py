@@ -136,6 +136,22 @@ def test_a_peak_has_what_rests_beside_activations():
     assert memory(profile, Layout(dp_shard=4, offload=True)).host == parameters
 
 
+@pytest.mark.parametrize(
+    "layout, parts", [(Layout(), 1), (Layout(dp_shard=4), 4), (Layout(dp_replicate=2, zero=3), 2)]
+)
+def test_frozen_weights_rest_without_gradients_and_moments(layout, parts):
+    def frozen():
+        model = Net()
+        model.blocks[1:].requires_grad_(False)
+        return model
+
+    rest = resting(measure(frozen, batch, layout, 8).inventory, layout)
+    one = 4 * 64 * 64
+    assert rest.parameters == 6 * one // parts
+    # DeepSpeed has the trained weights in the optimizer, too.
+    assert (rest.gradients, rest.optimizer) == (one // parts, (3 if layout.zero else 2) * one // parts)
+
+
 def test_what_cannot_be_measured():
     class Looks(Net):
         def forward(self, x):
@@ -337,6 +353,26 @@ def test_plan_of_a_program(accelerate, place, optimizer, moments):
     assert (needs["parameters"], needs["optimizer"]) == (10**9, 10**9 // 4 * moments)
     assert "FSDP2 2, cp_size=2" in found and "FSDP2 1, cp_size=4" in found, "48 tokens"
     assert not torch.distributed.is_initialized() and "RANK" not in os.environ
+
+
+def test_plan_of_a_program_that_prepares_its_model_twice(accelerate, place):
+    """The watch on the first call is not a part of the model that is planned."""
+    again = f"{PREPARED}; model = accelerator.prepare(model)"
+    (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", again))
+    with pytest.warns(UserWarning, match="prepared"):
+        status, out, err = accelerate("plan", "--gpus", "1", "--gpu", "l4-24gb", "--script", "train.py", "64")
+    assert status == 0 and "train.py (Net) on 1 x" in out and "one process" in out, err
+
+
+def test_plan_of_a_program_that_searches_for_its_batch_size(accelerate, place):
+    """The ranks meet through the store, whose others are made up."""
+    search = (
+        "def run(batch_size):\n    print(batch_size)\n\n\nfrom accelerate.utils import find_executable_batch_size\n"
+    )
+    search += f"find_executable_batch_size(starting_batch_size=4)(run)()\n{PREPARED}"
+    (place / "train.py").write_text(PROGRAM.replace("{optimizer}", "SGD").replace("{prepare}", search))
+    status, out, err = accelerate("plan", "--gpus", "2", "--gpu", "l4-24gb", "--script", "train.py", "64")
+    assert status == 0 and "DDP 2" in out, err
 
 
 def test_options_of_a_plan_of_a_program(accelerate, place):
