@@ -1330,7 +1330,7 @@ class Accelerator(Processes):
         """Save the adapters of a model that PEFT has extended, whole, as ``PeftModel.from_pretrained`` reads them. All ranks.
 
         Rank 0 writes ``adapter_model.safetensors`` and ``adapter_config.json``; an adapter that is not called "default" goes into a
-        folder of its name. Each rank first compares its shards with what was gathered. The configuration is written last, and that of an
+        folder of its name. Each rank first compares its DTensors with what was gathered. The configuration is written last, and that of an
         earlier adapter goes first: a save that is killed leaves the former adapter, the new one, or none that loads.
 
         Args:
