@@ -398,7 +398,9 @@ def step_time(arithmetic: float, sent: Iterable[Transfer], fleet: Fleet, offload
     Exchanges within layers (tensor, context, sequence and expert parallelism) are waited for. The others, and what is `offloaded`, in
     seconds, hide behind the stated part of the arithmetic.
     """
-    seconds = [(each.dimension in WITHIN_LAYERS, fleet.seconds(each)) for each in sent]
+    # Experts lie along the shards of a mesh, whose only exchanges of this kind are those of tokens.
+    within = [each.dimension in WITHIN_LAYERS or each.collective == "all_to_all" for each in sent]
+    seconds = list(zip(within, map(fleet.seconds, sent), strict=True))
     waiting = sum(taken for within, taken in seconds if within)
     hidden = offloaded + sum(taken for within, taken in seconds if not within)
     return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))
