@@ -74,6 +74,8 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "numerics.<parsed|own_parser|optimizer_settings|training_settings>(*",
          "plugins.MegatronLMPlugin_set_all_logging_options(*"),
         ("", "ValueError", "merging.fsdp2(*load_full*")],
+    "`FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=8)`": [
+        ("", "ValueError", "plugins.FullyShardedDataParallelPlugin_reshard_after_forward_2(value=2)*")],
     "`reshard_after_forward` of an FSDP 1 plugin": [
         ("", "", "plugins.FullyShardedDataParallelPlugin_reshard_after_forward_1(*")],
     "`activation_checkpointing_offload` works with FSDP version 1": [("", "ValueError", "variables.checkpointing_*")],
