@@ -76,6 +76,9 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "ValueError", "merging.fsdp2(*load_full*")],
     "`FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=8)`": [
         ("", "ValueError", "plugins.FullyShardedDataParallelPlugin_reshard_after_forward_2(value=2)*")],
+    "Warnings, `warning_once` too, name the line": [
+        ("", "", "preparing.setups(run='<simple_command|several> --tee 3 --log_dir d*variables*",
+         "preparing.variables_of_options(given='log_dir=*")],
     "`reshard_after_forward` of an FSDP 1 plugin": [
         ("", "", "plugins.FullyShardedDataParallelPlugin_reshard_after_forward_1(*")],
     "`activation_checkpointing_offload` works with FSDP version 1": [("", "ValueError", "variables.checkpointing_*")],
@@ -298,6 +301,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`load_state` returns which checkpoint it loaded.": [("", "", "checkpoints.*(*) <returne|loa>d*")],
     "After `load_state`, a loader that was being": [("", "", "checkpoints.going_on(*")],
     "Each rank saves the state of its stateful": [
+        ("", "", "checkpoints.saved(*stateful=True) random_states_1.pkl*"),
         ("", "", "checkpoints.saved(*stateful=True) files*"), (None, None, "checkpoints.saved(*) rank1_dl_state*")],
     "A folder's name that is a file": [("NotADirectoryError", None, "checkpoints.<model_|>places(folder='file'*")],
     "`accelerate_manifest.json`, with a part of each rank": [
