@@ -189,7 +189,9 @@ def layers(sampler: Any, hidden: bool = False) -> Iterator[Any]:
 
 def innermost(sampler: Any) -> Any:
     """The batch sampler (or sampler) below the shards and skips of this package."""
-    return next(part for part in layers(sampler) if not isinstance(part, (BatchSamplerShard, SkipBatchSampler)))
+    while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler)):
+        sampler = sampler.batch_sampler
+    return sampler
 
 
 def unskipped(sampler: Any) -> tuple[Any, int]:

@@ -109,10 +109,11 @@ def _reshard(model: nn.Module) -> None:
 
 def refuse_applied(accelerator: Facade, call: str) -> None:
     """Raise ValueError inside `Ema.applied`, where weights and averages would take each other's place in a checkpoint."""
-    if any(one.is_applied for one in accelerator.prepared.averages):
-        raise ValueError(
-            f"{call}() was called inside ema.applied(), where the model has averages for weights. Leave it before."
-        )
+    for one in accelerator.prepared.averages:
+        if one.is_applied:
+            raise ValueError(
+                f"{call}() was called inside ema.applied(), where the model has averages for weights. Leave it before."
+            )
 
 
 def average(accelerator: Facade, model: nn.Module, decay: float) -> Ema:
