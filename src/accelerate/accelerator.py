@@ -489,8 +489,8 @@ class Accelerator(Processes):
             The average; ``with average.applied():`` the model has it for its weights.
 
         Raises:
-            ValueError: The model or its optimizer is not prepared, its weights are of half precision, or the strategy has flat
-                parts (FSDP1, DeepSpeed).
+            ValueError: The model or its optimizer is not prepared, it has an average already, its weights are of half precision, or
+                the strategy has flat parts (FSDP1, DeepSpeed).
 
         Example:
             >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)

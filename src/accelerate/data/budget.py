@@ -19,7 +19,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     Args:
         lengths: of each sample of the dataset, in tokens.
         max_tokens: in a batch at most: its number of samples times its longest sample.
-        ranks: among how many ranks the loader is prepared, `accelerator.num_processes`, without ranks that share a batch.
+        ranks: among how many ranks the loader is prepared: `accelerator.num_processes`, without ranks that share a batch.
+            `prepare` refuses another number.
         shuffle: whether samples within buckets, and the steps, are in random order; else the longest come first.
         seed: of the order.
         steps_in_bucket: more of them mix samples better, and pad more.
@@ -66,6 +67,14 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self._bounds)
+
+    def check_ranks(self, number: int) -> None:
+        """Refuse (ValueError) a number of ranks that steps were not made for; a loader that is prepared calls it."""
+        if self.ranks % number:
+            raise ValueError(
+                f"TokenBudgetSampler has ranks={self.ranks}, and its loader is prepared among {number} ranks that read data: their steps "
+                f"would differ. Pass ranks={number}."
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next; a prepared loader calls it."""

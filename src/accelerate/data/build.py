@@ -16,6 +16,7 @@ from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.data import adapter, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
+from accelerate.data.budget import TokenBudgetSampler
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
@@ -128,6 +129,8 @@ def prepare_data_loader(
         check_split(getattr(batching, "batch_size", None) if size is None else size, layout.num_shards)
     if use_seedable_sampler:
         dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
+    if reading == plan.OWN_SHARD and isinstance(batching_sampler(dataloader), TokenBudgetSampler):
+        batching_sampler(dataloader).check_ranks(layout.num_shards)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles

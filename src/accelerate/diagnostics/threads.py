@@ -183,7 +183,10 @@ def module(frame: FrameType) -> str:
     """Return the name of the innermost part of a model that a thread calls, or whose weights it gathers; empty if there is none."""
     called = [part for each in _outward(frame) if (part := torch_private.module_called(each)) is not None]
     outermost = next((part for part in reversed(called) if isinstance(part, torch.nn.Module)), None)
-    names = {id(part): name for name, part in outermost.named_modules()} if outermost is not None else {}
+    try:
+        names = {id(part): name for name, part in outermost.named_modules()} if outermost is not None else {}
+    except RuntimeError:  # a thread that runs may change the model meanwhile
+        names = {}
     return next(filter(None, (part if isinstance(part, str) else names.get(id(part)) for part in called)), "")
 
 

@@ -292,6 +292,11 @@ def shard_groups(model: nn.Module) -> Iterator[Any]:
             yield from filter(None, [getattr(state(), "_fsdp_param_group", None)]) if groups is None else groups
 
 
+def sharded_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `fully_shard` was applied to."""
+    return [part for part in model.modules() if hasattr(type(part), "_get_fsdp_state")]
+
+
 @contextlib.contextmanager
 def unsharded(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Gather what `fully_shard` has sharded in modules, and keep it whole through forwards. All ranks."""
@@ -301,7 +306,7 @@ def unsharded(roots: Sequence[nn.Module]) -> Iterator[None]:
             for group in list(shard_groups(root)):
                 last.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
                 group.post_forward_mesh_info = None  # as `set_reshard_after_forward(False)` does
-        for unit in [part for root in roots for part in root.modules() if hasattr(type(part), "_get_fsdp_state")]:
+        for unit in [part for root in roots for part in sharded_units(root)]:
             last.callback(unit.reshard)
             unit.unshard()
         yield

@@ -1,7 +1,7 @@
 """A moving average of weights that lies in the optimizer's state: of shards, shards; saved, loaded and resharded as that is."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accelerate.parallel.shard import local_part
-from accelerate.runtime import traits
+from accelerate.runtime import torch_private, traits
 from accelerate.training.prepared import Facade
 
 # Its name in the state of each parameter.
@@ -37,6 +37,10 @@ class Ema:
         self._averaged = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._update)
+
+    def has(self, parameters: Collection[int]) -> bool:
+        """Say whether it is the average of one of some parameters, which are given by identity."""
+        return not self._averaged.isdisjoint(parameters)
 
     def _pairs(
         self, optimizer: torch.optim.Optimizer, begins: bool = False
@@ -102,9 +106,8 @@ class Ema:
 
 def _reshard(model: nn.Module) -> None:
     """Free weights that FSDP2 has gathered before: they hide the shards, and the next forward would use them."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+    for unit in torch_private.sharded_units(model):
+        unit.reshard()
 
 
 def refuse_applied(accelerator: Facade, call: str) -> None:
@@ -123,6 +126,8 @@ def average(accelerator: Facade, model: nn.Module, decay: float) -> Ema:
         raise ValueError(
             f"ema() is not possible with {kind}, whose weights lie in flat parts. Use FSDP with fsdp_version=2."
         )
+    if accelerator.has_lomo_optimizer:
+        raise ValueError("ema() is not possible with LOMO, whose optimizers step in the backward pass.")
     if not 0 < decay < 1:
         raise ValueError(f"decay is {decay}; it must lie between 0 and 1, such as 0.999.")
     _reshard(model)
@@ -135,6 +140,8 @@ def average(accelerator: Facade, model: nn.Module, decay: float) -> Ema:
         raise ValueError(
             f"ema() got weights in {half[0]}, too coarse for an average. Load them in float32, with mixed_precision."
         )
+    if any(one.has(held) for one in accelerator.prepared.averages):
+        raise ValueError("ema() was called before for a part of this model. Keep what it returned then.")
     ema = Ema(model, [each for each, its in zip(optimizers, trained, strict=True) if its], decay)
     accelerator.prepared.averages.append(ema)
     return ema

@@ -72,6 +72,12 @@ def test_refusals(options, said):
         TokenBudgetSampler(**options)
 
 
+def test_a_loader_among_other_ranks_is_refused():
+    loader = DataLoader(range(20), batch_sampler=TokenBudgetSampler([1] * 20, 4, ranks=3))
+    with pytest.raises(ValueError, match="ranks=3, and its loader is prepared among 2 ranks.*Pass ranks=2"):
+        prepare_data_loader(loader, num_processes=2, process_index=0)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_prepared_loaders_give_each_rank_its_batches_in_each_epoch(ranks):
     known = lengths(100)

@@ -1,11 +1,13 @@
 """What a report says of ranks that wait, from the answers of all ranks; and what torch's flight recorder says of one."""
 
+import sys
 import threading
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
-from accelerate.diagnostics import hang, monitor, status
+from accelerate.diagnostics import hang, monitor, status, threads
 from accelerate.diagnostics.monitor import Finding, Monitor, limits
 from accelerate.diagnostics.status import RankStatus
 from accelerate.diagnostics.threads import oldest_open
@@ -135,3 +137,22 @@ def test_ranks_that_have_not_joined_are_named_once(monkeypatch, caplog):
     (record,) = caplog.records
     assert record.getMessage().startswith("Slow: rank 0 has waited for 0 s at ")
     assert " for ranks 1, 2 to join the process group." in record.getMessage()
+
+
+def test_the_module_that_a_thread_calls():
+    found = []
+
+    class Inner(nn.Module):
+        def forward(self, inputs):
+            found.append(threads.module(sys._getframe()))
+            return inputs
+
+    class Changing(nn.Sequential):
+        def named_modules(self, *args, **kwargs):
+            raise RuntimeError("dictionary changed size during iteration")
+
+    part = nn.Sequential(nn.Identity(), Inner())
+    nn.Sequential(nn.Identity(), part)(1)
+    Changing(part)(1)
+    found.append(threads.module(sys._getframe()))
+    assert found == ["1.1", "", ""]

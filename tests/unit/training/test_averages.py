@@ -49,6 +49,25 @@ def test_parts_of_several_optimizers_and_weights_that_never_have_a_gradient():
     assert [part.weight.item() for part in model] == seen[-1] and seen[0][2] == seen[-1][2]
 
 
+def test_a_second_average_of_the_same_weights_is_refused():
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.ema(model)
+    with pytest.raises(ValueError, match="called before for a part of this model"):
+        accelerator.ema(model)
+
+
+def test_a_module_with_a_method_of_that_name_is_left_alone():
+    class Own(nn.Linear):
+        def reshard(self):
+            raise AssertionError("it is the user's")
+
+    accelerator, model = Accelerator(cpu=True), Own(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.ema(model).applied():
+        pass
+
+
 @cases(
     "decay, said",
     (0, "decay is 0"),
