@@ -9,6 +9,7 @@ with the package as it is.
 
 import contextlib
 import copy
+import functools
 import inspect
 import json
 import logging
@@ -138,14 +139,15 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         options.pop("group_src", None)
         objects(object_list, dist.get_rank(), group, **options)  # what this rank has stands for what the source has
 
+    @functools.wraps(init)  # whose arguments are looked at
+    def init_process_group(*args: Any, **options: Any) -> None:
+        if not dist.is_initialized():
+            init(*args, **options)
+
     broadcast = TorchCommunicator.broadcast
     places = [
         (dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})),
-        (
-            dist,
-            "init_process_group",
-            lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
-        ),
+        (dist, "init_process_group", init_process_group),
         (dist, "broadcast_object_list", broadcast_object_list),
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
         (saving, "SAVE", simulation_checkpoints.MeasuredSave),
