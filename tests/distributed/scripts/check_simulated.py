@@ -15,7 +15,8 @@ from accelerate.state import PartialState
 from distributed.conformance.checks import turned_on
 from distributed.conformance.model import Trace
 from distributed.conformance.strategies import STRATEGIES, Strategy
-from distributed.conformance.training import Run
+from distributed.conformance.training import PATIENCE, Run
+from distributed.scripts.harness import CPU
 
 STEPS = 2
 
@@ -36,9 +37,9 @@ def done(strategy: Strategy) -> dict[str, object]:
 
 def main(*names: str) -> None:
     """Run strategies one after the other."""
+    state = PartialState(cpu=CPU, timeout=PATIENCE)
     for name in names:
         found = done(STRATEGIES[name])
-        state = PartialState()
         if state.process_index == state.num_processes - 1:
             print("FOUND", name, json.dumps(found), flush=True)
 
