@@ -5,6 +5,7 @@ A model of many equal blocks compiles much faster when one block is compiled and
 is regional compilation, see https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 """
 
+import itertools
 import logging
 import sys
 import types
@@ -39,8 +40,10 @@ PARALLEL_WRAPPERS = (
 
 
 def _loaded_wrappers() -> tuple[type, ...]:
-    found = [getattr(sys.modules.get(path), name, None) for path, name in PARALLEL_WRAPPERS]
-    return tuple([kind for kind in found if isinstance(kind, type)])
+    loaded = sys.modules.get
+    return tuple(
+        [kind for path, name in PARALLEL_WRAPPERS if isinstance(kind := getattr(loaded(path), name, None), type)]
+    )
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -296,7 +299,7 @@ def canonical_name(name: str) -> str:
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
     """
-    return ".".join([step for step in name.split(".") if step not in INNER_ATTRIBUTES])
+    return ".".join(itertools.filterfalse(INNER_ATTRIBUTES.__contains__, name.split(".")))
 
 
 def canonical_names(names: Iterable[str]) -> list[str]:
@@ -431,7 +434,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
     """
     # While the module is not imported there is no such tensor, and importing it is slow.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, model.parameters())))
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -1,6 +1,7 @@
 """Sharding a model in place with torch's `fully_shard`: which modules become units, and where their weights come from."""
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,7 @@ def shard(
             # Gloo has no reduction that divides by another number than the ranks; over one rank torch divides itself.
             part.set_force_sum_reduction_for_comms(True)
     for part in [*parts, model]:
-        held = list(_held(part))
+        held = _held(part)
         fully_shard(part, **options)
         _free_replaced(held)
     if weights is not None:
@@ -180,11 +181,9 @@ def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None)
         )
 
 
-def _held(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                yield (part, name), parameter
+def _held(module: nn.Module) -> list[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    own = [(part, *item) for part in module.modules() for item in part._parameters.items()]
+    return [((part, name), parameter) for part, name, parameter in own if parameter is not None]
 
 
 def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
@@ -216,7 +215,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
             f"meta device there, {missing[0]!r} for one. Load the weights on rank 0."
         )
-    held, tied = list(_held(model)), ties(model)
+    held, tied = _held(model), ties(model)
     for (module, name), parameter in held:
         module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     _free_replaced(held)
@@ -278,4 +277,4 @@ def box(tensor: torch.Tensor) -> tuple[slice, ...]:
     shape, offset = torch_private.compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+    return tuple(map(slice, offset, map(operator.add, offset, shape)))
