@@ -23,7 +23,8 @@ SLOW = [
     (1, f"{TRAINING} check_processes.py"),
     (2, STATES),
     (4, "check_training.py check_items check_windows"),
-    *((processes, LOADERS) for processes in (1, 3, 4)),
+    (1, LOADERS.replace("check_streams.py ", "")),  # one process does not divide a stream
+    *((processes, LOADERS) for processes in (3, 4)),
     *((processes, f"check_metrics_property.py thousand_{seed}") for processes in (1, 2, 3, 4) for seed in (1, 2)),
     (2, f"{OF_TRANSFORMERS} check_estimator.py slow_"),
     (3, "check_pippy.py check_ slow_"),
