@@ -29,6 +29,7 @@ from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
 
 Layout = Literal["full", "sharded", "zero"]
+Kind = Literal["model", "optimizer"]
 # Of a state: name and value of each entry, one after the other; and what says of a name whether it is wanted.
 Entries = Iterator[tuple[str, Any]]
 Wanted = Callable[[str], Any]
