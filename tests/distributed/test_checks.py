@@ -14,7 +14,7 @@ QUICK = [
     (2, OF_TRANSFORMERS),
     (
         2,
-        "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
+        "check_sharded.py check_fsdp2_units.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
         "check_weights.py check_ema.py",
     ),
     (3, STATES),
@@ -29,7 +29,7 @@ SLOW = [
     (3, "check_pippy.py check_ slow_"),
     (4, "check_long_sequences.py check_pippy.py check_estimator.py check_ four_ slow_"),
     (4, "check_norms.py check_ four_"),
-    (4, "check_sharded.py check_adapters.py check_conditional.py four_"),
+    (4, "check_sharded.py check_fsdp2_units.py check_adapters.py check_conditional.py four_"),
     (4, "check_ema.py"),
     (1, "check_ema.py"),
     (3, SHARDS),

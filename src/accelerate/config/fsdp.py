@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_names
+from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_mapping, to_names
 from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
@@ -128,6 +128,10 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: class names for transformer_based_wrap, a list or comma-joined
             (FSDP_TRANSFORMER_CLS_TO_WRAP); by default the model's `_no_split_modules`.
         min_num_params: smallest number of parameters that size_based_wrap makes a shard of (FSDP_MIN_NUM_PARAMS).
+        module_precision: version 2, the precision of modules, by patterns of their names (those of `fnmatch`, where `*` also
+            stands for dots): a mapping, or its JSON text (FSDP_MODULE_PRECISION). The first pattern that matches a module holds
+            for it and for what is in it. A value is a precision or a dtype, in which parameters are computed with and gradients
+            reduced, while outputs get the dtype of what is around; or a dictionary or torch's policy object, taken as it is.
 
     Raises:
         ValueError: a value is unknown, or does not exist in this version of FSDP.
@@ -161,6 +165,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | str | None = None
     min_num_params: int | None = None
+    module_precision: Any = None
 
     def __post_init__(self) -> None:
         version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
@@ -179,6 +184,12 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         if self.mixed_precision_policy is not None:
             self.validate_mixed_precision_policy()
+        rules = to_mapping(self._said("module_precision", {}), "module_precision")
+        if rules and self.fsdp_version == 1:
+            raise ValueError(
+                f"module_precision is {rules}; fsdp_version=1 has one policy for a model. Set fsdp_version=2."
+            )
+        self.module_precision = {pattern: self._rule(pattern, value) for pattern, value in rules.items()}
         if self.ignored_modules is None:  # no option of the launcher
             self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES", "").strip() or None
 
@@ -356,6 +367,23 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ValueError: an unknown precision or dictionary key.
         """
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = self._policy(mixed_precision, "mixed_precision", buffer_autocast)
+
+    def _rule(self, pattern: str, value: Any) -> Any:
+        """Return the dtype or the policy of `module_precision` for a pattern."""
+        source = f"module_precision[{pattern!r}]"
+        if isinstance(value, dict):
+            return self._policy(value, source)
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if not value:
+            raise ValueError(
+                f"{source} is {value!r}; give a precision, a torch.dtype, a dictionary or a MixedPrecisionPolicy."
+            )
+        return value if isinstance(value, MixedPrecisionPolicy) else _to_dtype(value, source)
+
+    def _policy(self, mixed_precision: Any, source: str, buffer_autocast: bool = False) -> Any:
         import torch
         from torch.distributed import fsdp
 
@@ -366,17 +394,16 @@ class FullyShardedDataParallelPlugin:
             unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
                 known = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
-                raise ValueError(f"mixed_precision_policy has {', '.join(map(repr, unknown))}; {known}.")
+                name = "mixed_precision_policy" if source == "mixed_precision" else source
+                raise ValueError(f"{name} has {', '.join(map(repr, unknown))}; {known}.")
             dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")
         else:
-            dtypes = dict.fromkeys(keys, _to_dtype(mixed_precision, "mixed_precision"))
+            dtypes = dict.fromkeys(keys, _to_dtype(mixed_precision, source))
             if buffer_autocast and first:
                 dtypes["buffer_dtype"] = torch.float32
-        if self.mixed_precision_policy is None or override:
-            policy = fsdp.MixedPrecision if first else fsdp.MixedPrecisionPolicy
-            self.mixed_precision_policy = policy(**dtypes)
+        return (fsdp.MixedPrecision if first else fsdp.MixedPrecisionPolicy)(**dtypes)
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a ValueError unless the policy is of the class that this version of FSDP takes."""

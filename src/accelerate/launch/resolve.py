@@ -35,6 +35,7 @@ _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
 _REMOTE = ("sagemaker", "tpu_pod")
 # Options that only one version of FSDP reads, and what the other has in their place.
 _OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
+_OF_ONE_VERSION["fsdp_module_precision"] = ("2", "mixed_precision holds for the whole model")
 _OF_ONE_VERSION["fsdp_reshard_after_forward"] = ("2", "fsdp_sharding_strategy says what is sharded")
 # Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
 _OF_A_FILE = (

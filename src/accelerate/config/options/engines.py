@@ -133,6 +133,13 @@ FSDP_OPTIONS = (
         open=True,
         when=_FSDP_2,
     ),
+    _fsdp(
+        "module_precision",
+        'Precision of modules by the pattern of their names, as JSON, such as {"*norm*": "fp32"} (FSDP 2).',
+        type="json",
+        chapter="",
+        when=_FSDP_2,
+    ),
     _fsdp_off("offload_params", "Keep parameters and gradients on the CPU."),
     _fsdp("auto_wrap_policy", "What is wrapped.", words=FSDP_AUTO_WRAP_POLICY),
     _fsdp(
