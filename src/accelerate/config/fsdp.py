@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
+from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_mapping, to_names
 from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
@@ -105,7 +106,8 @@ class FullyShardedDataParallelPlugin:
         reshard_after_forward: version 2, whether parameters are sharded again between forward and backward, True by
             default (FSDP_RESHARD_AFTER_FORWARD); or over how many ranks, such as those of a machine, so that backward gathers
             within it. In version 1 another name of `sharding_strategy`.
-        backward_prefetch: version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH).
+        backward_prefetch: version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH; version 2: how many units backward gathers
+            ahead, by default torch's one (FSDP_BACKWARD_PREFETCH).
         mixed_precision_policy: a precision (fp16, bf16, fp8, fp32), a dictionary of dtypes, or torch's policy object.
         auto_wrap_policy: transformer_based_wrap, size_based_wrap, no_wrap, a callable, or one of torch's policy objects
             (FSDP_AUTO_WRAP_POLICY).
@@ -118,7 +120,8 @@ class FullyShardedDataParallelPlugin:
         use_orig_params: version 1, expose the original parameters (FSDP_USE_ORIG_PARAMS).
         param_init_fn: moves a module off the meta device.
         sync_module_states: version 1, broadcast the weights of rank 0 while wrapping (FSDP_SYNC_MODULE_STATES).
-        forward_prefetch: version 1, gather the next parameters during forward (FSDP_FORWARD_PREFETCH).
+        forward_prefetch: version 1, gather the next parameters during forward; version 2: how many units forward gathers ahead,
+            by default none before it comes to them (FSDP_FORWARD_PREFETCH).
         activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING); "selective": but for the
             results of matrix products and attention, which are kept.
         activation_checkpointing_offload: keep checkpointed activations on the host
@@ -159,7 +162,7 @@ class FullyShardedDataParallelPlugin:
     use_orig_params: bool | None = None
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
+    forward_prefetch: bool | int | None = None
     activation_checkpointing: bool | Literal["selective"] | None = None
     activation_checkpointing_offload: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
@@ -235,9 +238,26 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy = None
         self.reshard_after_forward = given if ranks else self._said("reshard_after_forward", True)
 
+    def _depth(self, field: str) -> int | None:
+        """Return how many units version 2 gathers ahead, None if that is not said as a number."""
+        given = getattr(self, field)
+        text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if given is None else given).strip()
+        if text == "0" or text.startswith("-"):
+            raise ValueError(
+                f"{field} is {text}; with fsdp_version=2 it is how many units are gathered ahead, one at least."
+            )
+        return int(text) if text.isdigit() else None
+
     def _resolve_prefetch(self) -> None:
         from torch.distributed.fsdp import BackwardPrefetch
 
+        if self.fsdp_version == 2 and (depth := self._depth("backward_prefetch")) is not None:
+            self.backward_prefetch = depth
+            if str(self.reshard_after_forward).lower() == "false":
+                logger.warning(
+                    "backward_prefetch=%s has no effect: with reshard_after_forward=False nothing is gathered.", depth
+                )
+            return
         chosen = self._said("backward_prefetch", "NO_PREFETCH")
         prefetch = (
             None if str(chosen).upper() == "NO_PREFETCH" else to_enum(BackwardPrefetch, chosen, "backward_prefetch")
@@ -293,8 +313,11 @@ class FullyShardedDataParallelPlugin:
             if self.sync_module_states and self.param_init_fn is None:
                 self.param_init_fn = _materialize
             return
-        if self.forward_prefetch is not None:
-            raise ValueError(f"forward_prefetch is {self.forward_prefetch}; fsdp_version=2 has none: leave it out.")
+        depth = self._depth("forward_prefetch")
+        if depth is None and self.forward_prefetch is not None:
+            how = "fsdp_version=2 has no such switch: give the number of units to gather ahead, or leave it out"
+            raise ValueError(f"forward_prefetch is {self.forward_prefetch}; {how}.")
+        self.forward_prefetch = depth
         for name in ("use_orig_params", "sync_module_states"):
             if getattr(self, name) is not None:
                 logger.warning("%s=%s is ignored: FSDP version 2 needs none.", name, getattr(self, name))

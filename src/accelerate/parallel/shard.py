@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.modules.repoint import named, repoint, tie, ties
-from accelerate.modules.unwrap import canonical_name
+from accelerate.modules.unwrap import canonical_name, get_module_children_bottom_up
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import four_bit, master, rules
@@ -161,12 +161,26 @@ def shard(
         distribute(accelerator, model, weights)
     else:
         _leave_meta(model, plugin.param_init_fn)
+    _gather_ahead(model, plugin)
     rules.install(model, ruled, accelerator.device.type)
     four_bit.attach(model)
     repoint(accelerator, model, before)
     if ignored:
         consistency.train_alike(accelerator, model, consistency.whole(model))
     return model
+
+
+def _gather_ahead(model: nn.Module, plugin: Any) -> None:
+    """Let each unit gather as many of those after it as the plugin says, as its forward or backward begins."""
+    found = torch_private.sharded_units(model)
+    # Backward comes to a unit before those in it, of which the last is first.
+    last_first = [part for part in reversed(get_module_children_bottom_up(model)) if part in found]
+    for way, depth, order in (
+        ("forward", plugin.forward_prefetch, found),
+        ("backward", plugin.backward_prefetch, [*dict.fromkeys(last_first)]),
+    ):
+        for place, part in enumerate(order if depth else ()):
+            getattr(part, f"set_modules_to_{way}_prefetch")(order[place + 1 : place + 1 + depth])
 
 
 def _experts(accelerator: Run, model: nn.Module) -> list[nn.Module]:

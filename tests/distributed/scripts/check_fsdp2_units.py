@@ -1,12 +1,13 @@
 """Units of FSDP2 beyond the wrapping policy: their precision by name, how far they gather ahead, and how they compile."""
 
-import os
+from functools import partial
 
 import torch
-from harness import everywhere, fresh_accelerator, learn, rank, world
+from harness import fresh_accelerator, learn, rank, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -15,9 +16,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width=16):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -27,7 +28,7 @@ class Net(nn.Module):
     def __init__(self, blocks=2):
         super().__init__()
         self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(16 + 8 * number) for number in range(blocks))
 
     def forward(self, x):
         x = self.first(x)
@@ -141,6 +142,56 @@ def check_precision_by_name_is_refused_where_it_cannot_be():
         except ValueError as error:
             assert words in str(error), error
         assert dict(model.named_parameters()).keys() == before.keys() and type(model) is Net
+
+
+class Gathers(TorchDispatchMode):
+    """Note which units are gathered, by their sizes, between the forwards and backwards of blocks."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.events, self.sizes = [], {}
+        for name in ("blocks.0", "blocks.1", "blocks.2", "blocks.3", ""):
+            unit = model.get_submodule(name)
+            own = [p for p in unit.parameters() if name or not any(p is q for q in model.blocks.parameters())]
+            # Torch fills shards up to equal sizes.
+            self.sizes[sum(-(-len(p) // world()) * world() * p[0].numel() for p in own)] = name[-1:] or "root"
+            if name:
+                unit.register_forward_pre_hook(lambda *_, name=name[-1]: self.events.append(f"forward {name}"))
+                unit.register_forward_hook(partial(self.mark_backward, name[-1]))
+
+    def mark_backward(self, name, module, args, output):
+        output.register_hook(lambda _: self.events.append(f"backward {name}"))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and "allgather_base" in func.__name__:
+            self.events.append(self.sizes[args[0].numel()])
+        return func(*args, **(kwargs or {}))
+
+
+def check_units_are_gathered_ahead():
+    def trained(**options):
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(**options))
+        model, optimizer = build(blocks=4)
+        gathers = Gathers(model)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        steps(accelerator, model, optimizer)
+        gathers.events.clear()
+        with gathers:
+            loss = model(batch(3)).square().mean()
+            forward = list(gathers.events)
+            gathers.events.clear()
+            accelerator.backward(loss)  # in this thread, on a CPU
+        return " ".join(forward), " ".join(gathers.events), local(model)
+
+    forward, backward, weights = trained()
+    if world() > 1:
+        assert forward == "root 0 forward 0 1 forward 1 2 forward 2 3 forward 3", forward
+        assert backward == "3 backward 3 2 backward 2 1 backward 1 0 backward 0", backward
+    forward, backward, same = trained(forward_prefetch=2, backward_prefetch=3)
+    if world() > 1:
+        assert forward == "root 0 1 2 forward 0 3 forward 1 forward 2 forward 3", forward
+        assert backward == "3 2 1 backward 3 0 backward 2 backward 1 backward 0", backward
+    require_equal(same, weights)
 
 
 def four_precision_by_name_where_layers_are_split():
