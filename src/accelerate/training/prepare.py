@@ -22,6 +22,7 @@ from accelerate.modules.unwrap import (
     is_compiled_module,
     is_parallel_wrapper,
     model_has_dtensor,
+    warn_of_recompilations,
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
@@ -375,6 +376,7 @@ def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO" or is_compiled_module(model):
         return model
+    warn_of_recompilations()
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.

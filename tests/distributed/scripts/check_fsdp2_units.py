@@ -1,5 +1,6 @@
 """Units of FSDP2 beyond the wrapping policy: their precision by name, how far they gather ahead, and how they compile."""
 
+import warnings
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, fsdp2_canonicalize_names
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -58,7 +59,8 @@ def batch(number, size=4):
 
 
 def local(model):
-    return {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+    named = fsdp2_canonicalize_names(dict(model.named_parameters()))
+    return {name: parameter.to_local().clone() for name, parameter in named.items()}
 
 
 def require_equal(found, expected, what=""):
@@ -192,6 +194,43 @@ def check_units_are_gathered_ahead():
         assert forward == "root 0 1 2 forward 0 3 forward 1 forward 2 forward 3", forward
         assert backward == "3 2 1 backward 3 0 backward 2 backward 1 backward 0", backward
     require_equal(same, weights)
+
+
+def check_blocks_are_compiled_one_by_one():
+    def trained(backend, blocks=10, fullgraph=True, **options):
+        dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=True, fullgraph=fullgraph)
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(**options), dynamo_plugin=dynamo)
+        model, _ = build()
+        model.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return steps(accelerator, model, optimizer), local(model)
+
+    expected, weights = trained("no", fullgraph=False)
+    for backend, options in (
+        ("eager", {}),
+        ("eager", {"activation_checkpointing": True}),
+        ("aot_eager", {}),
+        ("eager", {"module_precision": {"*norm": "fp32"}, "fullgraph": False}),
+    ):
+        torch.compiler.reset()
+        found, same = trained(backend, **options)
+        require_equal(same, weights, (backend, options, found, expected))
+        assert found == expected
+
+
+def check_a_block_that_is_compiled_again_and_again_is_named():
+    torch.compiler.reset()
+    model, optimizer = build(blocks=2)
+    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True, dynamic=False)
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(), dynamo_plugin=dynamo)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in range(2, 8):
+            learn(accelerator, model(batch(0, size)).square().mean(), optimizer)
+    (told,) = [str(item.message) for item in caught if "torch.compile has compiled" in str(item.message)]
+    assert "has compiled forward (" in told and "check_fsdp2_units.py:" in told, told
+    assert "tensor 'x' size mismatch at index 0. expected 2, actual 3" in told, told
 
 
 def four_precision_by_name_where_layers_are_split():

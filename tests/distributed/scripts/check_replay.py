@@ -101,7 +101,7 @@ def trained(kind, every, steps=4, at=0, forward=True, loss=None):
                     for p in model.parameters()
                     if p.grad is not None
                 ]
-                gradients.append([gradient.clone() for gradient in local])
+                gradients.append([bits(gradient) for gradient in local])
                 optimizer.step()
                 optimizer.zero_grad()
     except ReplayDiffers as found:
@@ -111,7 +111,12 @@ def trained(kind, every, steps=4, at=0, forward=True, loss=None):
     rng = torch.get_rng_state()
     accelerator.free_memory()
     assert len(set(everywhere(error))) == 1
-    return (losses, gradients, [tensor.detach().clone() for tensor in state], rng), error
+    return (losses, gradients, [bits(tensor) for tensor in state], rng), error
+
+
+def bits(tensor):
+    """A copy that tells zeros of both signs apart."""
+    return tensor.detach().clone().view(-1).view(torch.uint8)
 
 
 def plain_loss(model, x):
