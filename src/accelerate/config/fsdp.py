@@ -189,10 +189,8 @@ class FullyShardedDataParallelPlugin:
             self.validate_mixed_precision_policy()
         rules = to_mapping(self._said("module_precision", {}), "module_precision")
         if rules and self.fsdp_version == 1:
-            raise ValueError(
-                f"module_precision is {rules}; fsdp_version=1 has one policy for a model. Set fsdp_version=2."
-            )
-        self.module_precision = {pattern: self._rule(pattern, value) for pattern, value in rules.items()}
+            raise ValueError(f"module_precision is {rules}; fsdp_version=1 has one policy for a model.")
+        self.module_precision = {key: self._rule(f"module_precision[{key!r}]", value) for key, value in rules.items()}
         if self.ignored_modules is None:  # no option of the launcher
             self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES", "").strip() or None
 
@@ -243,9 +241,7 @@ class FullyShardedDataParallelPlugin:
         given = getattr(self, field)
         text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if given is None else given).strip()
         if text == "0" or text.startswith("-"):
-            raise ValueError(
-                f"{field} is {text}; with fsdp_version=2 it is how many units are gathered ahead, one at least."
-            )
+            raise ValueError(f"{field} is {text}; with fsdp_version=2 at least one unit is gathered ahead.")
         return int(text) if text.isdigit() else None
 
     def _resolve_prefetch(self) -> None:
@@ -254,9 +250,7 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 2 and (depth := self._depth("backward_prefetch")) is not None:
             self.backward_prefetch = depth
             if str(self.reshard_after_forward).lower() == "false":
-                logger.warning(
-                    "backward_prefetch=%s has no effect: with reshard_after_forward=False nothing is gathered.", depth
-                )
+                logger.warning("backward_prefetch=%s has no effect with reshard_after_forward=False.", depth)
             return
         chosen = self._said("backward_prefetch", "NO_PREFETCH")
         prefetch = (
@@ -315,7 +309,7 @@ class FullyShardedDataParallelPlugin:
             return
         depth = self._depth("forward_prefetch")
         if depth is None and self.forward_prefetch is not None:
-            how = "fsdp_version=2 has no such switch: give the number of units to gather ahead, or leave it out"
+            how = "with fsdp_version=2 it is how many units are gathered ahead"
             raise ValueError(f"forward_prefetch is {self.forward_prefetch}; {how}.")
         self.forward_prefetch = depth
         for name in ("use_orig_params", "sync_module_states"):
@@ -393,18 +387,11 @@ class FullyShardedDataParallelPlugin:
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = self._policy(mixed_precision, "mixed_precision", buffer_autocast)
 
-    def _rule(self, pattern: str, value: Any) -> Any:
-        """Return the dtype or the policy of `module_precision` for a pattern."""
-        source = f"module_precision[{pattern!r}]"
+    def _rule(self, source: str, value: Any) -> Any:
+        """Return the dtype or the policy of a pattern of `module_precision`."""
         if isinstance(value, dict):
             return self._policy(value, source)
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        if not value:
-            raise ValueError(
-                f"{source} is {value!r}; give a precision, a torch.dtype, a dictionary or a MixedPrecisionPolicy."
-            )
-        return value if isinstance(value, MixedPrecisionPolicy) else _to_dtype(value, source)
+        return value if hasattr(value, "cast_forward_inputs") else _to_dtype(value or "None", source)
 
     def _policy(self, mixed_precision: Any, source: str, buffer_autocast: bool = False) -> Any:
         import torch
@@ -417,8 +404,7 @@ class FullyShardedDataParallelPlugin:
             unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
                 known = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
-                name = "mixed_precision_policy" if source == "mixed_precision" else source
-                raise ValueError(f"{name} has {', '.join(map(repr, unknown))}; {known}.")
+                raise ValueError(f"{source} has {', '.join(map(repr, unknown))}; {known}.")
             dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")

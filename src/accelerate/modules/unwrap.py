@@ -321,11 +321,10 @@ def _warn_of_recompilations(*_: Any) -> None:
     for place, count in Counter(place for place, _ in compiled).items():
         if count >= _MANY and place not in _told:
             _told.add(place)
-            guards = "; ".join(reason.partition(": ")[2] or reason for other, reason in compiled if other == place)
+            guards = (reason.splitlines()[0].partition("  #")[0] for other, reason in compiled if other == place)
             warn_user(
-                f"torch.compile has compiled {place} {count + 1} times, because of other guards each time: {guards}. Pad or bucket to "
-                "few shapes, set dynamic=True in TorchDynamoPlugin, or keep numbers that change out of the arguments; after "
-                "torch._dynamo.config.recompile_limit it runs uncompiled."
+                f"torch.compile has compiled {place} {count + 1} times, as guards failed: {'; '.join(guards)}. Pad to few shapes, set dynamic=True "
+                "in TorchDynamoPlugin, or keep what changes out of arguments and attributes; after recompile_limit it runs uncompiled."
             )
 
 

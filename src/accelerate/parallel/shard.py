@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.modules.repoint import named, repoint, tie, ties
-from accelerate.modules.unwrap import canonical_name, get_module_children_bottom_up
+from accelerate.modules.unwrap import get_module_children_bottom_up
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import four_bit, master, rules
@@ -79,13 +79,10 @@ def units(
         if any(count * places[id(module)] < holders[key] for key, count in inside.items()):
             if module in ruled:
                 raise ValueError(
-                    f"module_precision has a pattern for {canonical_name(name)!r}, which shares a parameter with another part of the "
-                    "model: it is in one dtype. Match the module that has both, or leave it out."
+                    f"module_precision matches {name!r}, which shares a parameter with another part of the model."
                 )
             logger.info("%s shares a parameter with another part of the model and is sharded together with it.", name)
-        elif module in ruled or any(
-            parameter.numel() and id(parameter) not in covered for parameter in module.parameters()
-        ):
+        elif module in ruled or any(p.numel() and id(p) not in covered for p in module.parameters()):
             found.append(module)
             covered |= inside.keys()
     return found
@@ -124,7 +121,8 @@ def shard(
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     ruled = rules.resolve(model, plugin.module_precision, around)
-    parts = units(model, is_unit, {part for part, (_, begins) in ruled.items() if begins} - {*experts})
+    policies = {part: rule.policy for part, rule in ruled.items()}
+    parts = units(model, is_unit, {part for part, rule in ruled.items() if part in rule.modules} - {*experts})
     before = named(model)
     tied = ties(model)
     weights = _take_weights(model) if plugin.cpu_ram_efficient_loading else None
@@ -146,14 +144,14 @@ def shard(
         )
     for part in experts:
         mesh = accelerator.parallelism_config.expert_mesh
-        fully_shard(part, **{**options, "mesh": mesh, "mp_policy": rules.policy_of(part, ruled, around)})
+        fully_shard(part, **{**options, "mesh": mesh, "mp_policy": policies.get(part, around)})
         part.set_gradient_divide_factor(float(accelerator.parallelism_config.data_parallel_size))
         if accelerator.parallelism_config.expert_mesh["efsdp"].size() > 1:
             # Gloo has no reduction that divides by another number than the ranks; over one rank torch divides itself.
             part.set_force_sum_reduction_for_comms(True)
     for part in [*parts, model]:
         held = list(_held(part))
-        fully_shard(part, **options, mp_policy=rules.policy_of(part, ruled, around))
+        fully_shard(part, **options, mp_policy=policies.get(part, around))
         _free_replaced(held)
     if weights is not None:
         allocate(model, accelerator.device, offloads)
@@ -162,7 +160,7 @@ def shard(
     else:
         _leave_meta(model, plugin.param_init_fn)
     _gather_ahead(model, plugin)
-    rules.install(model, ruled, accelerator.device.type)
+    rules.install(model, dict.fromkeys(ruled.values()), accelerator.device.type)
     four_bit.attach(model)
     repoint(accelerator, model, before)
     if ignored:
@@ -174,11 +172,9 @@ def _gather_ahead(model: nn.Module, plugin: Any) -> None:
     """Let each unit gather as many of those after it as the plugin says, as its forward or backward begins."""
     found = torch_private.sharded_units(model)
     # Backward comes to a unit before those in it, of which the last is first.
-    last_first = [part for part in reversed(get_module_children_bottom_up(model)) if part in found]
-    for way, depth, order in (
-        ("forward", plugin.forward_prefetch, found),
-        ("backward", plugin.backward_prefetch, [*dict.fromkeys(last_first)]),
-    ):
+    last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in found]
+    ways = ("forward", plugin.forward_prefetch, found), ("backward", plugin.backward_prefetch, last_first)
+    for way, depth, order in ways:
         for place, part in enumerate(order if depth else ()):
             getattr(part, f"set_modules_to_{way}_prefetch")(order[place + 1 : place + 1 + depth])
 

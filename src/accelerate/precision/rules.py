@@ -2,8 +2,8 @@
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -15,18 +15,18 @@ from accelerate.precision.master import short
 from accelerate.runtime import torch_private
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Rule:
     """One pattern of module names.
 
     Attributes:
         policy: The `MixedPrecisionPolicy` of modules that match.
-        modules: Names of the modules that are sharded with it; "" is the model.
+        modules: Those in which it begins, with their names; "" is the model.
     """
 
     pattern: str
     policy: Any
-    modules: list[str]
+    modules: dict[nn.Module, str] = field(default_factory=dict)
 
     def in_words(self) -> str:
         """Return its dtypes, for reading."""
@@ -35,42 +35,35 @@ class Rule:
         return ", ".join(words + short(dtype) for words, dtype in dtypes if dtype is not None) or "as stored"
 
 
-def resolve(model: nn.Module, given: Mapping[str, Any], around: Any) -> dict[nn.Module, tuple[Rule, bool]]:
-    """Return the rule of modules, and whether it begins there, so that they have to be sharded by themselves. Any rank, alone.
+def resolve(model: nn.Module, given: Mapping[str, Any], around: Any) -> dict[nn.Module, Rule]:
+    """Return which rule holds for which module; those of `Rule.modules` have to be sharded by themselves. Any rank, alone.
 
     `around` is the policy of the rest of the model. ValueError: a pattern decides about no module.
     """
     stored = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), None)
-    rules: list[Rule] = []
-    for pattern, value in given.items():
-        if isinstance(value, torch.dtype):
-            outputs = around.param_dtype or stored
-            value = type(around)(param_dtype=value, reduce_dtype=value, output_dtype=outputs)
-        rules.append(Rule(pattern, value, []))
-    found: dict[nn.Module, tuple[Rule, bool]] = {}
+    word = partial(type(around), output_dtype=around.param_dtype or stored)
+    rules = [
+        Rule(pattern, word(value, value) if isinstance(value, torch.dtype) else value)
+        for pattern, value in given.items()
+    ]
+    found: dict[nn.Module, Rule] = {}
     for name, module, rule, outer in _walk(model, "", rules, None, None) if rules else ():
         if rule is not None and module not in found:
-            found[module] = (rule, rule is not outer)
+            found[module] = rule
             if rule is not outer:
-                rule.modules.append(name)
-    used = {rule.pattern for rule, _ in found.values()}
-    if unused := [pattern for pattern in given if pattern not in used]:
+                rule.modules[module] = name
+    if unused := [rule.pattern for rule in rules if rule not in found.values()]:
         names = [canonical_name(name) for name, _ in model.named_modules()]
         last = {name.rpartition(".")[2]: name for name in reversed(names)}
         near = difflib.get_close_matches(unused[0].rpartition(".")[2].replace("*", ""), last, 5)
         why = f"{type(model).__name__} has no such module"
         if fnmatch.filter(names, unused[0]):
             why = "an earlier pattern holds for all that it matches, or nothing of it is called"
+        near_names = ", ".join(last[word] for word in near) or "none"
         raise ValueError(
-            f"module_precision has the pattern {unused[0]!r}, but {why}. Correct or remove it; near names: "
-            f"{', '.join(last[word] for word in near) or 'none'}."
+            f"module_precision has the pattern {unused[0]!r}, but {why}. Correct it; near names: {near_names}."
         )
     return found
-
-
-def policy_of(module: nn.Module, ruled: Mapping[nn.Module, tuple[Rule, bool]], around: Any) -> Any:
-    """Return the policy that a module is sharded with."""
-    return ruled[module][0].policy if module in ruled else around
 
 
 def _walk(
@@ -87,14 +80,12 @@ def _walk(
         yield from _walk(child, f"{name}.{key}" if name else key, rules, rule, rule if called else around)
 
 
-def install(model: nn.Module, ruled: Mapping[nn.Module, tuple[Rule, bool]], device_type: str) -> None:
+def install(model: nn.Module, rules: Collection[Rule], device_type: str) -> None:
     """Let modules compute in the dtypes of their rules, whatever autocast is around them, and keep the rules for the report."""
-    for part, (rule, begins) in ruled.items():
-        if begins and part is not model and rule.policy.param_dtype is not None:
-            forward = part.forward
-            part.forward = update_wrapper(partial(_without_autocast, device_type, forward), forward)
-    rules = {rule.pattern: rule for rule, _ in ruled.values()}
-    model._accelerate_rules = [*rules.values()]  # type: ignore[assignment]
+    for part in [part for rule in rules for part in rule.modules if part is not model and rule.policy.param_dtype]:
+        forward = part.forward
+        part.forward = update_wrapper(partial(_without_autocast, device_type, forward), forward)
+    model._accelerate_rules = rules  # type: ignore[assignment]
 
 
 def _without_autocast(device_type: str, forward: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -30,11 +30,8 @@ from accelerate.training.prepared import Facade
 from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
-CHECK_EVERY, CHECK_MODULES, REPLAY_EVERY = (
-    "ACCELERATE_CHECK_EVERY",
-    "ACCELERATE_CHECK_MODULES",
-    "ACCELERATE_REPLAY_EVERY",
-)
+CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
+REPLAY_EVERY = "ACCELERATE_REPLAY_EVERY"  # before each how many-th step forward and backward are computed twice
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
@@ -193,21 +190,16 @@ def replay_check(accelerator: Facade) -> Any:
     every = get_int_from_env([REPLAY_EVERY], 0)
     if not every:
         return None
-    kind, layout, plugin = (
-        traits.of(accelerator.distributed_type),
-        accelerator.parallelism_config,
-        getattr(accelerator.state, "fsdp_plugin", None),
-    )
+    kind, layout = traits.of(accelerator.distributed_type), accelerator.parallelism_config
     cannot = {
-        "with DeepSpeed, whose engine keeps gradients": kind.deepspeed,
-        "on XLA devices, which trace a step": kind.xla,
-        "with fsdp_version=1, which flattens parameters; set fsdp_version=2": kind.sharded
-        and plugin.fsdp_version == 1,
-        "with context or sequence parallelism": layout is not None and (layout.cp_enabled or layout.sp_enabled),
-        "with mixed_precision='fp8', whose scales follow what was computed before": accelerator.fp8_enabled,
+        "DeepSpeed, whose engine keeps gradients": kind.deepspeed,
+        "XLA, which traces a step": kind.xla,
+        "fsdp_version=1, which flattens parameters; set fsdp_version=2": kind.sharded and not accelerator.is_fsdp2,
+        "context or sequence parallelism": layout is not None and (layout.cp_enabled or layout.sp_enabled),
+        "fp8, whose scales follow what was computed before": accelerator.fp8_enabled,
     }
     if why := next((words for words, holds in cannot.items() if holds), None):
-        warn_user(f"{REPLAY_EVERY}={every} has no effect {why}.")
+        warn_user(f"{REPLAY_EVERY}={every} has no effect with {why}.")
         return None
     from accelerate.training import replay
 

@@ -28,7 +28,7 @@ def found(given, model=None):
     model = model or nn.Sequential(nn.Linear(2, 2), nn.ModuleList([block(), block()]))
     names = {module: name for name, module in model.named_modules()}
     ruled = rules.resolve(model, Plugin(fsdp_version=2, module_precision=given).module_precision, LOW)
-    return {names[module]: rule.pattern for module, (rule, begins) in ruled.items() if begins}, ruled
+    return {names[module]: rule.pattern for module, rule in ruled.items() if module in rule.modules}, ruled
 
 
 @cases(
@@ -48,7 +48,7 @@ def test_the_first_pattern_that_matches_holds(given, expected):
 def test_a_word_keeps_the_dtype_of_what_is_around_and_a_policy_is_taken_as_it_is():
     mine = MixedPrecisionPolicy(output_dtype=torch.float16)
     ruled = found({"0": "fp32", "*norm": mine, "*.inner": {"reduce_dtype": "fp32"}})[1]
-    by_pattern = {rule.pattern: rule for rule, _ in ruled.values()}
+    by_pattern = {rule.pattern: rule for rule in ruled.values()}
     assert by_pattern["0"].policy == MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16)
     assert by_pattern["*norm"].policy is mine and by_pattern["*norm"].in_words() == "outputs float16"
     assert by_pattern["*.inner"].policy == MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -68,9 +68,9 @@ def test_a_pattern_without_effect_is_refused(given, words):
     "options, words",
     ({"module_precision": {"*": "fp32"}}, "fsdp_version=1 has one policy"),
     ({"fsdp_version": 2, "module_precision": {"*": "fp31"}}, "module_precision\\['\\*'\\] is 'fp31'"),
-    ({"fsdp_version": 2, "module_precision": {"*": None}}, "module_precision\\['\\*'\\] is None"),
+    ({"fsdp_version": 2, "module_precision": {"*": None}}, "module_precision\\['\\*'\\] is 'None'"),
     ({"fsdp_version": 2, "module_precision": {"*": {"dtype": "fp32"}}}, "module_precision\\['\\*'\\] has 'dtype'"),
-    ({"fsdp_version": 2, "module_precision": "*norm*"}, "module_precision is '\\*norm\\*', which is no JSON"),
+    ({"fsdp_version": 2, "module_precision": "*norm*"}, "module_precision is '\\*norm\\*'; it must be a mapping"),
     ({"fsdp_version": 2, "module_precision": ["*"]}, "must be a mapping"),
 )
 def test_what_is_no_precision_is_refused(options, words):

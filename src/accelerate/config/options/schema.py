@@ -367,15 +367,11 @@ def to_mapping(raw: Any, source: str) -> dict[str, Any]:
     """Read a mapping that may be written as JSON; a ValueError calls it `source`."""
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
-    except ValueError as error:
-        raise ValueError(f"{source} is {raw!r}, which is no JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f'{source} is {raw!r}; it must be a mapping, such as {{"*norm*": "fp32"}}.')
-    return value
-
-
-def _mapping(raw: Any, source: str) -> str:
-    return json.dumps(to_mapping(raw, source))
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f'{source} is {raw!r}; it must be a mapping, such as {{"*norm*": "fp32"}}.')
 
 
 _WRITERS: dict[str, Callable[[Any], str]] = {
@@ -386,12 +382,5 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
     ON: lambda value: "true",
     ONE: lambda value: "1",
 }
-_PARSERS = {
-    "str": _text,
-    "int": to_int,
-    "float": _real,
-    "bool": to_bool,
-    "strs": _texts,
-    "bools": _bools,
-    "json": _mapping,
-}
+_PARSERS = {"str": _text, "int": to_int, "float": _real, "bool": to_bool, "strs": _texts, "bools": _bools}
+_PARSERS["json"] = lambda raw, source: json.dumps(to_mapping(raw, source))
