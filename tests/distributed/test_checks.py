@@ -14,9 +14,10 @@ QUICK = [
     (2, OF_TRANSFORMERS),
     (
         2,
-        "check_sharded.py check_fsdp2_units.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
+        "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
         "check_weights.py check_ema.py",
     ),
+    (2, "check_fsdp2_units.py check_replay.py"),
     (3, STATES),
 ]
 SLOW = [

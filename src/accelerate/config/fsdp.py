@@ -240,9 +240,9 @@ class FullyShardedDataParallelPlugin:
         """Return how many units version 2 gathers ahead, None if that is not said as a number."""
         given = getattr(self, field)
         text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if given is None else given).strip()
-        if text == "0" or text.startswith("-"):
+        if given is not None and (text == "0" or text.startswith("-")):
             raise ValueError(f"{field} is {text}; with fsdp_version=2 at least one unit is gathered ahead.")
-        return int(text) if text.isdigit() else None
+        return int(text) or None if text.isdigit() else None
 
     def _resolve_prefetch(self) -> None:
         from torch.distributed.fsdp import BackwardPrefetch
