@@ -124,6 +124,9 @@ class ReplayCheck:
         model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplayCheck":
+        return self  # the copy of a model shares its hooks
+
     def clear(self) -> None:
         """Let go of models and optimizers."""
         self._steps.clear()
