@@ -56,12 +56,9 @@ def resolve(model: nn.Module, given: Mapping[str, Any], around: Any) -> dict[nn.
         names = [canonical_name(name) for name, _ in model.named_modules()]
         last = {name.rpartition(".")[2]: name for name in reversed(names)}
         near = difflib.get_close_matches(unused[0].rpartition(".")[2].replace("*", ""), last, 5)
-        why = f"{type(model).__name__} has no such module"
-        if fnmatch.filter(names, unused[0]):
-            why = "an earlier pattern holds for all that it matches, or nothing of it is called"
-        near_names = ", ".join(last[word] for word in near) or "none"
         raise ValueError(
-            f"module_precision has the pattern {unused[0]!r}, but {why}. Correct it; near names: {near_names}."
+            f"module_precision has the pattern {unused[0]!r}, which holds for no module of {type(model).__name__}: none has such a name, or an "
+            f"earlier pattern holds. Correct it; near names: {', '.join(last[word] for word in near) or 'none'}."
         )
     return found
 

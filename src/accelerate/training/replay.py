@@ -7,7 +7,7 @@ leaves negative zeros, which change no sum, so that gradients stay as they are u
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -59,15 +59,14 @@ class Pass:
 
     Attributes:
         autocast: The program's own around it: the kind of device, the dtype, and whether it is on.
-        sums: Checksums of the outputs that require gradients.
         gradients: What backward has brought for them so far, by place.
         doubly: A gradient has a gradient itself, so that the loss does not follow from outputs alone.
     """
 
+    number: int
     before: State
     args: Any
     autocast: tuple[str, torch.dtype, bool]
-    sums: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     doubly: bool = False
 
@@ -102,10 +101,9 @@ class ReplayCheck:
         self._passes: list[Pass] = []
         self._open: Pass | None = None
         self._hooks: list[tuple[nn.Module, Any]] = []
-        # Checksums of gradients in the backward pass that runs, and whether it is the second time.
-        self._sums: dict[str, Any] = {}
-        self._again = False
-        self._differs: dict[str, torch.Tensor] = {}
+        # Checksums of the first and of the second time, by forward or backward pass and name; and which time it is.
+        self._sums: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+        self._again, self._number = False, 0
         accelerator.backward = partial(self._backward, accelerator.backward)
 
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
@@ -129,14 +127,13 @@ class ReplayCheck:
 
     def clear(self) -> None:
         """Let go of models and optimizers."""
-        self._steps.clear()
         self._forget()
+        self._steps.clear()
 
     def _forget(self) -> None:
-        self._passes.clear()
         for _, hook in self._hooks:
             hook.remove()
-        self._hooks, self._differs = [], {}
+        self._hooks, self._passes, self._sums = [], [], ({}, {})
 
     # The first time.
 
@@ -145,41 +142,41 @@ class ReplayCheck:
         if chosen and not self._again and self._open is None and torch.is_grad_enabled() and not ends_are_uneven():
             device = self.accelerator.device
             autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
-            self._open = Pass(State(model, device), pytree.tree_map(_copied, (args, kwargs)), autocast)
+            self._number += 1
+            self._open = Pass(self._number, State(model, device), pytree.tree_map(_copied, (args, kwargs)), autocast)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._open is None or self._open.before.model is not model:
             return  # a prepared model inside another one runs again with that
         done, self._open = self._open, None
         for place, tensor in enumerate(_leaves(output)):
-            done.sums.append(checksum(tensor))
+            self._sums[0][done.number, f"output {place}"] = checksum(tensor)
             tensor.register_hook(partial(done.note, place))
         self._passes.append(done)
         if all(known is not model for known, _ in self._hooks):
             # Not before the forward, in which FSDP2 makes what gradients reach.
             for name, leaf in torch_private.gradient_leaves(model).items():
-                self._hooks.append((model, leaf.register_hook(partial(self._take, repr(plain_name(model, name))))))
+                self._hooks.append((model, leaf.register_hook(partial(self._take, plain_name(model, name)))))
 
     def _take(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        self._sums[name] = self._sums.get(name, 0) + checksum(gradient)
+        sums, key = self._sums[self._again], (self._number, f"gradient of {name!r}")
+        sums[key] = sums.get(key, 0) + checksum(gradient)
         return torch.zeros_like(gradient).neg_() if self._again else None
 
     def _backward(self, method: Callable, loss: Any, *args: Any, **kwargs: Any) -> None:
-        self._sums = {}
+        self._number += 1
         method(loss, *args, **kwargs)
         done = [one for one in self._passes if one.gradients]
         self._passes = [one for one in self._passes if not one.gradients]
         if any(one.doubly for one in done):
             self._warn("a loss with gradients in it (create_graph=True) does not follow from outputs alone")
         elif done:
-            first, self._sums = self._sums, {}
-            self._compare("output", enumerate(total for one in done for total in one.sums), self._repeat(done))
-            self._compare("gradient of", first.items(), self._sums)
+            self._repeat(done)
 
     # The second time.
 
-    def _repeat(self, passes: list[Pass]) -> dict[int, torch.Tensor]:
-        """Run forwards and their backward again, leave everything as it was, and return checksums of outputs."""
+    def _repeat(self, passes: list[Pass]) -> None:
+        """Run forwards and their backward again, and leave everything as it was."""
         accelerator = self.accelerator
         models = {id(one.before.model): one.before.model for one in passes}.values()
         after, self._again = [State(model, accelerator.device) for model in models], True
@@ -188,39 +185,32 @@ class ReplayCheck:
                 # Whole gradients of shards would be too large to keep: negative zeros are exchanged there.
                 for model in () if traits.of(accelerator.distributed_type).sharded else models:
                     held.enter_context(resolve(accelerator.state).no_sync(accelerator, model))
-                again = [one.outputs() for one in passes]
-                places = [
-                    (outputs[place], one.gradients[place])
-                    for one, outputs in zip(passes, again, strict=True)
-                    for place in one.gradients
-                ]
-                torch.autograd.backward(*zip(*places, strict=True))
-            return dict(enumerate(checksum(tensor) for outputs in again for tensor in outputs))
+                outputs, gradients = [], []
+                for one in passes:
+                    for place, tensor in enumerate(one.outputs()):
+                        self._sums[1][one.number, f"output {place}"] = checksum(tensor)
+                        if place in one.gradients:
+                            outputs.append(tensor)
+                            gradients.append(one.gradients[place])
+                torch.autograd.backward(outputs, gradients)
         finally:
             self._again = False
             for state in after:
                 state.restore()
-
-    def _compare(self, what: str, first: Iterable[tuple[Any, torch.Tensor]], second: dict[Any, torch.Tensor]) -> None:
-        for key, value in first:
-            differs = value != second.get(key, ~value)
-            self._differs[f"{what} {key}"] = self._differs.get(f"{what} {key}", False) | differs
 
     # The report.
 
     def _before_step(self, index: int, former: Callable | None, optimizer: AcceleratedOptimizer) -> None:
         self._steps[index] += 1
         if self._steps[index] % self.every == 0 and not ends_are_uneven():
-            names = [*self._differs]
-            flags = torch.stack(
-                [*self._differs.values(), torch.zeros((), dtype=torch.bool, device=self.accelerator.device)]
-            )
+            (first, second), nothing = self._sums, torch.zeros((), dtype=torch.bool, device=self.accelerator.device)
+            flags = torch.stack([nothing, *(first.get(key, ~value) != value for key, value in second.items())])
             self._forget()
-            if not names:
+            if not second:
                 self._warn("no output of a prepared model got a gradient through `accelerator.backward`")
             if self.accelerator._communicator.all_reduce(flags.any().int(), "max"):
-                found = [name for name, differs in zip([*names, ""], flags.tolist(), strict=True) if differs]
-                raise self._error(f"{self._steps[index]} of {type(optimizer.optimizer).__name__}", found, len(names))
+                found = [name for (_, name), differs in zip(second, flags[1:].tolist(), strict=True) if differs]
+                raise self._error(f"{self._steps[index]} of {type(optimizer.optimizer).__name__}", found, len(second))
         if former is not None:
             former(optimizer)
 

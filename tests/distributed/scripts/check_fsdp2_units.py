@@ -131,8 +131,11 @@ def check_modules_compute_in_the_precision_of_their_names():
 
 def check_precision_by_name_is_refused_where_it_cannot_be():
     for rules, words in (
-        ({"*nrom": "fp32"}, "'*nrom', but Net has no such module. Correct it; near names: blocks.0.norm"),
-        ({"*": "fp32", "head": "bf16"}, "'head', but an earlier pattern holds for all that it matches"),
+        ({"*nrom": "fp32"}, "holds. Correct it; near names: blocks.0.norm"),
+        (
+            {"*": "fp32", "head": "bf16"},
+            "pattern 'head', which holds for no module of Net: none has such a name, or an earlier",
+        ),
         ({"first": "fp32"}, "'first', which shares a parameter with another part"),
     ):
         model, _ = build()
