@@ -160,7 +160,7 @@ FSDP_OPTIONS = (
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
     ),
-    _fsdp_off("forward_prefetch", "Gather the next units in forward too; FSDP 2: how many.", when=_FSDP_1, open=True),
+    _fsdp_off("forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1, open=True),
     _fsdp_on("use_orig_params", "Keep the original parameters visible (FSDP 1).", when=_FSDP_1),
     _fsdp_on("cpu_ram_efficient_loading", "Load pretrained weights on the first process; the others receive them."),
     # What only the first process loads must reach the others, so the question comes where every process loads.
