@@ -9,7 +9,7 @@ from expect import differing
 from harness import everywhere, fresh_accelerator, learn, rank, world
 from torch import nn
 
-from accelerate import DistributedDataParallelKwargs
+from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 from accelerate.training.replay import ReplayDiffers
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, TorchDynamoPlugin
 
@@ -187,3 +187,25 @@ def check_a_step_of_several_optimizers():
         learn(accelerator, judges(makes(x)).mean(), optimizers[0])
         optimizers[1].zero_grad()
     assert accelerator._replay_check is not None
+
+
+def check_layers_that_are_split():
+    """Ranks that share layers compute each step together twice, and may pass a wrong number on."""
+    if world() == 1:
+        return
+    for at, words in ((0, None), (1, "is not the same on rank 0")):
+        with mock.patch.dict(os.environ, ACCELERATE_REPLAY_EVERY="1"):
+            accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(tp_size=world()))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Faulty(at if rank() == 0 else 0, True), nn.Linear(8, 2))
+        model._tp_plan = {"0": "colwise", "2": "rowwise"}
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        error = None
+        try:
+            for number in range(2):
+                x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+                learn(accelerator, model(x).square().mean(), optimizer)
+        except ReplayDiffers as found:
+            error = str(found)
+        assert error is None if words is None else words in error, error
+        accelerator.free_memory()
