@@ -17,6 +17,7 @@ QUICK = [
         "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
         "check_weights.py check_ema.py",
     ),
+    (2, "check_fsdp2_units.py check_replay.py"),
     (3, STATES),
 ]
 SLOW = [
@@ -30,7 +31,7 @@ SLOW = [
     (3, "check_pippy.py check_ slow_"),
     (4, "check_long_sequences.py check_pippy.py check_estimator.py check_ four_ slow_"),
     (4, "check_norms.py check_ four_"),
-    (4, "check_sharded.py check_adapters.py check_conditional.py four_"),
+    (4, "check_sharded.py check_fsdp2_units.py check_adapters.py check_conditional.py four_"),
     (4, "check_ema.py"),
     (1, "check_ema.py"),
     (3, SHARDS),

@@ -22,6 +22,7 @@ from accelerate.modules.unwrap import (
     is_compiled_module,
     is_parallel_wrapper,
     model_has_dtensor,
+    warn_of_recompilations,
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
@@ -291,6 +292,8 @@ def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details
     outer._is_accelerate_prepared = True
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
+    if kind == "model" and accelerator._replay_check is not None and not details.get("evaluation"):
+        accelerator._replay_check.watch_model(outer)
     return outer
 
 
@@ -375,6 +378,7 @@ def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO" or is_compiled_module(model):
         return model
+    warn_of_recompilations()
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.
@@ -427,8 +431,9 @@ def prepare_optimizer(
     with own_states(accelerator):
         follow_any(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
-    if accelerator._replica_check is not None:
-        accelerator._replica_check.watch(wrapped)
+    for check in (accelerator._replica_check, accelerator._replay_check):
+        if check is not None:
+            check.watch(wrapped)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
@@ -560,6 +565,8 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.step = 0
     accelerator.gradient_state._set_sync_gradients(True)  # the accumulation step that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
+    if accelerator._replay_check is not None:
+        accelerator._replay_check.clear()
     if accelerator._meter is not None:
         vars(accelerator).update(accelerator._meter.replaced)
         accelerator._meter = None
