@@ -27,7 +27,9 @@ from accelerate.precision.footprint import plain_name
 from accelerate.runtime import torch_private, traits
 from accelerate.runtime.torch_private import pytree
 from accelerate.training.prepared import Facade
-from accelerate.training.setup import REPLAY_EVERY
+
+
+REPLAY_EVERY = "ACCELERATE_REPLAY_EVERY"
 
 
 class ReplayDiffers(RuntimeError):
