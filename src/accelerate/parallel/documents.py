@@ -44,8 +44,8 @@ class Documents:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, **options: Any) -> Tensor:
         """Return what attention returns if a query sees the keys of its document alone. Any rank, alone.
 
-        A document costs as much as it would in a row of its own: there is no mask of rows and columns, but, on CPU, for a document that
-        began on another rank. Tensors are [batch, heads, queries or length, width]; `options` are those of
+        A document costs as much as it would in a row of its own. There is no mask of rows and columns but for a document within which the
+        queries begin. Tensors are [batch, heads, queries or length, width]; `options` are those of
         `scaled_dot_product_attention` but for masks.
         """
         if self.order is not None:
@@ -56,10 +56,11 @@ class Documents:
             for queries, start, seen, stop in pieces:
                 keys = slice(start, seen if causal else stop)
                 inputs = query[row, :, queries], key[row, :, keys], value[row, :, keys]
-                if causal and inputs[0].shape[-2] != inputs[1].shape[-2]:
-                    parts.append(torch_private.causal_at_the_end(*inputs, **options))
-                else:
-                    parts.append(torch_private.scaled_dot_product_attention(*inputs, is_causal=causal, **options))
+                count, of_keys, mask = inputs[0].shape[-2], inputs[1].shape[-2], None
+                if causal and count != of_keys:  # the last query sees all keys
+                    mask = torch.ones(count, of_keys, dtype=torch.bool, device=query.device).tril(of_keys - count)
+                how = {"attn_mask": mask, "is_causal": causal and mask is None, **options}
+                parts.append(torch_private.scaled_dot_product_attention(*inputs, **how))
             rows.append(torch.cat(parts, dim=-2))
         return torch.cat(rows)
 

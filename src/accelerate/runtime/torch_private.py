@@ -197,19 +197,6 @@ def fused_attention(*tensors: torch.Tensor, is_causal: bool, scale: float | None
     return fused(*tensors, 0.0, is_causal, attn_mask=None, scale=scale)[0]
 
 
-def causal_at_the_end(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return causal attention whose last query sees all keys, of which there are more; off the CPU without a mask of rows and columns."""
-    from torch.nn.attention.bias import causal_lower_right
-
-    bias = causal_lower_right(query.shape[-2], key.shape[-2])
-    if query.device.type == "cpu":
-        attention = torch._C._nn.scaled_dot_product_attention
-        return attention(query, key, value, attn_mask=bias._materialize(query.device), **options)
-    if options.pop("enable_gqa", False):  # the kernels that need no mask may not copy heads
-        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
-    return bias._dispatch(query, key, value, bias, **options)
-
-
 _FACTORIES = "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full"
 
 
