@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 def makes(optimizer: Any) -> bool:
     """Say whether an optimizer keeps states of few bits: it is one of torchao's."""
-    return hasattr(optimizer, "_new_buffer")
+    return isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_new_buffer")
 
 
 def is_low_bit(value: Any) -> bool:
