@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from accelerate._warn import warn_user
 from accelerate.parallel.documents import Documents
 from accelerate.parallel.region import WHAT, Active, Region
+from accelerate.runtime import simulated
 
 # Heads that need the whole sequence in one place, for more than attention.
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
@@ -245,6 +246,11 @@ class ModelHook:
     @torch.compiler.disable  # what follows waits for the device
     def _compare(self, active: Active, mask: Tensor | None, given: Tensor | None) -> Documents | None:
         """Check a mask and positions on all ranks in one message and one wait for the device; return the documents, if packed."""
+        if (run := simulated.current()) is not None:  # there is nothing of other ranks to see
+            run.notes[
+                "Masks and position_ids of shared sequences are not looked at: rows count as one document each."
+            ] = None
+            return None
         named = given is None or (given.dim() < 3 and active.has(given))
         rows = [active.positions, active.positions if given is None else given[0] if given.dim() > 2 else given]
         rows.append(torch.ones_like(rows[0]) if mask is None else mask)
