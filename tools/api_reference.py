@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.scheduler": "AcceleratedScheduler",
         "accelerate": "skip_first_batches",
         "accelerate.training.averages": "Ema",
-        "accelerate.data_loader": "TokenBudgetSampler",
+        "accelerate.data_loader": "TokenBudgetSampler PackingCollator",
     },
     "Strategies": {
         "accelerate": "FullyShardedDataParallelPlugin DeepSpeedPlugin ParallelismConfig DistributedType",

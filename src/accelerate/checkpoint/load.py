@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, manifest
+from accelerate.checkpoint import formats, low_bit, manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import generators, resume
@@ -397,6 +397,7 @@ class Contents:
 
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
         inner = inner_optimizer(optimizer)
+        state = low_bit.rebuilt(inner, state)
         if uses_torch_load(inner):
             inside = [
                 value for values in state["state"].values() if isinstance(values, Mapping) for value in values.values()

@@ -28,7 +28,6 @@ from accelerate.runtime import torch_private, traits
 from accelerate.runtime.torch_private import pytree
 from accelerate.training.prepared import Facade
 
-
 REPLAY_EVERY = "ACCELERATE_REPLAY_EVERY"
 
 
