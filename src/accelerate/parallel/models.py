@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from accelerate._warn import warn_user
 from accelerate.parallel.documents import Documents
 from accelerate.parallel.region import WHAT, Active, Region
-from accelerate.runtime import simulated
+from accelerate.runtime import simulated, torch_private
 
 # Heads that need the whole sequence in one place, for more than attention.
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
@@ -250,6 +250,8 @@ class ModelHook:
             run.notes[
                 "Masks and position_ids of shared sequences are not looked at: rows count as one document each."
             ] = None
+            return None
+        if torch_private.is_shape(mask if given is None else given):  # of a profile
             return None
         named = given is None or (given.dim() < 3 and active.has(given))
         rows = [active.positions, active.positions if given is None else given[0] if given.dim() > 2 else given]
