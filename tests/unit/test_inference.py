@@ -49,7 +49,7 @@ def test_a_map_names_every_tensor_and_classes_stay_whole():
     from accelerate.utils import check_device_map
 
     def starts(model, no_split):
-        return [units[0].module for units in inference._even_stages(model, 3, no_split)[1:]]
+        return [units[0].module for units in balance.even_stages(model, 3, no_split)[1:]]
 
     model = _Blocks()
     for no_split in (None, ["_Block"]):

@@ -219,7 +219,7 @@ def trace(
 
     Raises ValueError if the names do not cut the model into so many stages, or if it cannot be traced.
     """
-    _check_points(model, split_points, stages)
+    check_points(model, split_points, stages)
     inputs = Inputs(model, args, kwargs)
     outputs = Outputs(inputs.rows)
     forward = model.forward
@@ -240,18 +240,24 @@ def trace(
             points = dict.fromkeys(split_points, SplitPoint.BEGINNING)
             pipe = pipeline(model, mb_args=inputs.traced(), split_spec=points)
         except RuntimeError as error:
-            raise _untraceable(model, error) from error
+            raise untraceable(model, error) from error
     if pipe.num_stages != stages:
-        raise ValueError(
-            f"split_points={list(split_points)} cut {type(model).__name__} into {pipe.num_stages} stages, but there are {stages} "
-            "processes: choose modules that forward calls once each, one after the other."
-        )
+        raise wrong_number(model, split_points, pipe.num_stages, stages)
     kind = PartialState().device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return Traced(pipe, inputs, outputs, _used(pipe), autocast)
 
 
-def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
+def wrong_number(model: nn.Module, split_points: Sequence[str], found: int, stages: int) -> ValueError:
+    """Return the error for modules that do not cut a model into so many stages."""
+    return ValueError(
+        f"split_points={list(split_points)} cut {type(model).__name__} into {found} stages, but there are to be {stages}, in the order of "
+        "the names: choose modules that forward calls once each, one after the other."
+    )
+
+
+def check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
+    """Raise ValueError for names that are not those of as many modules as begin a stage."""
     names = [name for name, _ in model.named_modules() if name]
     if unknown := [str(point) for point in split_points if point not in names]:
         near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.5) or names[:3]
@@ -281,7 +287,8 @@ def _as_before(model: nn.Module, split_points: Sequence[str]) -> Iterator[None]:
                 module.forward = forward
 
 
-def _untraceable(model: nn.Module, error: BaseException) -> ValueError:
+def untraceable(model: nn.Module, error: BaseException) -> ValueError:
+    """Return the error for a model that cannot be traced."""
     cause = error.__cause__ or error
     if isinstance(cause, ValueError) and str(cause).startswith("The model returns"):
         return ValueError(str(cause))

@@ -176,8 +176,12 @@ def replica_check(accelerator: Facade) -> Any:
     every = get_int_from_env([CHECK_EVERY], 0)
     if not every:
         return None
+    layout = accelerator.parallelism_config
     if traits.of(accelerator.distributed_type).deepspeed:
         warn_user(f"{CHECK_EVERY}={every} has no effect with DeepSpeed, whose engine steps by itself.")
+        return None
+    if layout is not None and layout.pp_enabled:
+        warn_user(f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters.")
         return None
     from accelerate.training import divergence
 

@@ -328,6 +328,7 @@ PARALLELISM_OPTIONS = (
         when=_SPLIT,
     ),
     _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when=_WITH_DEEPSPEED),
+    _parallel_size("pp_size", "Processes that the layers are divided over (pipeline parallel)."),
     _parallelism(
         "sp_backend",
         "Implementation of sequence parallelism; torch is this fork's own.",
