@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import accelerate.inference as inference
+from accelerate.parallel import balance
 
 
 class _Layers(nn.Module):

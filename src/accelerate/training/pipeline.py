@@ -110,7 +110,7 @@ class Pipeline(nn.Module):
 
     def _begin(self, own: Mapping[int, stages.Stage], schedule: str, holdings: Holdings) -> None:
         """Make the schedule of this rank's stages, whose parameters are placed and sharded."""
-        self.holdings, self._stages = holdings, list(own.values())
+        self.holdings, self._own = holdings, own
         count, carried = len(self._chain.names), self._chain.carried
         built = [
             PipelineStage(
@@ -127,7 +127,8 @@ class Pipeline(nn.Module):
         kind, given = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
         # Each micro-batch has its weight already.
         self._schedule = kind(given, self._microbatches, loss_fn=self._loss_of, scale_grads=False)
-        self._last = holdings.ranks[_place(schedule, count - 1, len(holdings.ranks))]
+        self._owners = [holdings.ranks[_place(schedule, stage, len(holdings.ranks))] for stage in range(count)]
+        self._last = self._owners[-1]
         self._is_first, self._is_last = 0 in own, count - 1 in own
 
     def _adopt(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
@@ -150,7 +151,7 @@ class Pipeline(nn.Module):
                 f"{self._chain.evaluates}, so its pipeline does not evaluate. Keep it in training mode under torch.no_grad(), or evaluate "
                 "the checkpoint in a process of its own."
             )
-        for stage in self._stages:
+        for stage in self._own.values():
             stage.train(mode)
         return super().train(mode)
 
@@ -184,16 +185,14 @@ class Pipeline(nn.Module):
         if self._is_first:
             cut = inputs.cut(tensors, 0, self._microbatches)
             given = tuple(cut[position].to(device) for position in self._chain.used)
-        # The loss is called with the number of the micro-batch in place of its target.
-        options = {"target": torch.arange(self._microbatches), "return_outputs": False}
         if trains:
             self._divide_summed()
-            self._schedule.step(*given, **options)
+            # The loss is called with the number of the micro-batch in place of its target.
+            self._schedule.step(*given, target=torch.arange(self._microbatches), return_outputs=False)
             if self._accelerator.sync_gradients and not self._held:
                 self._exchange()
         else:
-            with torch.no_grad():
-                self._schedule.eval(*given, **options)
+            self._forward_only(given)
         self._batch = None
         if self._loss is not None and target is None:
             return self._all_outputs(batch)
@@ -202,6 +201,33 @@ class Pipeline(nn.Module):
             loss += torch.stack([value.float() for value in batch.losses]).sum()
         dist.broadcast(loss, self._last, group=self.holdings.group)
         return loss
+
+    @torch.no_grad()
+    def _forward_only(self, given: Sequence[torch.Tensor]) -> None:
+        """Send the micro-batches through the stages one after the other, in the same order on all ranks of the pipeline."""
+        group, device, me = self.holdings.group, self._accelerator.device, self._accelerator.process_index
+        sent, results = [], ()
+        pieces = list(zip(*(tensor.chunk(self._microbatches) for tensor in given), strict=True))
+        for place in range(self._microbatches):
+            for number, stage in self._own.items():
+                if number == 0:
+                    values = pieces[place]
+                elif self._owners[number - 1] == me:
+                    values = results
+                else:
+                    values = [torch.empty_like(value, device=device) for value in self._chain.carried[number]]
+                    for value in values:
+                        dist.recv(value, self._owners[number - 1], group=group)
+                results = stage(*values)
+                if number == len(self._owners) - 1:
+                    self._loss_of(results, place)
+                elif self._owners[number + 1] != me:
+                    sent += [(dist.isend(value, self._owners[number + 1], group=group), value) for value in results]
+        for work, _ in sent:
+            work.wait()
+        if self._accelerator.is_fsdp2:
+            for stage in self._own.values():  # else the next forward would see these weights after a step
+                stage.reshard()
 
     def _check(self, rows: int, target: Any, trains: bool) -> None:
         each = self._inputs.rows
@@ -225,7 +251,7 @@ class Pipeline(nn.Module):
         if sizes != {rows}:
             raise ValueError(f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample.")
 
-    def _loss_of(self, outputs: Sequence[torch.Tensor], number: torch.Tensor) -> torch.Tensor:
+    def _loss_of(self, outputs: Sequence[torch.Tensor], number: torch.Tensor | int) -> torch.Tensor:
         """Return what backward begins with for a micro-batch: its loss by the share of the batch's samples that it has."""
         batch, place = self._batch, int(number)
         count = batch.samples(place)

@@ -56,7 +56,7 @@ def test_tracing_leaves_the_model_as_it_was():
     traced = trace(model, ["two"], (torch.ones(2, 3), torch.ones(2)), {}, 2)
     assert traced.pipe.num_stages == 2 and traced.used[0] == 0
     assert before == {name: sorted(module.__dict__) for name, module in model.named_modules()}
-    with pytest.raises(ValueError, match=r"\['other'\] cut _Model into 1 stages, but there are 2 processes"):
+    with pytest.raises(ValueError, match=r"\['other'\] cut _Model into 1 stages, but there are to be 2"):
         trace(model, ["other"], (torch.ones(2, 3),), {}, 2)
     assert before == {name: sorted(module.__dict__) for name, module in model.named_modules()}
 
