@@ -288,7 +288,9 @@ class ParallelismConfig:
         # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
         fits = processes % self.total_size == 0 if self._sp_by_deepspeed else processes == self.total_size
         if self.total_size > 1 and not fits:
-            arithmetic = " x ".join(f"{axis}_size={size}" for axis, size in self._sizes.items() if axis != "pp" or size > 1)
+            arithmetic = " x ".join(
+                f"{axis}_size={size}" for axis, size in self._sizes.items() if axis != "pp" or size > 1
+            )
             raise ValueError(
                 f"The sizes of the ParallelismConfig multiply to {arithmetic} = {self.total_size}, but {processes} "
                 f"process(es) are running. Change the sizes, or launch {self.total_size} processes."

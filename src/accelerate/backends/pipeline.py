@@ -33,7 +33,12 @@ class PipelineParallel(Sharded):
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
         """Return no scaler; ValueError for strategies and precisions that no pipeline has. The Accelerator calls it first."""
         engine, size = traits.of(accelerator.distributed_type), accelerator.parallelism_config.pp_size
-        other = engine.deepspeed or engine.xla or not engine.places_batches or (engine.sharded and not accelerator.is_fsdp2)
+        other = (
+            engine.deepspeed
+            or engine.xla
+            or not engine.places_batches
+            or (engine.sharded and not accelerator.is_fsdp2)
+        )
         if other:
             raise ValueError(
                 f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains alone, with data parallelism, or with FSDP version 2. Leave the plugin away, "
@@ -64,7 +69,9 @@ class PipelineParallel(Sharded):
             }
             for name, value in refused.items():
                 if value and type(value).__name__ != "OffloadPolicy":
-                    raise ValueError(f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Leave it out, or set pp_size=1.")
+                    raise ValueError(
+                        f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Leave it out, or set pp_size=1."
+                    )
         known = {id(parameter) for model in _pipelines(accelerator) for parameter in model.parameters()}
         for obj in objects:
             if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None:
@@ -104,9 +111,7 @@ class PipelineParallel(Sharded):
             for name, parameter in model.named_parameters()
             if name in model.holdings.repeated
         }
-        return norms.clip_grad_norm(
-            parameters, max_norm, norm_type, stages=found[0].holdings.group, repeated=repeated
-        )
+        return norms.clip_grad_norm(parameters, max_norm, norm_type, stages=found[0].holdings.group, repeated=repeated)
 
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip each element of the gradients that this rank has. All ranks."""

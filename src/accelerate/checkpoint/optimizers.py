@@ -184,8 +184,15 @@ def matched(goal: Target, stored: "CheckpointReader", found: Found) -> tuple[dic
     if goal.elsewhere:
         own_names = {other for name in goal.order for other in goal.also_called(name)}
         left = {name for name in goal.elsewhere if name not in own_names}
-        mine = [{**group, "params": [name for name in group["params"] if name not in left]} for group in raw["param_groups"]]
-        raw = {**raw, "state": {key: value for key, value in raw["state"].items() if key not in left}, "param_groups": mine}
+        mine = [
+            {**group, "params": [name for name in group["params"] if name not in left]}
+            for group in raw["param_groups"]
+        ]
+        raw = {
+            **raw,
+            "state": {key: value for key, value in raw["state"].items() if key not in left},
+            "param_groups": mine,
+        }
     states = dict(raw["state"])
     groups, sources = _own_groups(goal, raw["param_groups"], states, stored.origin)
     own = {name: states.pop(source, None) for name, source in sources.items()}

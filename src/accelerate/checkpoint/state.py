@@ -250,7 +250,9 @@ def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tupl
 
 def names_file(optimizers: Iterable[torch.optim.Optimizer], models: Collection[nn.Module]) -> bytes | None:
     """Return the content of the file that says which parameters the optimizers' numbers mean; None without any."""
-    if any(hasattr(model, "holdings") for model in models):  # no rank has all, and shards of optimizers have names themselves
+    if any(
+        hasattr(model, "holdings") for model in models
+    ):  # no rank has all, and shards of optimizers have names themselves
         return None
     names = [owner(optimizer, models)[1] for optimizer in optimizers]
     known = {index: groups for index, groups in enumerate(names) if groups}

@@ -189,7 +189,9 @@ def average(accelerator: Run, held: Collection[int]) -> None:
 
     Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
     """
-    average_gradients([p for model, parameters in accelerator.prepared.replicated if id(model) not in held for p in parameters])
+    average_gradients(
+        [p for model, parameters in accelerator.prepared.replicated if id(model) not in held for p in parameters]
+    )
 
 
 @torch.no_grad()

@@ -176,7 +176,14 @@ class _Cut:
         self.grows = self._differentiable()
         self.evaluated, self.evaluates = self._modes(evaluated)
         last = {
-            node: max([stages if user is self.output else self.home[user] for user in node.users if user in (*self.home, self.output)], default=-1)
+            node: max(
+                [
+                    stages if user is self.output else self.home[user]
+                    for user in node.users
+                    if user in (*self.home, self.output)
+                ],
+                default=-1,
+            )
             for node in self.home
         }
         self.carried = [
@@ -212,7 +219,8 @@ class _Cut:
         others = [node for node in evaluated.graph.nodes if node.op != "call_module"]
         twins = dict(zip(others, self.nodes, strict=False))
         same = len(others) == len(self.nodes) and all(
-            one.op == two.op and (one.op == "placeholder" or str(one.target) == str(two.target)) for one, two in twins.items()
+            one.op == two.op and (one.op == "placeholder" or str(one.target) == str(two.target))
+            for one, two in twins.items()
         )
         self._twins = twins
         if not same or any(
@@ -236,7 +244,13 @@ class _Cut:
     def chain(self) -> Chain:
         """Return what the stages are built from."""
         names = [
-            {self.attributes[source][0] for node in self.home if self.home[node] == stage for source in node.all_input_nodes if source in self.attributes}
+            {
+                self.attributes[source][0]
+                for node in self.home
+                if self.home[node] == stage
+                for source in node.all_input_nodes
+                if source in self.attributes
+            }
             for stage in range(self.stages)
         ]
         carried = [tuple(self._like(node) for node in values) for values in self.carried]

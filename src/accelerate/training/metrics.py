@@ -43,7 +43,9 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
         inner, copies = (layout.non_data_parallel_size // layout.pp_size, layout.tp_size) if spread else (1, 1)
         stages = layout.pp_size if spread else 1
         limit = counts if uneven else None if whole or keep < 0 else keep
-        pick = partial(_of_distinct, inner=inner, copies=copies, stages=stages, ranks=accelerator.num_processes, keep=limit)
+        pick = partial(
+            _of_distinct, inner=inner, copies=copies, stages=stages, ranks=accelerator.num_processes, keep=limit
+        )
         return operations.recursively_apply(pick, gathered) if by_tensor else pick(gathered)
     if whole:
         return gathered
@@ -53,7 +55,9 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     return _first(gathered, keep, by_tensor)
 
 
-def _of_distinct(gathered: Any, *, inner: int, copies: int, stages: int, ranks: int, keep: int | tuple[int, ...] | None) -> Any:
+def _of_distinct(
+    gathered: Any, *, inner: int, copies: int, stages: int, ranks: int, keep: int | tuple[int, ...] | None
+) -> Any:
     """Return what ranks gathered, once from the `copies` that share each layer of a replica of `inner` ranks.
 
     Pipelines of several `stages` lie outermost, so the first of their ranks count. Of all replicas the first `keep` samples stay, or so many of each as a tuple says.

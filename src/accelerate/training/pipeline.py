@@ -1,6 +1,7 @@
 """Pipelines that train: a model's stages over the ranks of the mesh's dimension `pp`, and the schedule that micro-batches follow."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,6 @@ from accelerate.parallel.balance import costly_stages
 from accelerate.parallel.mesh import shard_mesh, submesh
 from accelerate.parallel.pipeline import Inputs, Outputs
 from accelerate.precision import master
-from accelerate.runtime import traits
 from accelerate.runtime.torch_private import pytree
 from accelerate.training import gradients, prepare
 from accelerate.training.prepared import Facade
@@ -78,7 +78,9 @@ class _Batch:
         """Return the part of the target that belongs to a micro-batch; of one without samples, that of what fills it."""
         start = min(number * self.each, self.rows - 1)
         stop = start + max(self.samples(number), 1)
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[start:stop] if tensor.ndim else tensor, self.target)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor[start:stop] if tensor.ndim else tensor, self.target
+        )
 
 
 class Pipeline(nn.Module):
@@ -180,7 +182,9 @@ class Pipeline(nn.Module):
         self._check(rows, target, trains)
         device, inputs = self._accelerator.device, self._inputs
         factor = gradients.loss_factor(self._accelerator) if trains else 1.0
-        batch = self._batch = _Batch(rows, inputs.rows, send_to_device(target, device) if self._is_last else None, factor)
+        batch = self._batch = _Batch(
+            rows, inputs.rows, send_to_device(target, device) if self._is_last else None, factor
+        )
         given = ()
         if self._is_first:
             cut = inputs.cut(tensors, 0, self._microbatches)
@@ -245,11 +249,15 @@ class Pipeline(nn.Module):
             return
         if target is None:
             if trains:
-                raise ValueError("A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments.")
+                raise ValueError(
+                    "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
+                )
             return
         sizes = {len(leaf) for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor) and leaf.ndim}
         if sizes != {rows}:
-            raise ValueError(f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample.")
+            raise ValueError(
+                f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
+            )
 
     def _loss_of(self, outputs: Sequence[torch.Tensor], number: torch.Tensor | int) -> torch.Tensor:
         """Return what backward begins with for a micro-batch: its loss by the share of the batch's samples that it has."""
@@ -355,6 +363,8 @@ def prepare_pipeline(
             f"The ranks build different pipelines; this one has split={points}, schedule={schedule!r}, microbatches={microbatches} and an example of "
             f"{', '.join(given[3])}. Give every rank the same."
         )
+    if accelerator.is_fsdp2:
+        _refuse_twice(chain, schedule, size)
     numbers = [number for number in range(count) if _place(schedule, number, size) == part.get_local_rank()]
     pipeline = Pipeline(accelerator, chain, inputs, outputs, loss, microbatches)
     own = {number: together(lambda number=number: chain.build(number)).to(accelerator.device) for number in numbers}
@@ -385,7 +395,9 @@ def _check(accelerator: Facade, model: Any, schedule: str, microbatches: Any) ->
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
     if accelerator.prepared.find(model) is not None:
-        raise ValueError(f"This model ({type(model).__name__}) is prepared already. Use what that returned, or call free_memory() first.")
+        raise ValueError(
+            f"This model ({type(model).__name__}) is prepared already. Use what that returned, or call free_memory() first."
+        )
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
     size = layout.pp_size
@@ -406,7 +418,9 @@ def _check(accelerator: Facade, model: Any, schedule: str, microbatches: Any) ->
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty or not any(parameter.requires_grad for parameter in model.parameters()):
         what = f"{empty[0]!r} is on the meta device" if empty else "it has no trainable parameter"
-        raise ValueError(f"{type(model).__name__} cannot train as a pipeline: {what}. Load the weights first, and leave some of them trainable.")
+        raise ValueError(
+            f"{type(model).__name__} cannot train as a pipeline: {what}. Load the weights first, and leave some of them trainable."
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ValueError(
@@ -428,7 +442,9 @@ def _only_loss(output: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _holdings(model: nn.Module, chain: stages.Chain, schedule: str, part: Any) -> Holdings:
-    tensors = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tensors = {
+        name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
     ranks = dist.get_process_group_ranks(part.get_group())
     users = [(name, _place(schedule, stage, len(ranks))) for stage, names in enumerate(chain.names) for name in names]
     # What no stage uses, the first rank keeps.
@@ -449,6 +465,17 @@ def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage],
             if name not in found:
                 tensor.data = tensor.data.to(pipeline._accelerator.device)
             pipeline._adopt(name, found.get(name, tensor), name in saved)
+
+
+def _refuse_twice(chain: stages.Chain, schedule: str, size: int) -> None:
+    """Refuse a parameter in two stages of one rank, of which FSDP would make two."""
+    used = Counter((_place(schedule, number, size), name) for number, names in enumerate(chain.names) for name in names)
+    for (place, name), count in used.items():
+        if count > 1:
+            raise ValueError(
+                f"schedule={schedule!r} with FSDP gives place {place} of the pipeline two stages that use one parameter, {name!r}, which FSDP would shard twice. Take a schedule "
+                "with one stage on each rank, such as '1F1B', or untie it."
+            )
 
 
 def _shard(accelerator: Facade, stage: stages.Stage) -> None:

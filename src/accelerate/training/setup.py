@@ -181,7 +181,9 @@ def replica_check(accelerator: Facade) -> Any:
         warn_user(f"{CHECK_EVERY}={every} has no effect with DeepSpeed, whose engine steps by itself.")
         return None
     if layout is not None and layout.pp_enabled:
-        warn_user(f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters.")
+        warn_user(
+            f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
+        )
         return None
     from accelerate.training import divergence
 
