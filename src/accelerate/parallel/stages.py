@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.distributed.pipelining import pipe_split
 
 from accelerate.parallel.pipeline import Inputs, check_points, untraceable, wrong_number
+from accelerate.runtime.torch_private import is_view
 
 _NO_GRADIENT = ("aten.detach", "aten.detach_")
 
@@ -52,7 +53,7 @@ class Stage(nn.Module):
         return tuple(
             # Zero-bubble schedules detach results in place, which views refuse; and gloo sends no strided memory.
             result.clone(memory_format=torch.contiguous_format)
-            if id(result) in taken or result._is_view() or not result.is_contiguous()
+            if id(result) in taken or is_view(result) or not result.is_contiguous()
             else result
             for result in (result.to(dtype) for result, dtype in zip(results, self._dtypes, strict=True))
         )

@@ -435,6 +435,11 @@ def exporting_by_running() -> Iterator[None]:
         vars(torch.export).update({name: export for name, export in before.items() if export is not None})
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a view of another one in autograd's eyes, which cannot be detached in place."""
+    return tensor._is_view()
+
+
 def attention_operators(ending: str) -> list[Any]:
     """Return the attention operators with such an ending of the name, of those that this torch has."""
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")

@@ -422,7 +422,7 @@ def _check(accelerator: Facade, model: Any, schedule: str, microbatches: Any) ->
             f"{type(model).__name__} cannot train as a pipeline: {what}. Load the weights first, and leave some of them trainable."
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)) and module.training:
             raise ValueError(
                 f"{name!r} ({type(module).__name__}) normalises over the batch, and would see one micro-batch at a time: another model than in one process. Use a "
                 "normalisation of each sample, or freeze it by `.eval()`."
@@ -469,7 +469,9 @@ def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage],
 
 def _refuse_twice(chain: stages.Chain, schedule: str, size: int) -> None:
     """Refuse a parameter in two stages of one rank, of which FSDP would make two."""
-    used = Counter((_place(schedule, number, size), name) for number, names in enumerate(chain.names) for name in names)
+    used = Counter(
+        (_place(schedule, number, size), name) for number, names in enumerate(chain.names) for name in names
+    )
     for (place, name), count in used.items():
         if count > 1:
             raise ValueError(
