@@ -4,8 +4,10 @@ import copy
 
 import torch
 from expect import raised
-from harness import everywhere, fresh_accelerator, rank, shared_folder, world
+from harness import CPU, everywhere, fresh_accelerator, rank, shared_folder, world
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -356,6 +358,17 @@ def check_auto_and_refusals():
         pipeline(tokens[:5], labels=labels[:5])
     with raised(ValueError, "without a loss"):
         accelerator_for().prepare_pipeline(Net(), split=["blocks.2"], example_args=(tokens[:2],))
+
+
+def check_an_axis_of_one():
+    """A model that comes sharded over a mesh with pipelines of one stage is taken as if these were not there."""
+    mesh = init_device_mesh("cpu" if CPU else "cuda", (1, world()), mesh_dim_names=("pp", "fsdp"))
+    model = Net().to(mesh.device_type)
+    fully_shard(model, mesh=mesh["fsdp"])
+    accelerator = fresh_accelerator()
+    assert accelerator.prepare(model) is model
+    assert accelerator.is_fsdp2 and accelerator.parallelism_config.dp_shard_size == world()
+    assert accelerator.parallelism_config.pp_size == 1
 
 
 def four_replicas_and_shards():
