@@ -9,6 +9,7 @@ Source:
 """
 
 import contextlib
+import difflib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.pipelining import pipe_split
 
-from accelerate.parallel.pipeline import Inputs, check_points, untraceable, wrong_number
-from accelerate.runtime.torch_private import is_view
+from accelerate.parallel.batches import Inputs
+from accelerate.runtime.torch_private import is_view, traced_graph
 
 _NO_GRADIENT = ("aten.detach", "aten.detach_")
 
@@ -120,8 +121,11 @@ def trace(
     stages: int,
     device: torch.device,
     context: Callable[[], contextlib.AbstractContextManager],
+    trains: bool = True,
 ) -> Chain:
-    """Divide a model into stages that begin at modules, for training on a device; the model stays as it is. No communication.
+    """Divide a model into stages that begin at modules, for a device; the model stays as it is. No communication.
+
+    With `trains` they have gradients, and compute as in training until `Stage.train` says otherwise; else as the model does now.
 
     `record` returns the tensors of what the model returns. ValueError if the names do not cut it into so many stages, or if it cannot be
     traced.
@@ -129,16 +133,52 @@ def trace(
     check_points(model, points, stages)
     tensors = inputs.traced()
     flat = _Flat(model, lambda given: record(inputs.call(model, given)))
-    graphs = {}
-    with _marked(model, points), torch.random.fork_rng(devices=[]):
-        for mode in (True, False):
+    graphs = []
+    with _marked(model, points), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(trains):
+        for mode in (True, False) if trains else (model.training,):
             if mode is not model.training:  # parts that the user has frozen by `.eval()` stay so
                 model.train(mode)
             try:
-                graphs[mode] = torch.export.export(flat, tensors, strict=False).module(check_guards=False)
+                graphs.append(traced_graph(flat, tensors))
             except Exception as error:  # whatever the model's code raises when it is traced
                 raise untraceable(model, error) from error
-    return _Cut(model, graphs[True], graphs[False], points, stages, device, context).chain()
+    return _Cut(model, graphs[0], graphs[-1], points, stages, device, context).chain()
+
+
+def wrong_number(model: nn.Module, split_points: Sequence[str], found: int, stages: int) -> ValueError:
+    """Return the error for modules that do not cut a model into so many stages."""
+    return ValueError(
+        f"split_points={list(split_points)} cut {type(model).__name__} into {found} stages, but there are to be {stages}, in the order of "
+        "the names: choose modules that forward calls once each, one after the other."
+    )
+
+
+def check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
+    """Raise ValueError for names that are not those of as many modules as begin a stage."""
+    names = [name for name, _ in model.named_modules() if name]
+    if unknown := [str(point) for point in split_points if point not in names]:
+        near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.5) or names[:3]
+        raise ValueError(
+            f"split_points={list(split_points)}: {type(model).__name__} has no module {unknown[0]!r}. Name one of its modules, such "
+            f"as {', '.join(map(repr, near))}."
+        )
+    if not len(set(split_points)) == len(split_points) == stages - 1:
+        raise ValueError(
+            f"split_points={list(split_points)} name {len(set(split_points))} modules, but {stages} processes are {stages} stages, "
+            f"each but the first of which begins with one of them. Name {stages - 1} modules, or use 'auto'."
+        )
+
+
+def untraceable(model: nn.Module, error: BaseException) -> ValueError:
+    """Return the error for a model that cannot be traced."""
+    cause = error.__cause__ or error
+    if isinstance(cause, ValueError) and str(cause).startswith("The model returns"):
+        return ValueError(str(cause))
+    first = next((line for line in str(cause).splitlines() if line.strip()), "no message")
+    return ValueError(
+        f"torch.export cannot trace {type(model).__name__} ({type(cause).__name__}: {first.strip()[:300]}). A pipeline needs a "
+        "forward that is one graph: no branches on values, in transformers no cache (use_cache=False in `example_kwargs`)."
+    )
 
 
 class _Cut:

@@ -17,8 +17,8 @@ from accelerate.checkpoint.state import tied_names, together
 from accelerate.config.enums import FP8BackendType
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
+from accelerate.parallel.batches import Inputs, Outputs
 from accelerate.parallel.mesh import shard_mesh, submesh
-from accelerate.parallel.pipeline import Inputs, Outputs
 from accelerate.precision import master
 from accelerate.runtime.torch_private import pytree
 from accelerate.training import gradients, prepare

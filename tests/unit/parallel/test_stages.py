@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.parallel import balance, stages
-from accelerate.parallel.pipeline import Inputs, Outputs
+from accelerate.parallel.batches import Inputs, Outputs
 
 BOTH = pytest.mark.parametrize("points", [["blocks.2"], ["blocks.1", "blocks.2", "blocks.3"]], ids=len)
 
