@@ -12,7 +12,6 @@ import contextlib
 import difflib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import fx, nn
 from torch.distributed.pipelining import pipe_split
 
 from accelerate.parallel.batches import Inputs
-from accelerate.runtime.torch_private import is_view, traced_graph
+from accelerate.runtime.torch_private import is_view, pytree, traced_graph
 
-_NO_GRADIENT = ("aten.detach", "aten.detach_")
+Context = Callable[[], contextlib.AbstractContextManager]
 
 
 class Stage(nn.Module):
@@ -40,7 +39,7 @@ class Stage(nn.Module):
         body: fx.GraphModule,
         dtypes: Sequence[torch.dtype],
         modes: Sequence[tuple[fx.Node, Mapping[bool, Any]]],
-        context: Callable[[], contextlib.AbstractContextManager],
+        context: Context,
     ) -> None:
         super().__init__()
         self.body = body
@@ -66,26 +65,6 @@ class Stage(nn.Module):
                 node.args, node.kwargs = choices[mode]
             self.body.recompile()
         return super().train(mode)
-
-
-@dataclass
-class Chain:
-    """A model that is traced and divided into stages, none of which is built yet.
-
-    Attributes:
-        carried: The values that each stage takes, and at the end those that the last one returns, on the meta device; what a gradient comes
-            back for requires one.
-        used: Positions of the example's tensors that the first stage takes.
-        names: Of the parameters and buffers that each stage uses.
-        build: Makes a stage.
-        evaluates: Why it cannot compute as in evaluation; empty if it can.
-    """
-
-    carried: list[tuple[torch.Tensor, ...]]
-    used: list[int]
-    names: list[set[str]]
-    build: Callable[[int], Stage]
-    evaluates: str = ""
 
 
 class _Flat(nn.Module):
@@ -120,9 +99,9 @@ def trace(
     record: Callable[[Any], tuple[torch.Tensor, ...]],
     stages: int,
     device: torch.device,
-    context: Callable[[], contextlib.AbstractContextManager],
+    context: Context,
     trains: bool = True,
-) -> Chain:
+) -> "Chain":
     """Divide a model into stages that begin at modules, for a device; the model stays as it is. No communication.
 
     With `trains` they have gradients, and compute as in training until `Stage.train` says otherwise; else as the model does now.
@@ -142,7 +121,10 @@ def trace(
                 graphs.append(traced_graph(flat, tensors))
             except Exception as error:  # whatever the model's code raises when it is traced
                 raise untraceable(model, error) from error
-    return _Cut(model, graphs[0], graphs[-1], points, stages, device, context).chain()
+    chain = Chain(model, graphs[0], graphs[-1], device, context)
+    if len(chain.names) != stages:
+        raise wrong_number(model, points, len(chain.names), stages)
+    return chain
 
 
 def wrong_number(model: nn.Module, split_points: Sequence[str], found: int, stages: int) -> ValueError:
@@ -181,163 +163,126 @@ def untraceable(model: nn.Module, error: BaseException) -> ValueError:
     )
 
 
-class _Cut:
-    """A traced graph, and which stage each of its nodes belongs to."""
+class Chain:
+    """A model that is traced and divided into stages, none of which is built yet: each node of the graph has a stage.
+
+    Attributes:
+        carried: The values that each stage takes, and at the end those that the last one returns, on the meta device; what a gradient comes
+            back for requires one.
+        used: Positions of the example's tensors that the first stage takes.
+        names: Of the parameters and buffers that each stage uses.
+        evaluates: Why it cannot compute as in evaluation; empty if it can.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         traced: fx.GraphModule,
         evaluated: fx.GraphModule,
-        points: Sequence[str],
-        stages: int,
         device: torch.device,
-        context: Callable[[], contextlib.AbstractContextManager],
+        context: Context,
     ) -> None:
-        self.model, self.traced, self.stages, self.device, self.context = model, traced, stages, device, context
-        self.nodes = [node for node in traced.graph.nodes if node.op != "call_module"]
-        firsts: dict[int, str] = {}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            firsts.setdefault(id(tensor), name)
-        self.attributes = {node: self._attribute(node, firsts) for node in self.nodes if node.op == "get_attr"}
-        self.home: dict[fx.Node, int] = {}
-        stage = 0
-        for node in self.nodes:
-            if _is_mark(node):
-                stage += 1
-            elif node.op == "placeholder":
-                self.home[node] = 0
-            elif node.op == "call_function":
-                # A part of several results is taken where these are: it is the part that travels.
-                source = node.args[0] if node.target is operator.getitem else None
-                self.home[node] = self.home.get(source, stage)
-        if stage != stages - 1:
-            raise wrong_number(model, points, stage + 1, stages)
-        self.output = next(node for node in self.nodes if node.op == "output")
-        self.grows = self._differentiable()
-        self.evaluated, self.evaluates = self._modes(evaluated)
-        last = {
-            node: max(
-                [
-                    stages if user is self.output else self.home[user]
-                    for user in node.users
-                    if user in (*self.home, self.output)
-                ],
-                default=-1,
-            )
-            for node in self.home
+        self._model, self._device, self._context = type(model).__name__, device, context
+        self._nodes, self._output = list(traced.graph.nodes), list(traced.graph.nodes)[-1]
+        firsts = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        # Of tied weights, which have one memory, `named_parameters` gives the first name.
+        self._read = {
+            node: (firsts.get(id(value), node.target.removeprefix("model.")), value)
+            for node in self._nodes
+            if node.op == "get_attr"
+            for value in [operator.attrgetter(node.target)(traced)]
         }
-        self.carried = [
-            [node for node in self.home if self.home[node] < stage <= last[node]] for stage in range(1, stages)
+        self._home: dict[fx.Node, int] = {}
+        stage = 0
+        for node in self._nodes:
+            stage += _is_mark(node)
+            if node.op in ("placeholder", "call_function") and not _is_mark(node):
+                # Of several results, which are no tensor, it is the part that travels.
+                source = node.args[0] if node.target is operator.getitem else None
+                self._home[node] = 0 if node.op == "placeholder" else self._home.get(source, stage)
+        last = {node: max((self._home.get(user, stage + 1) for user in node.users), default=-1) for node in self._home}
+        inputs = [node for node in self._home if node.op == "placeholder"]
+        self._carried = [
+            [node for node in inputs if last[node] >= 0],
+            *([node for node in last if self._home[node] < at <= last[node]] for at in range(1, stage + 1)),
+            list(self._output.args[0]),
         ]
-        self.carried.insert(0, [node for node in self.home if node.op == "placeholder" and last[node] >= 0])
-        self.carried.append(list(self.output.args[0]))
-
-    def _attribute(self, node: fx.Node, firsts: Mapping[int, str]) -> tuple[str, Any]:
-        """Return the name and the value of what a node reads: of tied weights always the first name."""
-        value = operator.attrgetter(node.target)(self.traced)
-        return firsts.get(id(value), node.target.removeprefix("model.")), value
+        grows = self._differentiable()
+        self.carried = [tuple(self._like(node, grows) for node in values) for values in self._carried]
+        self.used = [inputs.index(node) for node in self._carried[0]]
+        self.names: list[set[str]] = [set() for _ in range(stage + 1)]
+        for node, at in self._home.items():
+            self.names[at] |= {self._read[source][0] for source in node.all_input_nodes if source in self._read}
+        self._twins, self.evaluates = self._evaluation(traced, evaluated)
 
     def _differentiable(self) -> dict[fx.Node, bool]:
         """Say of each node whether a gradient may come back for it."""
-        grows: dict[fx.Node, bool] = {}
-        for node in self.nodes:
-            if node.op == "get_attr":
-                grows[node] = getattr(self.attributes[node][1], "requires_grad", False)
-            elif node in self.home:
-                target = str(node.target)
-                stopped = target.startswith(_NO_GRADIENT) or ("set_grad_enabled" in target and node.args[0] is False)
-                values = node.meta.get("val")
-                floating = any(
-                    isinstance(value, torch.Tensor) and value.is_floating_point()
-                    for value in (values if isinstance(values, (list, tuple)) else [values])
-                )
-                grows[node] = floating and not stopped and any(grows.get(source) for source in node.all_input_nodes)
+        grows = {node: getattr(value, "requires_grad", False) for node, (_, value) in self._read.items()}
+        for node in self._home:
+            target = str(node.target)
+            stopped = target.startswith("aten.detach") or ("set_grad_enabled" in target and node.args[0] is False)
+            floating = [
+                one for one in pytree.tree_leaves(node.meta.get("val")) if getattr(one, "is_floating_point", bool)()
+            ]
+            grows[node] = bool(floating) and not stopped and any(grows.get(source) for source in node.all_input_nodes)
         return grows
 
-    def _modes(self, evaluated: fx.GraphModule) -> tuple[dict[fx.Node, fx.Node], str]:
-        """Return the node of evaluation for each one whose constants differ there; and what is wrong if the graphs differ in more."""
-        others = [node for node in evaluated.graph.nodes if node.op != "call_module"]
-        twins = dict(zip(others, self.nodes, strict=False))
-        same = len(others) == len(self.nodes) and all(
-            one.op == two.op and (one.op == "placeholder" or str(one.target) == str(two.target))
-            for one, two in twins.items()
-        )
-        self._twins = twins
-        if not same or any(
-            [twins[source] for source in one.all_input_nodes] != two.all_input_nodes
-            or (one.op == "get_attr" and self._code(evaluated, one) != self._code(self.traced, two))
+    def _evaluation(self, traced: fx.GraphModule, evaluated: fx.GraphModule) -> tuple[dict[fx.Node, fx.Node], str]:
+        """Return the node here for each node of evaluation; or what is wrong if the graphs differ in more than constants."""
+        others = list(evaluated.graph.nodes)
+        twins = dict(zip(others, self._nodes, strict=False))
+
+        def told(module: nn.Module, node: fx.Node, sources: list[fx.Node]) -> tuple[Any, ...]:
+            # A part of the graph with settings of its own, such as `torch.no_grad`, has code.
+            code = getattr(operator.attrgetter(node.target)(module), "code", "") if node.op == "get_attr" else ""
+            return node.op, str(node.target), code, sources
+
+        if len(others) != len(self._nodes) or any(
+            told(evaluated, one, [twins.get(source) for source in one.all_input_nodes])
+            != told(traced, two, two.all_input_nodes)
             for one, two in twins.items()
         ):
-            return {}, f"{type(self.model).__name__} computes other operations in evaluation than in training"
-        differ = {
-            two: one
-            for one, two in twins.items()
-            if one.op == "call_function" and repr((one.args, one.kwargs)) != repr((two.args, two.kwargs))
-        }
-        return differ, ""
+            return {}, f"{self._model} computes other operations in evaluation than in training"
+        return twins, ""
 
-    @staticmethod
-    def _code(module: nn.Module, node: fx.Node) -> str:
-        """Return the code of a part of the graph with settings of its own, such as `torch.no_grad`; empty for a tensor."""
-        return getattr(operator.attrgetter(node.target)(module), "code", "")
-
-    def chain(self) -> Chain:
-        """Return what the stages are built from."""
-        names = [
-            {
-                self.attributes[source][0]
-                for node in self.home
-                if self.home[node] == stage
-                for source in node.all_input_nodes
-                if source in self.attributes
-            }
-            for stage in range(self.stages)
-        ]
-        carried = [tuple(self._like(node) for node in values) for values in self.carried]
-        inputs = [node for node in self.nodes if node.op == "placeholder"]
-        used = [inputs.index(node) for node in self.carried[0]]
-        return Chain(carried, used, names, self._build, self.evaluates)
-
-    def _like(self, node: Any) -> torch.Tensor:
-        value = node.meta.get("val") if isinstance(node, fx.Node) and node not in self.attributes else None
+    def _like(self, node: Any, grows: Mapping[fx.Node, bool]) -> torch.Tensor:
+        value = node.meta.get("val") if node in self._home else None
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"{type(self.model).__name__} needs {node} in a later stage than it is made in, and it is no tensor that a pipeline can send. Begin the "
-                "stage with another module."
+                f"{self._model} needs {node} in a later stage than it is made in, or returns it, and a pipeline cannot send it: it is no tensor, or a weight. "
+                "Begin the stage with another module, or return a result."
             )
-        return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=self.grows[node])
+        return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grows[node])
 
-    def _placed(self, value: Any) -> Any:
-        """Return a constant of the graph for the device: tracing has noted the one that the model was on."""
-        is_other = isinstance(value, torch.device) and value.type != self.device.type
-        return self.device if is_other else value
-
-    def _build(self, stage: int) -> Stage:
+    def build(self, stage: int) -> Stage:
+        """Make a stage. Its parameters are the model's."""
         graph, made, held = fx.Graph(), {}, {}
-        modes = []
+        modes, others = [], {two: one for one, two in self._twins.items()}
 
         def fetched(node: fx.Node) -> fx.Node:
             if node not in made:
-                name, value = self.attributes[node]
-                held[name] = value
+                name, held[name] = self._read[node][0], self._read[node][1]
                 made[node] = graph.get_attr(name)
             return made[node]
 
-        for node in self.carried[stage]:
+        def placed(given: Any) -> Any:
+            # Tracing has noted the device that the model was on.
+            other = lambda one: isinstance(one, torch.device) and one.type != self._device.type  # noqa: E731
+            return fx.node.map_aggregate(given, lambda one: self._device if other(one) else one)
+
+        for node in self._carried[stage]:
             made[node] = graph.placeholder(node.name)
-        for node in self.nodes:
-            if self.home.get(node) != stage or node.op == "placeholder":
+        for node in self._nodes:
+            if self._home.get(node) != stage or node.op == "placeholder":
                 continue
             copy = made[node] = graph.node_copy(node, fetched)
-            copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, copy.kwargs), self._placed)
-            if other := self.evaluated.get(node):
+            copy.args, copy.kwargs = placed((copy.args, copy.kwargs))
+            if (other := others.get(node)) and repr((other.args, other.kwargs)) != repr((node.args, node.kwargs)):
                 there = fx.map_arg((other.args, other.kwargs), lambda source: fetched(self._twins[source]))
-                there = fx.node.map_aggregate(there, self._placed)
-                modes.append((copy, {True: (copy.args, copy.kwargs), False: there}))
-        graph.output(tuple(fetched(node) for node in self.carried[stage + 1]))
+                modes.append((copy, {True: (copy.args, copy.kwargs), False: placed(there)}))
+        graph.output(tuple(made[node] for node in self._carried[stage + 1]))
         body = fx.GraphModule(held, graph, f"Stage{stage}")
-        return Stage(body, [self._like(node).dtype for node in self.carried[stage + 1]], modes, self.context)
+        return Stage(body, [value.dtype for value in self.carried[stage + 1]], modes, self._context)
 
 
 def _is_mark(node: fx.Node) -> bool:
