@@ -98,59 +98,38 @@ class Pipeline(nn.Module):
         self,
         accelerator: Facade,
         chain: stages.Chain,
-        inputs: Inputs,
-        outputs: Outputs,
-        loss: Callable | None,
+        schedule: str,
         microbatches: int,
+        own: Mapping[int, stages.Stage],
     ) -> None:
         super().__init__()
-        self._accelerator, self._chain, self._inputs, self._outputs = accelerator, chain, inputs, outputs
-        self._loss, self._microbatches = loss, microbatches
-        self._held, self._batch = False, None
-        self._groups: dict[str, Any] = {}
         self.holdings: Holdings
-
-    def _begin(self, own: Mapping[int, stages.Stage], schedule: str, holdings: Holdings) -> None:
-        """Make the schedule of this rank's stages, whose parameters are placed and sharded."""
-        self.holdings, self._own = holdings, own
-        count, carried = len(self._chain.names), self._chain.carried
+        self._inputs: Inputs
+        self._outputs: Outputs
+        self._loss: Callable | None
+        self._groups: dict[str, Any]
+        self._accelerator, self._own, self._microbatches = accelerator, own, microbatches
+        # Not the chain, which has the weights of all stages.
+        self._carried, self._used, self._evaluates = chain.carried, chain.used, chain.evaluates
+        self._held, self._batch = False, None
+        part, count = submesh(accelerator.torch_device_mesh, "pp"), len(chain.names)
+        group = part.get_group()
         built = [
-            PipelineStage(
-                stage,
-                number,
-                count,
-                self._accelerator.device,
-                input_args=carried[number],
-                output_args=carried[number + 1],
-                group=holdings.group,
-            )
-            for number, stage in own.items()
+            PipelineStage(stage, at, count, accelerator.device, self._carried[at], self._carried[at + 1], group=group)
+            for at, stage in own.items()
         ]
         kind, given = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
         # Each micro-batch has its weight already.
-        self._schedule = kind(given, self._microbatches, loss_fn=self._loss_of, scale_grads=False)
-        self._owners = [holdings.ranks[_place(schedule, stage, len(holdings.ranks))] for stage in range(count)]
-        self._last = self._owners[-1]
+        self._schedule = kind(given, microbatches, loss_fn=self._loss_of, scale_grads=False)
+        ranks = dist.get_process_group_ranks(group)
+        self._owners = [ranks[_place(schedule, stage, len(ranks))] for stage in range(count)]
         self._is_first, self._is_last = 0 in own, count - 1 in own
-
-    def _adopt(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-        """Have a parameter or buffer under its full name."""
-        *path, last = name.split(".")
-        owner: nn.Module = self
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner._modules[part]
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(last, tensor)
-        else:
-            owner.register_buffer(last, tensor, persistent)
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Let the stages compute as in training, or in evaluation; ValueError if the model does other operations there."""
-        if not mode and self._chain.evaluates:
+        if not mode and self._evaluates:
             raise ValueError(
-                f"{self._chain.evaluates}, so its pipeline does not evaluate. Keep it in training mode under torch.no_grad(), or evaluate "
+                f"{self._evaluates}, so its pipeline does not evaluate. Keep it in training mode under torch.no_grad(), or evaluate "
                 "the checkpoint in a process of its own."
             )
         for stage in self._own.values():
@@ -188,7 +167,7 @@ class Pipeline(nn.Module):
         given = ()
         if self._is_first:
             cut = inputs.cut(tensors, 0, self._microbatches)
-            given = tuple(cut[position].to(device) for position in self._chain.used)
+            given = tuple(cut[position].to(device) for position in self._used)
         if trains:
             self._divide_summed()
             # The loss is called with the number of the micro-batch in place of its target.
@@ -203,7 +182,7 @@ class Pipeline(nn.Module):
         loss = torch.zeros((), device=device)
         if self._is_last:
             loss += torch.stack([value.float() for value in batch.losses]).sum()
-        dist.broadcast(loss, self._last, group=self.holdings.group)
+        dist.broadcast(loss, self._owners[-1], group=self.holdings.group)
         return loss
 
     @torch.no_grad()
@@ -219,7 +198,7 @@ class Pipeline(nn.Module):
                 elif self._owners[number - 1] == me:
                     values = results
                 else:
-                    values = [torch.empty_like(value, device=device) for value in self._chain.carried[number]]
+                    values = [torch.empty_like(value, device=device) for value in self._carried[number]]
                     for value in values:
                         dist.recv(value, self._owners[number - 1], group=group)
                 results = stage(*values)
@@ -286,7 +265,7 @@ class Pipeline(nn.Module):
         else:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         for tensor in tensors:
-            dist.broadcast(tensor, self._last, group=self.holdings.group)
+            dist.broadcast(tensor, self._owners[-1], group=self.holdings.group)
         return self._outputs.built(tensors)
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -335,10 +314,8 @@ def prepare_pipeline(
     _check(accelerator, model, schedule, microbatches)
     accelerator._prepare_device_mesh()
     accelerator._backend.check(accelerator, ())
-    mesh = accelerator.torch_device_mesh
-    part = submesh(mesh, "pp")
-    size = part.size()
-    count = size * SCHEDULES[schedule]
+    part = submesh(accelerator.torch_device_mesh, "pp")
+    size, count = part.size(), part.size() * SCHEDULES[schedule]
     consistency.require_same_model(accelerator, model)
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         master.upcast(model)
@@ -363,18 +340,15 @@ def prepare_pipeline(
             f"The ranks build different pipelines; this one has split={points}, schedule={schedule!r}, microbatches={microbatches} and an example of "
             f"{', '.join(given[3])}. Give every rank the same."
         )
-    if accelerator.is_fsdp2:
-        _refuse_twice(chain, schedule, size)
     numbers = [number for number in range(count) if _place(schedule, number, size) == part.get_local_rank()]
-    pipeline = Pipeline(accelerator, chain, inputs, outputs, loss, microbatches)
-    own = {number: together(lambda number=number: chain.build(number)).to(accelerator.device) for number in numbers}
     holdings = _holdings(model, chain, schedule, part)
+    own = {number: chain.build(number).to(accelerator.device) for number in numbers}
     if accelerator.is_fsdp2:
-        for stage in own.values():
-            _shard(accelerator, stage)
-    _fill(pipeline, model, own, holdings)
-    together(lambda: pipeline._begin(own, schedule, holdings))
-    _connect(pipeline, holdings, mesh)
+        _shard(accelerator, own)
+    pipeline = together(lambda: Pipeline(accelerator, chain, schedule, microbatches, own))
+    pipeline.holdings, pipeline._groups = holdings, _groups(holdings, accelerator.torch_device_mesh)
+    pipeline._inputs, pipeline._outputs, pipeline._loss = inputs, outputs, loss
+    _fill(pipeline, model, own)
     return prepare.register(accelerator, "model", pipeline, model)
 
 
@@ -385,48 +359,53 @@ def _place(schedule: str, stage: int, size: int) -> int:
 
 def _check(accelerator: Facade, model: Any, schedule: str, microbatches: Any) -> None:
     """Refuse what has no pipeline, before anything is changed."""
-    layout = accelerator.parallelism_config
-    if layout is None or not layout.pp_enabled:
-        raise ValueError(
-            "prepare_pipeline needs ranks to divide the model over: pass parallelism_config=ParallelismConfig(pp_size=2), and launch as many processes."
-        )
-    if is_torch_version("<", "2.10"):
-        raise ValueError("Pipelines train with torch 2.10 or newer. Run pip install 'torch>=2.10'.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
-    if accelerator.prepared.find(model) is not None:
-        raise ValueError(
-            f"This model ({type(model).__name__}) is prepared already. Use what that returned, or call free_memory() first."
-        )
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
-    size = layout.pp_size
-    least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}[schedule]
-    whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
-    if not whole or microbatches < least or (schedule == "Interleaved1F1B" and microbatches % size):
-        raise ValueError(
-            f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}"
-            f"{f', a multiple of {size}' if schedule == 'Interleaved1F1B' else ''}."
-        )
-    plugin = accelerator.state.dynamo_plugin
-    if plugin.backend.value != "NO" or accelerator.fp8_backend is not FP8BackendType.NO:
-        raise ValueError(
-            f"dynamo_backend={plugin.backend.value} and mixed_precision={accelerator.mixed_precision!r} with pp_size={size}: stages are neither compiled nor converted. Leave "
-            "the backend out, and use mixed_precision='bf16' or 'no'."
-        )
-    named = [*model.named_parameters(), *model.named_buffers()]
-    empty = [name for name, tensor in named if tensor.is_meta]
-    if empty or not any(parameter.requires_grad for parameter in model.parameters()):
-        what = f"{empty[0]!r} is on the meta device" if empty else "it has no trainable parameter"
-        raise ValueError(
-            f"{type(model).__name__} cannot train as a pipeline: {what}. Load the weights first, and leave some of them trainable."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)) and module.training:
-            raise ValueError(
-                f"{name!r} ({type(module).__name__}) normalises over the batch, and would see one micro-batch at a time: another model than in one process. Use a "
-                "normalisation of each sample, or freeze it by `.eval()`."
-            )
+    name, size = type(model).__name__, getattr(accelerator.parallelism_config, "pp_size", 1)
+    least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}.get(schedule, 1)
+    each = size if schedule == "Interleaved1F1B" else 1
+    compiler, precision = accelerator.state.dynamo_plugin.backend.value, accelerator.mixed_precision
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    batch = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    norms = [
+        at for at, part in model.named_modules() if isinstance(part, batch) and (part.training or not model.training)
+    ]
+    for wrong, message in (
+        (
+            size == 1,
+            "There are no ranks to divide the model over: pass parallelism_config=ParallelismConfig(pp_size=2), and launch as many processes.",
+        ),
+        (is_torch_version("<", "2.10"), "Pipelines train with torch 2.10 or newer. Run pip install 'torch>=2.10'."),
+        (
+            accelerator.prepared.find(model),
+            f"This {name} is prepared already. Use what that returned, or call free_memory() first.",
+        ),
+        (schedule not in SCHEDULES, f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}."),
+        (
+            type(microbatches) is not int or microbatches < least or microbatches % each,
+            f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {each}.",
+        ),
+        (
+            compiler != "NO" or accelerator.fp8_backend is not FP8BackendType.NO,
+            f"dynamo_backend={compiler} and mixed_precision={precision!r} with pp_size={size}: stages are neither compiled nor converted. Leave the backend out, and use "
+            "mixed_precision='bf16' or 'no'.",
+        ),
+        (
+            empty,
+            f"{(empty or [''])[0]!r} of {name} is on the meta device. Load the weights before the model becomes a pipeline.",
+        ),
+        (
+            not any(p.requires_grad for p in model.parameters()),
+            f"{name} has no trainable parameter. Use prepare_model(model, evaluation_mode=True).",
+        ),
+        (
+            norms,
+            f"{(norms or [''])[0]!r} of {name} normalises over the batch, and would see one micro-batch at a time: another model than in one process. Use a normalisation of "
+            "each sample, or freeze it: `model.train()`, then `.eval()` of the part.",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
 
 
 def _only_loss(output: Any) -> tuple[torch.Tensor, ...]:
@@ -455,49 +434,52 @@ def _holdings(model: nn.Module, chain: stages.Chain, schedule: str, part: Any) -
     return Holdings(tensors, holders, place, ranks, part.get_group(), tied_names(model), elsewhere)
 
 
-def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage], holdings: Holdings) -> None:
+def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage]) -> None:
     """Give the pipeline what this rank has, under its full name: of its stages, and what no stage uses."""
-    saved = model.state_dict()
-    found = {name: tensor for stage in own.values() for name, tensor in stage.body.named_parameters()}
-    found |= {name: tensor for stage in own.values() for name, tensor in stage.body.named_buffers()}
+    saved, found = model.state_dict(), {}
+    for stage in own.values():
+        found |= {**dict(stage.body.named_parameters()), **dict(stage.body.named_buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if holdings.place in holdings.holders[name]:
-            if name not in found:
-                tensor.data = tensor.data.to(pipeline._accelerator.device)
-            pipeline._adopt(name, found.get(name, tensor), name in saved)
+        if pipeline.holdings.place not in pipeline.holdings.holders[name]:
+            continue
+        if name not in found:
+            tensor.data = tensor.data.to(pipeline._accelerator.device)
+        *path, last = name.split(".")
+        owner: nn.Module = pipeline
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner._modules[part]
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(last, found.get(name, tensor))
+        else:
+            owner.register_buffer(last, found.get(name, tensor), name in saved)
 
 
-def _refuse_twice(chain: stages.Chain, schedule: str, size: int) -> None:
-    """Refuse a parameter in two stages of one rank, of which FSDP would make two."""
-    used = Counter(
-        (_place(schedule, number, size), name) for number, names in enumerate(chain.names) for name in names
-    )
-    for (place, name), count in used.items():
-        if count > 1:
-            raise ValueError(
-                f"schedule={schedule!r} with FSDP gives place {place} of the pipeline two stages that use one parameter, {name!r}, which FSDP would shard twice. Take a schedule "
-                "with one stage on each rank, such as '1F1B', or untie it."
-            )
-
-
-def _shard(accelerator: Facade, stage: stages.Stage) -> None:
-    """Shard a stage as one unit, which stays whole from its first forward of a batch to its last backward."""
+def _shard(accelerator: Facade, own: Mapping[int, stages.Stage]) -> None:
+    """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward. All ranks."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    held = Counter(name for stage in own.values() for name, _ in stage.body.named_parameters())
+    twice = [name for name, count in held.items() if count > 1]
+    if found := [name for names in comm.current().gather_object(twice) for name in names]:
+        raise ValueError(
+            f"FSDP cannot shard {found[0]!r}, which two stages of one rank use: it would make two of it. Take a schedule with one stage on each rank, such as '1F1B', or "
+            "untie it."
+        )
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
     mesh = shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
-    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for stage in own.values():
+        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def _connect(pipeline: Pipeline, holdings: Holdings, mesh: Any) -> None:
+def _groups(holdings: Holdings, mesh: Any) -> dict[str, Any]:
     """Make the process groups of what several ranks have. All ranks, also those of other pipelines."""
     columns = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, len(holdings.ranks)).tolist()
     made: dict[tuple[int, ...], Any] = {tuple(range(len(holdings.ranks))): holdings.group}
-    for name, places in holdings.holders.items():
-        if len(places) > 1 and places not in made:
-            for column in columns:
-                group = dist.new_group([column[place] for place in places])
-                if column == list(holdings.ranks):
-                    made[places] = group
-        if len(places) > 1:
-            pipeline._groups[name] = made[places]
+    for places in sorted({places for places in holdings.holders.values() if len(places) > 1} - made.keys()):
+        for column in columns:
+            group = dist.new_group([column[place] for place in places])
+            if column == list(holdings.ranks):
+                made[places] = group
+    return {name: made[places] for name, places in holdings.holders.items() if places in made}

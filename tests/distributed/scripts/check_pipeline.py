@@ -380,7 +380,7 @@ def four_replicas_and_shards():
             compare(f"shards, {schedule}, tied={tied}", Net(tied), schedule, every=2, steps=8, fsdp=True)
     for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
         compare(f"shards, {schedule}", Net(scaled=False), schedule, every=2, steps=8, fsdp=True)
-        with raised(ValueError, "use one parameter"):
+        with raised(ValueError, "which two stages of one rank use"):
             made(accelerator_for(fsdp=True), Net(), schedule)
     # Evaluation in the middle of training: the next forward sees the weights after the step.
     model = Net(True)

@@ -53,8 +53,8 @@ def test_models_that_are_not_divided():
         ({"microbatches": 0}, "microbatches=0.*at least 2"),
         ({"microbatches": 3, "schedule": "Interleaved1F1B"}, "a multiple of 2"),
         ({"microbatches": 2, "schedule": "ZBVZeroBubble"}, "at least 3"),
-        ({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}, "'1'.*normalises over the batch"),
-        ({"model": nn.Linear(2, 2, device="meta")}, "'weight' is on the meta device"),
+        ({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}, "'1' of Sequential normalises over the batch"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "'weight' of Linear is on the meta device"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "no trainable parameter"),
     ],
 )
