@@ -62,11 +62,9 @@ class PipelineParallel(Sharded):
             plugin = accelerator.state.fsdp_plugin
             output = getattr(plugin.mixed_precision_policy, "output_dtype", None)
             refused = {
-                "cpu_offload": plugin.cpu_offload,
-                "ignored_modules": plugin.ignored_modules,
-                "activation_checkpointing": plugin.activation_checkpointing,
-                "mixed_precision_policy.output_dtype": output if output not in (None, torch.float32) else None,
+                name: getattr(plugin, name) for name in ("cpu_offload", "ignored_modules", "activation_checkpointing")
             }
+            refused["mixed_precision_policy.output_dtype"] = None if output is torch.float32 else output
             for name, value in refused.items():
                 if value and type(value).__name__ != "OffloadPolicy":
                     raise ValueError(
@@ -79,13 +77,12 @@ class PipelineParallel(Sharded):
                     f"pp_size={layout.pp_size}, but {type(obj).__name__} is a whole model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
                     "pipeline.parameters(), and prepare that; a model that does not train goes to prepare_model(model, evaluation_mode=True)."
                 )
-            if isinstance(obj, torch.optim.Optimizer):
-                held = itertools.chain.from_iterable(group["params"] for group in obj.param_groups)
-                if any(id(parameter) not in known for parameter in held):
-                    raise ValueError(
-                        f"The optimizer ({type(obj).__name__}) has parameters that no pipeline has on this rank. Call accelerator.prepare_pipeline first, and make the optimizer "
-                        "from pipeline.parameters()."
-                    )
+            groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else ()
+            if any(id(parameter) not in known for group in groups for parameter in group["params"]):
+                raise ValueError(
+                    f"The optimizer ({type(obj).__name__}) has parameters that no pipeline has on this rank. Call accelerator.prepare_pipeline first, and make the optimizer "
+                    "from pipeline.parameters()."
+                )
 
     # -- step ----------------------------------------------------------------------------------------------------
 

@@ -330,7 +330,13 @@ PARALLELISM_OPTIONS = (
         when=_SPLIT,
     ),
     _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when=_WITH_DEEPSPEED),
-    _parallel_size("pp_size", "Processes that the layers are divided over (pipeline parallel).", when=_PLAIN),
+    _parallelism(
+        "pp_size",
+        "Processes that the layers are divided over (pipeline parallel).",
+        offer=1,
+        check=at_least(1),
+        when=_PLAIN,
+    ),
     _parallelism(
         "sp_backend",
         "Implementation of sequence parallelism; torch is this fork's own.",
