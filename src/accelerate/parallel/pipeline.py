@@ -26,6 +26,7 @@ class Traced:
     chain: stages.Chain
     inputs: Inputs
     outputs: Outputs
+    context: stages.Context
 
 
 def trace(
@@ -41,8 +42,8 @@ def trace(
     device = PartialState().device
     kind = device.type
     context = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-    chain = stages.trace(model, split_points, inputs, outputs.record, count, device, context, trains=False)
-    return Traced(chain, inputs, outputs)
+    (chain,) = stages.trace(model, split_points, inputs, outputs.record, count, device, trains=False).values()
+    return Traced(chain, inputs, outputs, context)
 
 
 class PipelineSchedule(ScheduleGPipe):
@@ -52,7 +53,8 @@ class PipelineSchedule(ScheduleGPipe):
         state = PartialState()
         self._traced = traced
         self._device, self._rank, self._ranks = state.device, state.process_index, state.num_processes
-        stage, carried = traced.chain.build(self._rank).to(self._device), traced.chain.carried
+        stage = stages.build({False: traced.chain}, self._rank, traced.context).to(self._device)
+        carried = traced.chain.carried
         given, returned = carried[self._rank : self._rank + 2]
         self._own = PipelineStage(stage, self._rank, self._ranks, self._device, input_args=given, output_args=returned)
         super().__init__(self._own, num_chunks)

@@ -28,43 +28,36 @@ class Stage(nn.Module):
     """A part of a model's graph: it takes the values that the stage before returns, and returns those that later stages need.
 
     Args:
-        body: The part, with the parameters that it uses under the names of the user's model.
-        dtypes: Of the values that it returns.
-        modes: Nodes whose constants differ between training and evaluation, with those of each.
+        bodies: The part as it is in training, and in evaluation, with the parameters that it uses under the names of the user's model.
+        dtypes: Of the values that each returns.
         context: Makes the context of its computation, for mixed precision.
     """
 
     def __init__(
-        self,
-        body: fx.GraphModule,
-        dtypes: Sequence[torch.dtype],
-        modes: Sequence[tuple[fx.Node, Mapping[bool, Any]]],
-        context: Context,
+        self, bodies: Mapping[bool, fx.GraphModule], dtypes: Mapping[bool, Sequence[torch.dtype]], context: Context
     ) -> None:
         super().__init__()
-        self.body = body
-        self._dtypes, self._modes, self._context = dtypes, modes, context
+        self.bodies = nn.ModuleDict({str(mode): body for mode, body in bodies.items()})
+        self._dtypes, self._context = dtypes, context
+        self.train(next(iter(bodies)))
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute the stage; each result has memory of its own."""
         with self._context():
-            results = self.body(*values)
+            results = self.bodies[str(self.training)](*values)
         taken = {id(value) for value in values}
         return tuple(
             # Zero-bubble schedules detach results in place, which views refuse; and gloo sends no strided memory.
             result.clone(memory_format=torch.contiguous_format)
             if id(result) in taken or is_view(result) or not result.is_contiguous()
             else result
-            for result in (result.to(dtype) for result, dtype in zip(results, self._dtypes, strict=True))
+            for result in map(torch.Tensor.to, results, self._dtypes[self.training])
         )
 
-    def train(self, mode: bool = True) -> "Stage":
-        """Compute as the model does in training, or in evaluation."""
-        if mode != self.training and self._modes:
-            for node, choices in self._modes:
-                node.args, node.kwargs = choices[mode]
-            self.body.recompile()
-        return super().train(mode)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers, by the names of the user's model."""
+        bodies = self.bodies.values()
+        return {name: tensor for body in bodies for name, tensor in (*body.named_parameters(), *body.named_buffers())}
 
 
 class _Flat(nn.Module):
@@ -99,12 +92,11 @@ def trace(
     record: Callable[[Any], tuple[torch.Tensor, ...]],
     stages: int,
     device: torch.device,
-    context: Context,
     trains: bool = True,
-) -> "Chain":
+) -> "dict[bool, Chain]":
     """Divide a model into stages that begin at modules, for a device; the model stays as it is. No communication.
 
-    With `trains` they have gradients, and compute as in training until `Stage.train` says otherwise; else as the model does now.
+    Returns the model as it is in training, and in evaluation, with gradients; without `trains` as it is now, without.
 
     `record` returns the tensors of what the model returns. ValueError if the names do not cut it into so many stages, or if it cannot be
     traced.
@@ -112,19 +104,20 @@ def trace(
     check_points(model, points, stages)
     tensors = inputs.traced()
     flat = _Flat(model, lambda given: record(inputs.call(model, given)))
-    graphs = []
+    graphs = {}
     with _marked(model, points), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(trains):
         for mode in (True, False) if trains else (model.training,):
             if mode is not model.training:  # parts that the user has frozen by `.eval()` stay so
                 model.train(mode)
             try:
-                graphs.append(traced_graph(flat, tensors))
+                graphs[mode] = traced_graph(flat, tensors)
             except Exception as error:  # whatever the model's code raises when it is traced
                 raise untraceable(model, error) from error
-    chain = Chain(model, graphs[0], graphs[-1], device, context)
-    if len(chain.names) != stages:
-        raise wrong_number(model, points, len(chain.names), stages)
-    return chain
+    chains = {mode: Chain(model, graph, device) for mode, graph in graphs.items()}
+    for chain in chains.values():
+        if len(chain.names) != stages:
+            raise wrong_number(model, points, len(chain.names), stages)
+    return chains
 
 
 def wrong_number(model: nn.Module, split_points: Sequence[str], found: int, stages: int) -> ValueError:
@@ -171,20 +164,13 @@ class Chain:
             back for requires one.
         used: Positions of the example's tensors that the first stage takes.
         names: Of the parameters and buffers that each stage uses.
-        evaluates: Why it cannot compute as in evaluation; empty if it can.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        traced: fx.GraphModule,
-        evaluated: fx.GraphModule,
-        device: torch.device,
-        context: Context,
-    ) -> None:
-        self._model, self._device, self._context = type(model).__name__, device, context
+    def __init__(self, model: nn.Module, traced: fx.GraphModule, device: torch.device) -> None:
+        self._model, self._device = type(model).__name__, device
         self._nodes, self._output = list(traced.graph.nodes), list(traced.graph.nodes)[-1]
         firsts = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._own = set(firsts.values())
         # Of tied weights, which have one memory, `named_parameters` gives the first name.
         self._read = {
             node: (firsts.get(id(value), node.target.removeprefix("model.")), value)
@@ -213,7 +199,6 @@ class Chain:
         self.names: list[set[str]] = [set() for _ in range(stage + 1)]
         for node, at in self._home.items():
             self.names[at] |= {self._read[source][0] for source in node.all_input_nodes if source in self._read}
-        self._twins, self.evaluates = self._evaluation(traced, evaluated)
 
     def _differentiable(self) -> dict[fx.Node, bool]:
         """Say of each node whether a gradient may come back for it."""
@@ -227,24 +212,6 @@ class Chain:
             grows[node] = bool(floating) and not stopped and any(grows.get(source) for source in node.all_input_nodes)
         return grows
 
-    def _evaluation(self, traced: fx.GraphModule, evaluated: fx.GraphModule) -> tuple[dict[fx.Node, fx.Node], str]:
-        """Return the node here for each node of evaluation; or what is wrong if the graphs differ in more than constants."""
-        others = list(evaluated.graph.nodes)
-        twins = dict(zip(others, self._nodes, strict=False))
-
-        def told(module: nn.Module, node: fx.Node, sources: list[fx.Node]) -> tuple[Any, ...]:
-            # A part of the graph with settings of its own, such as `torch.no_grad`, has code.
-            code = getattr(operator.attrgetter(node.target)(module), "code", "") if node.op == "get_attr" else ""
-            return node.op, str(node.target), code, sources
-
-        if len(others) != len(self._nodes) or any(
-            told(evaluated, one, [twins.get(source) for source in one.all_input_nodes])
-            != told(traced, two, two.all_input_nodes)
-            for one, two in twins.items()
-        ):
-            return {}, f"{self._model} computes other operations in evaluation than in training"
-        return twins, ""
-
     def _like(self, node: Any, grows: Mapping[fx.Node, bool]) -> torch.Tensor:
         value = node.meta.get("val") if node in self._home else None
         if not isinstance(value, torch.Tensor):
@@ -254,35 +221,42 @@ class Chain:
             )
         return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grows[node])
 
-    def build(self, stage: int) -> Stage:
-        """Make a stage. Its parameters are the model's."""
-        graph, made, held = fx.Graph(), {}, {}
-        modes, others = [], {two: one for one, two in self._twins.items()}
+    def body(self, stage: int, held: dict[str, Any]) -> fx.GraphModule:
+        """Return the graph of a stage; what it reads comes from, and into, `held`, on the device. Its parameters are the model's."""
+        graph, made, read = fx.Graph(), {}, {}
 
         def fetched(node: fx.Node) -> fx.Node:
             if node not in made:
-                name, held[name] = self._read[node][0], self._read[node][1]
+                name, value = self._read[node]
+                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                    value = value.to(self._device)
+                # Constants and parts of the graph may differ between training and evaluation under one name.
+                read[name] = held.setdefault(name, value) if name in self._own else value
                 made[node] = graph.get_attr(name)
             return made[node]
 
-        def placed(given: Any) -> Any:
+        def placed(value: Any) -> Any:
             # Tracing has noted the device that the model was on.
-            other = lambda one: isinstance(one, torch.device) and one.type != self._device.type  # noqa: E731
-            return fx.node.map_aggregate(given, lambda one: self._device if other(one) else one)
+            is_other = isinstance(value, torch.device) and value.type != self._device.type
+            return self._device if is_other else value
 
         for node in self._carried[stage]:
             made[node] = graph.placeholder(node.name)
         for node in self._nodes:
-            if self._home.get(node) != stage or node.op == "placeholder":
-                continue
-            copy = made[node] = graph.node_copy(node, fetched)
-            copy.args, copy.kwargs = placed((copy.args, copy.kwargs))
-            if (other := others.get(node)) and repr((other.args, other.kwargs)) != repr((node.args, node.kwargs)):
-                there = fx.map_arg((other.args, other.kwargs), lambda source: fetched(self._twins[source]))
-                modes.append((copy, {True: (copy.args, copy.kwargs), False: placed(there)}))
+            if self._home.get(node) == stage and node.op != "placeholder":
+                copy = made[node] = graph.node_copy(node, fetched)
+                copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, copy.kwargs), placed)
         graph.output(tuple(made[node] for node in self._carried[stage + 1]))
-        body = fx.GraphModule(held, graph, f"Stage{stage}")
-        return Stage(body, [value.dtype for value in self.carried[stage + 1]], modes, self._context)
+        return fx.GraphModule(read, graph, f"Stage{stage}")
+
+
+def build(chains: Mapping[bool, Chain], stage: int, context: Context) -> Stage:
+    """Make a stage of what `trace` returned; in training and in evaluation it has the same parameters and buffers."""
+    held: dict[str, Any] = {}
+    bodies = {mode: chain.body(stage, held) for mode, chain in chains.items()}
+    return Stage(
+        bodies, {mode: [v.dtype for v in chain.carried[stage + 1]] for mode, chain in chains.items()}, context
+    )
 
 
 def _is_mark(node: fx.Node) -> bool:

@@ -97,7 +97,7 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         accelerator: Facade,
-        chain: stages.Chain,
+        chains: Mapping[bool, stages.Chain],
         schedule: str,
         microbatches: int,
         own: Mapping[int, stages.Stage],
@@ -109,13 +109,15 @@ class Pipeline(nn.Module):
         self._loss: Callable | None
         self._groups: dict[str, Any]
         self._accelerator, self._own, self._microbatches = accelerator, own, microbatches
-        # Not the chain, which has the weights of all stages.
-        self._carried, self._used, self._evaluates = chain.carried, chain.used, chain.evaluates
+        # Not the chains, which have the weights of all stages.
+        self._carried = {mode: chain.carried for mode, chain in chains.items()}
+        self._used = {mode: chain.used for mode, chain in chains.items()}
         self._held, self._batch = False, None
-        part, count = submesh(accelerator.torch_device_mesh, "pp"), len(chain.names)
+        part, carried = submesh(accelerator.torch_device_mesh, "pp"), self._carried[True]
+        count = len(carried) - 1
         group = part.get_group()
         built = [
-            PipelineStage(stage, at, count, accelerator.device, self._carried[at], self._carried[at + 1], group=group)
+            PipelineStage(stage, at, count, accelerator.device, carried[at], carried[at + 1], group=group)
             for at, stage in own.items()
         ]
         kind, given = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
@@ -126,12 +128,7 @@ class Pipeline(nn.Module):
         self._is_first, self._is_last = 0 in own, count - 1 in own
 
     def train(self, mode: bool = True) -> "Pipeline":
-        """Let the stages compute as in training, or in evaluation; ValueError if the model does other operations there."""
-        if not mode and self._evaluates:
-            raise ValueError(
-                f"{self._evaluates}, so its pipeline does not evaluate. Keep it in training mode under torch.no_grad(), or evaluate "
-                "the checkpoint in a process of its own."
-            )
+        """Let the stages compute as in training, or in evaluation."""
         for stage in self._own.values():
             stage.train(mode)
         return super().train(mode)
@@ -167,7 +164,7 @@ class Pipeline(nn.Module):
         given = ()
         if self._is_first:
             cut = inputs.cut(tensors, 0, self._microbatches)
-            given = tuple(cut[position].to(device) for position in self._used)
+            given = tuple(cut[position].to(device) for position in self._used[self.training])
         if trains:
             self._divide_summed()
             # The loss is called with the number of the micro-batch in place of its target.
@@ -198,7 +195,7 @@ class Pipeline(nn.Module):
                 elif self._owners[number - 1] == me:
                     values = results
                 else:
-                    values = [torch.empty_like(value, device=device) for value in self._carried[number]]
+                    values = [torch.empty_like(value, device=device) for value in self._carried[self.training][number]]
                     for value in values:
                         dist.recv(value, self._owners[number - 1], group=group)
                 results = stage(*values)
@@ -320,7 +317,7 @@ def prepare_pipeline(
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         master.upcast(model)
 
-    def divided() -> tuple[stages.Chain, Inputs, Outputs, list[str]]:
+    def divided() -> tuple[dict[bool, stages.Chain], Inputs, Outputs, list[str]]:
         device = next(model.parameters()).device
         args, kwargs = send_to_device(tuple(example[0]), device), send_to_device(dict(example[1]), device)
         points = split
@@ -330,10 +327,10 @@ def prepare_pipeline(
         inputs = Inputs(model, args, kwargs)
         outputs = Outputs(inputs.rows)
         record = _only_loss if loss is None else outputs.record
-        chain = stages.trace(model, points, inputs, record, count, accelerator.device, accelerator.autocast)
-        return chain, inputs, outputs, points
+        chains = stages.trace(model, points, inputs, record, count, accelerator.device)
+        return chains, inputs, outputs, points
 
-    chain, inputs, outputs, points = together(divided)
+    chains, inputs, outputs, points = together(divided)
     given = points, schedule, microbatches, [str(leaf) for leaf in inputs.leaves]
     if not comm.current().is_same(given):
         raise ValueError(
@@ -341,11 +338,11 @@ def prepare_pipeline(
             f"{', '.join(given[3])}. Give every rank the same."
         )
     numbers = [number for number in range(count) if _place(schedule, number, size) == part.get_local_rank()]
-    holdings = _holdings(model, chain, schedule, part)
-    own = {number: chain.build(number).to(accelerator.device) for number in numbers}
+    holdings = _holdings(model, chains, schedule, part)
+    own = {at: stages.build(chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
     if accelerator.is_fsdp2:
         _shard(accelerator, own)
-    pipeline = together(lambda: Pipeline(accelerator, chain, schedule, microbatches, own))
+    pipeline = together(lambda: Pipeline(accelerator, chains, schedule, microbatches, own))
     pipeline.holdings, pipeline._groups = holdings, _groups(holdings, accelerator.torch_device_mesh)
     pipeline._inputs, pipeline._outputs, pipeline._loss = inputs, outputs, loss
     _fill(pipeline, model, own)
@@ -420,14 +417,15 @@ def _only_loss(output: Any) -> tuple[torch.Tensor, ...]:
     return (found.reshape(()),)
 
 
-def _holdings(model: nn.Module, chain: stages.Chain, schedule: str, part: Any) -> Holdings:
+def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: str, part: Any) -> Holdings:
     tensors = {
         name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     ranks = dist.get_process_group_ranks(part.get_group())
-    users = [(name, _place(schedule, stage, len(ranks))) for stage, names in enumerate(chain.names) for name in names]
+    used = [each for chain in chains.values() for each in enumerate(chain.names)]
+    users = [(name, _place(schedule, stage, len(ranks))) for stage, names in used for name in names]
     # What no stage uses, the first rank keeps.
-    holders = {name: tuple(sorted({place for used, place in users if used == name})) or (0,) for name in tensors}
+    holders = {name: tuple(sorted({place for user, place in users if user == name})) or (0,) for name in tensors}
     place = part.get_local_rank()
     kept = {name for name in tensors if place in holders[name]}
     elsewhere = frozenset(name for name in model.state_dict() if name not in kept)
@@ -436,9 +434,8 @@ def _holdings(model: nn.Module, chain: stages.Chain, schedule: str, part: Any) -
 
 def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage]) -> None:
     """Give the pipeline what this rank has, under its full name: of its stages, and what no stage uses."""
-    saved, found = model.state_dict(), {}
-    for stage in own.values():
-        found |= {**dict(stage.body.named_parameters()), **dict(stage.body.named_buffers())}
+    saved = model.state_dict()
+    found = {name: tensor for stage in own.values() for name, tensor in stage.tensors().items()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if pipeline.holdings.place not in pipeline.holdings.holders[name]:
             continue
@@ -460,7 +457,9 @@ def _shard(accelerator: Facade, own: Mapping[int, stages.Stage]) -> None:
     """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward. All ranks."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    held = Counter(name for stage in own.values() for name, _ in stage.body.named_parameters())
+    held = Counter(
+        name for stage in own.values() for name, tensor in stage.tensors().items() if isinstance(tensor, nn.Parameter)
+    )
     twice = [name for name, count in held.items() if count > 1]
     if found := [name for names in comm.current().gather_object(twice) for name in names]:
         raise ValueError(
