@@ -134,9 +134,9 @@ class Pipeline(nn.Module):
         return super().train(mode)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep gradients on their rank meanwhile, but for those that FSDP shards."""
-        before, self._held = self._held, True
+    def no_sync(self, held: bool = True) -> Iterator[None]:
+        """Keep gradients on their rank meanwhile, but for those that FSDP shards; or, if not `held`, exchange them within such a context."""
+        before, self._held = self._held, held
         try:
             yield
         finally:

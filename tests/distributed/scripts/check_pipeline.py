@@ -256,6 +256,30 @@ def check_items_and_precision():
     assert losses != wanted and all(parameter.dtype == torch.float32 for parameter in pipeline.parameters())
 
 
+def slow_average():
+    """A moving average of the weights, and `trigger_sync_in_backward` within `no_sync`."""
+    model, averaged = Net(True), None
+    accelerator = accelerator_for()
+    pipeline, optimizer, _ = made(accelerator, model)
+    average = accelerator.ema(pipeline, decay=0.5)
+    reference_optimizer, _ = tools(model)
+    tokens, labels = data(1, 8).tensors
+    for _ in range(3):
+        with accelerator.no_sync(pipeline), accelerator.trigger_sync_in_backward(pipeline):
+            pipeline(tokens, target=labels)
+        cross_entropy(model(tokens), labels).backward()
+        for one in (optimizer, reference_optimizer):
+            one.step()
+            one.zero_grad()
+        weight = model.embed.weight.detach().clone()
+        averaged = weight if averaged is None else averaged.lerp(weight, 0.5)
+    with average.applied():
+        state = accelerator.get_state_dict(pipeline)
+    if accelerator.is_main_process:
+        assert_near(state["head.weight"].tolist(), averaged.tolist(), "average")
+    assert_equal_models(accelerator, pipeline, model, "after the average")
+
+
 def check_checkpoints():
     """A run goes on with another schedule and number of stages, without a pipeline, and from one."""
     model = Net(True)
