@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.scheduler": "AcceleratedScheduler",
         "accelerate": "skip_first_batches",
         "accelerate.training.averages": "Ema",
-        "accelerate.data_loader": "TokenBudgetSampler",
+        "accelerate.data_loader": "TokenBudgetSampler PackingCollator",
     },
     "Strategies": {
         "accelerate": "FullyShardedDataParallelPlugin DeepSpeedPlugin ParallelismConfig DistributedType",
@@ -53,6 +53,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.checkpoint.barrier": "CollectiveMisuse",
         "accelerate.training.preemption": "Preempted",
         "accelerate.training.divergence": "ReplicasDiffer",
+        "accelerate.training.replay": "ReplayDiffers",
     },
     "Big models": {
         "accelerate": "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model dispatch_model "

@@ -31,6 +31,7 @@ TYPES = {
     "bool": "true or false",
     "strs": "text, repeatable",
     "bools": "three of true or false",
+    "json": "JSON mapping",
 }
 OURS = "**+**"
 

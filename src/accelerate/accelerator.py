@@ -272,7 +272,7 @@ class Accelerator(Processes):
         self._begin(accumulation)
         preemption.install(self)
         memory.watch(self)
-        self._replica_check = setup.replica_check(self)
+        self._replica_check, self._replay_check = setup.replica_check(self), setup.replay_check(self)
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""

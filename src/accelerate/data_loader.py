@@ -5,7 +5,7 @@
 """
 
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
-from accelerate.data.budget import TokenBudgetSampler
+from accelerate.data.budget import PackingCollator, TokenBudgetSampler
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard
@@ -19,6 +19,7 @@ __all__ = [
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
+    "PackingCollator",
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",

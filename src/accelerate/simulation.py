@@ -9,6 +9,7 @@ with the package as it is.
 
 import contextlib
 import copy
+import functools
 import inspect
 import json
 import logging
@@ -35,6 +36,7 @@ from accelerate.diagnostics import memory
 from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.diagnostics.collectives import CollectiveRecorder
 from accelerate.diagnostics.throughput import flops_of
+from accelerate.parallel import experts
 from accelerate.runtime import ranks, simulated, torch_private
 from accelerate.simulation_report import Facts, text_of
 from accelerate.training import restoring, saving
@@ -64,6 +66,7 @@ class SimulatedRank(CollectiveRecorder):
         self._shapes = torch_private.shapes_only() if shapes_only else None
         self.memory, self.facts = AllocationTracker(), Facts(run, shapes_only, device)
         self._boundary: int | None = None
+        self._routed = 0
 
     def seen(self, func: Any, args: Any, result: Any) -> Any:
         """Follow the memory of what operators return, and count what they compute."""
@@ -82,13 +85,30 @@ class SimulatedRank(CollectiveRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._shapes is not None and not types:
             made = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
-            if made is not None and made.is_floating_point() and made.numel() >= _LARGE:
+            # What experts count has no values either: it would be zeros.
+            if made is not None and (self._routed or made.is_floating_point() and made.numel() >= _LARGE):
                 self.memory.see(made)
                 return made
         elif self._shapes is not None and torch_private.reads_value(func) and torch_private.is_shape(args[0]):
+            if self._routed and not args[0].is_floating_point():
+                return self._routed
             self.run.notes[_FAKE_ITEM] = None
             return float("nan") if args[0].is_floating_point() else 0
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, on shapes too."""
+        return torch_private.run_on_shapes(func, args, kwargs) if self.shapes_only else func(*args, **kwargs)
+
+    def entered(self, module: nn.Module, inputs: Any) -> None:
+        """Note how many tokens ranks send each other if they spread evenly over experts, which are called with the choice for each token."""
+        if count := experts.ranks_of(module):
+            self._routed = inputs[1].numel() // count
+
+    def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Forget it where the experts end."""
+        if experts.ranks_of(module):
+            self._routed = 0
 
     def stepped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         """Close a step: the optimizer that is the first to step ends each."""
@@ -122,6 +142,8 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
         _keep_warnings(last, rank.run.warnings)
         if rank.shapes_only:
             _move_shapes(last)
+            last.callback(nn.modules.module.register_module_forward_pre_hook(rank.entered).remove)
+            last.callback(nn.modules.module.register_module_forward_hook(rank.left).remove)
         last.enter_context(torch_private.sharding_for_one())
         last.enter_context(rank.memory.watching())
         last.enter_context(rank)
@@ -138,14 +160,15 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         options.pop("group_src", None)
         objects(object_list, dist.get_rank(), group, **options)  # what this rank has stands for what the source has
 
+    @functools.wraps(init)  # whose arguments are looked at
+    def init_process_group(*args: Any, **options: Any) -> None:
+        if not dist.is_initialized():
+            init(*args, **options)
+
     broadcast = TorchCommunicator.broadcast
     places = [
         (dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})),
-        (
-            dist,
-            "init_process_group",
-            lambda *args, **options: None if dist.is_initialized() else init(*args, **options),
-        ),
+        (dist, "init_process_group", init_process_group),
         (dist, "broadcast_object_list", broadcast_object_list),
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
         (saving, "SAVE", simulation_checkpoints.MeasuredSave),

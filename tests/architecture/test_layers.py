@@ -102,26 +102,12 @@ def test_private_attributes_of_the_accelerator_are_used_by_the_facade_and_traini
     assert not wrong, "what rooms below need is in runtime.run.Run:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["modules", "units"])
-def test_no_import_ring(lazy):
+@pytest.mark.parametrize("of", [str, unit_of], ids=["modules", "units"])
+def test_no_import_ring(of):
+    # Imports inside functions and for annotations count as well: a ring is a ring, however late it closes.
     graph: dict[str, set[str]] = {}
     for found in all_imports():
-        if lazy:
-            # Between units the imports inside functions count as well: a ring is a ring, however late it closes.
-            start, goal = unit_of(found.source), unit_of(found.target)
-        else:
-            start, goal = (None, None) if found.lazy else (found.source, found.target)
+        start, goal = of(found.source), of(found.target)
         if start and goal and start != goal:
             graph.setdefault(start, set()).add(goal)
     TopologicalSorter(graph).prepare()  # a CycleError names the ring
-
-
-@pytest.mark.parametrize("room", ["data"])
-def test_no_ring_within_a_room(room):
-    # Imports for annotations and inside functions count: a ring of types is a ring for who reads.
-    graph: dict[str, set[str]] = {}
-    for found in all_imports():
-        if unit_of(found.source) == unit_of(found.target) == f"accelerate.{room}" and found.source != found.target:
-            graph.setdefault(found.source, set()).add(found.target)
-    assert graph
-    TopologicalSorter(graph).prepare()

@@ -25,6 +25,7 @@ ALLOWED = {
         "_ActionsContainer _action_groups _format_usage _format_action_invocation _fields _replace _get_value _option_string_actions _inheriting"
     ),
     "transformers, datasets, PEFT": "_no_split_modules _tie_weights _attn_implementation _tp_plan _resolve_parallel_plans _distributed _ex_iterable",
+    "torchao": "_new_buffer",
     "DeepSpeed, in backends/deepspeed": (
         "_get_zero_param_shapes _hp_mapping _reassign_or_swap_out_partitioned_parameters "
         "_PartitionedParameterCoordinator__params_to_release _SEQUENCE_PARALLEL_GROUP _SEQUENCE_DATA_PARALLEL_GROUP _global_grad_norm"

@@ -18,19 +18,21 @@ QUICK = [
         "check_weights.py check_ema.py",
     ),
     (2, "check_pipeline.py"),
+    (2, "check_fsdp2_units.py check_replay.py"),
     (3, STATES),
 ]
 SLOW = [
     (1, f"{TRAINING} check_processes.py"),
     (2, STATES),
     (4, "check_training.py check_items check_windows"),
-    *((processes, LOADERS) for processes in (1, 3, 4)),
+    (1, LOADERS.replace("check_streams.py ", "")),  # one process does not divide a stream
+    *((processes, LOADERS) for processes in (3, 4)),
     *((processes, f"check_metrics_property.py thousand_{seed}") for processes in (1, 2, 3, 4) for seed in (1, 2)),
     (2, f"{OF_TRANSFORMERS} check_estimator.py slow_"),
     (3, "check_pippy.py check_ slow_"),
     (4, "check_long_sequences.py check_pippy.py check_estimator.py check_ four_ slow_"),
     (4, "check_norms.py check_ four_"),
-    (4, "check_sharded.py check_adapters.py check_conditional.py four_"),
+    (4, "check_sharded.py check_fsdp2_units.py check_adapters.py check_conditional.py four_"),
     (4, "check_ema.py"),
     (2, "check_pipeline.py slow_"),
     (4, "check_pipeline.py four_"),

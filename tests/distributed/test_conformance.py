@@ -3,6 +3,7 @@
 A new strategy joins by its name in `conformance/strategies.py`.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from distributed.conformance.checks import CHECKS
 from distributed.conformance.strategies import STRATEGIES
+from distributed.conftest import SCRIPTS, done, launch_command, plain_environment
 
 FOLDER = Path(__file__).parent / "conformance"
 # Between which checkpoints are exchanged, both ways.
@@ -60,3 +62,30 @@ def test_strategies(launch, tmp_path, third_party, processes, slow, needs):
     done = launch(str(FOLDER / "run.py"), *arguments, **how, environment={"PYTHONPATH": os.pathsep.join(paths)})
     held = {line.partition(" (")[0] for line in done.stdout.splitlines()}
     assert expected <= held, f"{sorted(expected - held)} did not run:\n{done.stdout}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "needs"),
+    [
+        pytest.param(*launch, id=f"{launch[0]}{launch[1] and '-'}{launch[1]}")
+        for launch in sorted({(count, needs) for count, _, needs in LAUNCHES})
+    ],
+)
+def test_a_simulated_rank_does_what_the_rank_of_a_real_run_does(tmp_path, third_party, processes, needs):
+    """Under each strategy: collectives of each step with their bytes, shapes of parameters, batches, samples that are read."""
+    if needs:
+        pytest.importorskip(needs)
+    names = [one.name for one in STRATEGIES.values() if processes in one.processes and one.needs == needs]
+    paths = os.pathsep.join([str(third_party), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = plain_environment(tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=paths)
+    real = launch_command(processes, cpu=True)
+    simulated = [*real[:-3], "--simulate", f"1x{processes}", "--simulate_rank", str(processes - 1)]
+    found = []
+    for command in (real, simulated):
+        ended = done([*command, str(SCRIPTS / "check_simulated.py"), *names], cwd=tmp_path, env=environment)
+        assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+        lines = [line.split(" ", 2) for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
+        found.append({name: json.loads(what) for _, name, what in lines})
+    assert found[0].keys() == set(names) and all(len(each["calls"]) == 2 for each in found[0].values())
+    assert found[1] == found[0]

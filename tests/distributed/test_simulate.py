@@ -89,6 +89,13 @@ def test_a_simulated_rank_is_the_rank_of_a_real_run(ranks, options, kinds, tmp_p
     assert "Estimated on h100-80gb" in text and estimate["links"] == ["NVLink 4", "infiniband-ndr"]
     [save] = report["checkpoints"]
     assert f"random_states_{1}.pkl" in save["files"] and report["loads"] == [save["location"]]
+    if experts:  # their tokens spread evenly over the ranks, and their weights have no values
+        _, text = found(tmp_path, *words, "--simulate_shapes_only", *options, *split, SCRIPT, "-", *experts)
+        shapes = json.loads((tmp_path / "report.json").read_text("utf-8"))["step"]
+        for one, other in zip(shapes["collectives"], report["step"]["collectives"], strict=True):
+            assert one | {"bytes": 0} == other | {"bytes": 0}
+            assert one["bytes"] == pytest.approx(other["bytes"], rel=0.1 * (one["kind"] == "all_to_all"))
+        assert shapes["memory"]["kinds"]["optimizer"] == report["step"]["memory"]["kinds"]["optimizer"]
     assert not (tmp_path / "saved").exists() and f"rank 1 of {ranks} ({ranks} machines x 1 processes)" in text
 
 

@@ -21,6 +21,8 @@ ADAPTERS = {
 }  # fmt: skip
 STREAM = {"stream+short": {"optimizer.pt", "model.safetensors"}}
 PLAIN = {"optimizer.pt", "model.safetensors"}
+# The average is in the optimizer's state.
+AVERAGES = {"ddp+average": PLAIN, "fsdp2+average+sharded": SHARDS}
 STREAMS = ["stream", "stream+short", "shuffled+apply"]
 
 
@@ -43,7 +45,7 @@ def check(found, cases):
         assert all(name.endswith(f"__{rank}_0.distcp") for name, rank in ranks.items()), ranks
 
 
-@pytest.mark.parametrize("cases", first({**STREAM, **FSDP, **ADAPTERS}, 3))
+@pytest.mark.parametrize("cases", first({**STREAM, **FSDP, **ADAPTERS, **AVERAGES}, 3))
 def test_sharded_runs_and_adapters_resume_with_equal_losses(cases, tmp_path):
     need("transformers", "peft")
     check(figures(SCRIPT, tmp_path, 2, True, *cases), cases)

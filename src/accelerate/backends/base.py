@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import layouts, optimizers, save
-from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, tied_again
+from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, plain_state, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
@@ -136,7 +136,7 @@ class Backend:
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write an optimizer's state into a checkpoint folder. All ranks."""
-        save.write_optimizer(inner_optimizer(optimizer).state_dict(), folder, index, **options)
+        save.write_optimizer(plain_state(inner_optimizer(optimizer)), folder, index, **options)
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
         """Read an optimizer's state from a checkpoint folder. All ranks."""

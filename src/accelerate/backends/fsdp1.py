@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from accelerate.backends.sharded import Sharded, note_memory
-from accelerate.checkpoint.state import Entries, Wanted, is_fsdp1, tied_again
+from accelerate.checkpoint import low_bit
+from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, is_fsdp1, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.modules.repoint import named, repoint
@@ -38,7 +39,11 @@ class FSDP1(Sharded):
     name = "fsdp1"
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse dimensions of the mesh that flat parameters cannot have."""
+        """Refuse dimensions of the mesh that flat parameters cannot have, and optimizers whose states torch cannot gather from them."""
+        for found in filter(low_bit.makes, map(inner_optimizer, objects)):
+            raise ValueError(
+                f"{type(found).__name__} keeps states of few bits, which fsdp_version=1 cannot gather for a checkpoint. Set fsdp_version=2."
+            )
         layout = accelerator.parallelism_config
         if layout is not None:
             if layout.tp_enabled:

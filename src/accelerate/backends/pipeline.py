@@ -62,7 +62,15 @@ class PipelineParallel(Sharded):
             plugin = accelerator.state.fsdp_plugin
             output = getattr(plugin.mixed_precision_policy, "output_dtype", None)
             refused = {
-                name: getattr(plugin, name) for name in ("cpu_offload", "ignored_modules", "activation_checkpointing")
+                name: getattr(plugin, name)
+                for name in (
+                    "cpu_offload",
+                    "ignored_modules",
+                    "activation_checkpointing",
+                    "module_precision",
+                    "forward_prefetch",
+                    "backward_prefetch",
+                )
             }
             refused["mixed_precision_policy.output_dtype"] = None if output is torch.float32 else output
             for name, value in refused.items():

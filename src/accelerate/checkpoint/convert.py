@@ -21,13 +21,8 @@ from accelerate.checkpoint import formats, layouts, manifest, optimizers, state,
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
-from accelerate.checkpoint.storage import (
-    CheckpointStatus,
-    CheckpointStorage,
-    LocalStorage,
-    refuse_unreadable,
-    storage_of,
-)
+from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, refuse_unreadable
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState

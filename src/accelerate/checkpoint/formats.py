@@ -5,6 +5,8 @@ as upstream does. The formats are those of the libraries, which read what is wri
 """
 
 import contextlib
+import copy
+import io
 import json
 import math
 import os
@@ -208,3 +210,14 @@ def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | No
 def plain(state: Any) -> Any:
     """Return a state with Python's numbers for numpy's, which schedules compute and careful readers refuse."""
     return rebuilt(state, lambda value: value.item() if isinstance(value, np.generic) else value)
+
+
+def deep_copied(obj: Any) -> Any:
+    """A copy of an object of any kind, as what is saved would come back."""
+    try:
+        return copy.deepcopy(obj)
+    except RuntimeError:  # tensors that are results of a computation refuse, but can be saved
+        memory = io.BytesIO()
+        torch.save(obj, memory)
+        memory.seek(0)
+        return torch.load(memory, weights_only=False)  # written here a moment ago

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import Layout, ModelState, is_spread, on_all, together
+from accelerate.checkpoint.state import Kind, Layout, ModelState, is_spread, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, same_tensors, shared_tensor_names
 from accelerate.runtime import torch_private
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 Path = str | os.PathLike[str]
-Kind = Literal["model", "optimizer"]
 
 # In folders of `save_state`, and of transformers' Trainer, which has one engine.
 _ENGINE_FILE = re.compile(rf"({MODEL_NAME}(?:_\d+)?)/.*_model_states\.pt")

@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, manifest
+from accelerate.checkpoint import formats, low_bit, manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
-from accelerate.checkpoint.save import copied
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
@@ -337,7 +336,7 @@ class Contents:
                 _check_options(model, state, load_model_kwargs)
             for obj, state, file in self.objects:
                 with _naming(obj, os.path.join(self.folder, file)):
-                    self._undoing.append(partial(obj.load_state_dict, copied(obj.state_dict())))
+                    self._undoing.append(partial(obj.load_state_dict, formats.deep_copied(obj.state_dict())))
                     obj.load_state_dict(state)
             for optimizer, state, file in self.optimizers:
                 with _naming(optimizer, os.path.join(self.folder, file)):
@@ -398,6 +397,7 @@ class Contents:
 
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
         inner = inner_optimizer(optimizer)
+        state = low_bit.rebuilt(inner, state)
         if uses_torch_load(inner):
             inside = [
                 value for values in state["state"].values() if isinstance(values, Mapping) for value in values.values()
@@ -410,7 +410,7 @@ class Contents:
             self._undoing.append(partial(inner.__setstate__, former))
         else:  # its own code, or that of a hook, may keep what it gets, and change the tensors that it has
             state = in_memory(state)
-            self._undoing.append(partial(inner.load_state_dict, copied(inner.state_dict())))
+            self._undoing.append(partial(inner.load_state_dict, formats.deep_copied(inner.state_dict())))
         inner.load_state_dict(state)
 
 

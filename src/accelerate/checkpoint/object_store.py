@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
-from accelerate.checkpoint.storage import CheckpointStorage, FileStat, refuse_unfinished, warned
+from accelerate.checkpoint.storage import CheckpointStorage, FileStat, LocalStorage, refuse_unfinished, warned
 from accelerate.runtime.durable import CHUNK, HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
@@ -526,3 +526,11 @@ def _sizes(listing: Manifest) -> dict[str, int]:
 def _differences(listing: Manifest, there: Mapping[str, int]) -> list[str]:
     wrong = [(name, size) for name, size in sorted(_sizes(listing).items()) if there.get(name) != size]
     return [manifest.difference(name, size, there.get(name)) for name, size in wrong]
+
+
+def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
+    """Return the storage of a path, a ``file://`` URL, or one of fsspec; ImportError names a missing package."""
+    text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
+    if "://" in text:
+        return ObjectStore(text.rstrip("/"))
+    return LocalStorage(text)

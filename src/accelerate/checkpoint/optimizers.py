@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import load, manifest, state
+from accelerate.checkpoint import load, low_bit, manifest, state
 from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, merged, required
 from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
@@ -167,6 +167,7 @@ def read_optimizer(goal: Target, stored: "CheckpointReader", found: Found) -> di
     """
     raw, known = matched(goal, stored, found)
     result = {name: _fitted(goal, name, raw["state"][name], stored) for name in known}
+    raw["param_groups"] = stored.whole(raw["param_groups"])  # an option may be a tensor, as a learning rate
     # What belongs to no parameter is whole.
     result |= {name: stored.whole(values) for name, values in raw["state"].items() if name not in result}
     stored.fill()
@@ -276,7 +277,9 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
         if key not in values:
             continue
         value, before = values[key], present.get(key)
-        if isinstance(value, (Mapping, list)):
+        if low_bit.is_parts(value):  # ranks find the scales of their blocks in all of them
+            fitted[key] = {part: fit(value[part]) if part == "codes" else stored.whole(value[part]) for part in value}
+        elif isinstance(value, (Mapping, list)):
             fitted[key] = mapped_leaves(value, fit)
         # An optimizer converts what differs from the parameter; anything else can be read over what it has.
         elif (

@@ -13,7 +13,6 @@ the training as long as other processes keep it from running.
 import atexit
 import contextlib
 import copy
-import io
 import logging
 import multiprocessing.util
 import os
@@ -416,17 +415,11 @@ class HostBuffers:
                 self._free.setdefault(key, []).append(buffer)
 
 
-def copied(obj: Any) -> Any:
-    """Return a copy of a state that shares no tensor, and nothing that can change, with it."""
-    return _Snapshot(HostBuffers(), keeps_devices=True).of(obj)
-
-
 class _Snapshot:
     """Copies nested objects into host memory: views of one storage as views of one copy, and each object once."""
 
-    def __init__(self, buffers: HostBuffers, keeps_devices: bool = False) -> None:
+    def __init__(self, buffers: HostBuffers) -> None:
         self._buffers = buffers
-        self._keeps_devices = keeps_devices
         self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
         self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
 
@@ -437,7 +430,7 @@ class _Snapshot:
         if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
             return obj
         if id(obj) not in self._made:
-            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else _deep(obj)
+            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else formats.deep_copied(obj)
             self._made[id(obj)] = obj, made
         return self._made[id(obj)][1]
 
@@ -451,9 +444,7 @@ class _Snapshot:
             return made
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
-            return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
-        if self._keeps_devices and tensor.device.type != "cpu":
-            return tensor.clone()
+            return copy.deepcopy(tensor).cpu()
         made = torch.empty(0, dtype=tensor.dtype)
         made.set_(self._copied(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
@@ -466,17 +457,6 @@ class _Snapshot:
         if key not in self._storages:
             self._storages[key] = self._buffers.copy(storage)
         return self._storages[key]
-
-
-def _deep(obj: Any) -> Any:
-    """A copy of an object of any kind, as what is saved would come back."""
-    try:
-        return copy.deepcopy(obj)
-    except RuntimeError:  # tensors that are results of a computation refuse, but can be saved
-        memory = io.BytesIO()
-        torch.save(obj, memory)
-        memory.seek(0)
-        return torch.load(memory, weights_only=False)  # written here a moment ago
 
 
 # -- one save at a time ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate import comm
-from accelerate.checkpoint import manifest
+from accelerate.checkpoint import low_bit, manifest
 from accelerate.config.enums import DistributedType
 from accelerate.data.adapter import is_stateful
 from accelerate.data.loader import PreparedLoader
@@ -29,6 +29,7 @@ from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
 
 Layout = Literal["full", "sharded", "zero"]
+Kind = Literal["model", "optimizer"]
 # Of a state: name and value of each entry, one after the other; and what says of a name whether it is wanted.
 Entries = Iterator[tuple[str, Any]]
 Wanted = Callable[[str], Any]
@@ -292,6 +293,12 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of torch's optimizer, no copy, with values of few bits as a checkpoint holds them. Any rank, alone."""
+    raw = optimizer.state_dict()
+    return {**raw, "state": mapped_leaves(raw["state"], low_bit.plain)} if low_bit.makes(optimizer) else raw
+
+
 @quietly()
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return an optimizer's state keyed by the names of parameters, each rank with its shards; no copy. All ranks.
@@ -310,7 +317,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
             raw = FullyShardedDataParallel.optim_state_dict(_unwrapped(model), inner, group=_group(model))
         names = [key for key in (*raw["state"], *_flat(raw["param_groups"])) if isinstance(key, str)]
         return renamed(raw, dict(zip(names, canonical_names(names), strict=True)))
-    raw = inner.state_dict()
+    raw = plain_state(inner)
     return renamed(raw, dict(zip(_flat(raw["param_groups"]), itertools.chain(*groups), strict=True)))
 
 

@@ -209,16 +209,6 @@ class CheckpointStorage(ABC):
         return sorted((pair for pair in numbered if pair[0] is not None), key=lambda pair: pair[0])
 
 
-def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
-    """Return the storage of a path, a ``file://`` URL, or one of fsspec; ImportError names a missing package."""
-    text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
-    if "://" in text:
-        from accelerate.checkpoint.object_store import ObjectStore
-
-        return ObjectStore(text.rstrip("/"))
-    return LocalStorage(text)
-
-
 def refuse_unreadable(path: str | os.PathLike[str]) -> None:
     """Raise ValueError for a path at which safetensors could be written, and could not be opened again."""
     try:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.checkpoint import load
-from accelerate.checkpoint.state import mapped_leaves
+from accelerate.checkpoint.state import Kind, mapped_leaves
 from accelerate.modules.unwrap import canonical_name
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import CheckpointReader
-    from accelerate.checkpoint.layouts import Kind
 
 # What DeepSpeed writes beside the folders of its engines.
 BESIDE = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
@@ -83,7 +82,7 @@ def shard_files(folder: str) -> list[str]:
     return [os.path.join(folder, ranks[rank]) for rank in sorted(ranks)]
 
 
-def stored(folder: str, kind: "Kind", check: Check | None = None) -> "CheckpointReader":
+def stored(folder: str, kind: Kind, check: Check | None = None) -> "CheckpointReader":
     """Return the model or the optimizer in an engine's folder. Any rank, alone."""
     engine = Folder(folder, check=check)
     return engine.model() if kind == "model" else engine.optimizer()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_names
+from accelerate.config.options import BY_NAME
+from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_mapping, to_names
 from accelerate.runtime import torch_private
 from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
@@ -105,7 +106,8 @@ class FullyShardedDataParallelPlugin:
         reshard_after_forward: version 2, whether parameters are sharded again between forward and backward, True by
             default (FSDP_RESHARD_AFTER_FORWARD); or over how many ranks, such as those of a machine, so that backward gathers
             within it. In version 1 another name of `sharding_strategy`.
-        backward_prefetch: version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH).
+        backward_prefetch: version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH; version 2: how many units backward gathers
+            ahead, by default torch's one (FSDP_BACKWARD_PREFETCH).
         mixed_precision_policy: a precision (fp16, bf16, fp8, fp32), a dictionary of dtypes, or torch's policy object.
         auto_wrap_policy: transformer_based_wrap, size_based_wrap, no_wrap, a callable, or one of torch's policy objects
             (FSDP_AUTO_WRAP_POLICY).
@@ -118,7 +120,8 @@ class FullyShardedDataParallelPlugin:
         use_orig_params: version 1, expose the original parameters (FSDP_USE_ORIG_PARAMS).
         param_init_fn: moves a module off the meta device.
         sync_module_states: version 1, broadcast the weights of rank 0 while wrapping (FSDP_SYNC_MODULE_STATES).
-        forward_prefetch: version 1, gather the next parameters during forward (FSDP_FORWARD_PREFETCH).
+        forward_prefetch: version 1, gather the next parameters during forward; version 2: how many units forward gathers ahead,
+            by default none before it comes to them (FSDP_FORWARD_PREFETCH).
         activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING); "selective": but for the
             results of matrix products and attention, which are kept.
         activation_checkpointing_offload: keep checkpointed activations on the host
@@ -128,6 +131,10 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: class names for transformer_based_wrap, a list or comma-joined
             (FSDP_TRANSFORMER_CLS_TO_WRAP); by default the model's `_no_split_modules`.
         min_num_params: smallest number of parameters that size_based_wrap makes a shard of (FSDP_MIN_NUM_PARAMS).
+        module_precision: version 2, the precision of modules, by patterns of their names (those of `fnmatch`, where `*` also
+            stands for dots): a mapping, or its JSON text (FSDP_MODULE_PRECISION). The first pattern that matches a module holds
+            for it and for what is in it. A value is a precision or a dtype, in which parameters are computed with and gradients
+            reduced, while outputs get the dtype of what is around; or a dictionary or torch's policy object, taken as it is.
 
     Raises:
         ValueError: a value is unknown, or does not exist in this version of FSDP.
@@ -155,12 +162,13 @@ class FullyShardedDataParallelPlugin:
     use_orig_params: bool | None = None
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
+    forward_prefetch: bool | int | None = None
     activation_checkpointing: bool | Literal["selective"] | None = None
     activation_checkpointing_offload: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | str | None = None
     min_num_params: int | None = None
+    module_precision: Any = None
 
     def __post_init__(self) -> None:
         version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
@@ -179,6 +187,10 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         if self.mixed_precision_policy is not None:
             self.validate_mixed_precision_policy()
+        rules = to_mapping(self._said("module_precision", {}), "module_precision")
+        if rules and self.fsdp_version == 1:
+            raise ValueError(f"module_precision is {rules}; fsdp_version=1 has one policy for a model.")
+        self.module_precision = {key: self._rule(f"module_precision[{key!r}]", value) for key, value in rules.items()}
         if self.ignored_modules is None:  # no option of the launcher
             self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES", "").strip() or None
 
@@ -224,9 +236,22 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy = None
         self.reshard_after_forward = given if ranks else self._said("reshard_after_forward", True)
 
+    def _depth(self, field: str) -> int | None:
+        """Return how many units version 2 gathers ahead, None if that is not said as a number."""
+        given = getattr(self, field)
+        text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if given is None else given).strip()
+        if given is not None and (text == "0" or text.startswith("-")):
+            raise ValueError(f"{field} is {text}; with fsdp_version=2 at least one unit is gathered ahead.")
+        return int(text) or None if text.isdigit() else None
+
     def _resolve_prefetch(self) -> None:
         from torch.distributed.fsdp import BackwardPrefetch
 
+        if self.fsdp_version == 2 and (depth := self._depth("backward_prefetch")) is not None:
+            self.backward_prefetch = depth
+            if str(self.reshard_after_forward).lower() == "false":
+                logger.warning("backward_prefetch=%s has no effect with reshard_after_forward=False.", depth)
+            return
         chosen = self._said("backward_prefetch", "NO_PREFETCH")
         prefetch = (
             None if str(chosen).upper() == "NO_PREFETCH" else to_enum(BackwardPrefetch, chosen, "backward_prefetch")
@@ -282,8 +307,11 @@ class FullyShardedDataParallelPlugin:
             if self.sync_module_states and self.param_init_fn is None:
                 self.param_init_fn = _materialize
             return
-        if self.forward_prefetch is not None:
-            raise ValueError(f"forward_prefetch is {self.forward_prefetch}; fsdp_version=2 has none: leave it out.")
+        depth = self._depth("forward_prefetch")
+        if depth is None and self.forward_prefetch is not None:
+            how = "with fsdp_version=2 it is how many units are gathered ahead"
+            raise ValueError(f"forward_prefetch is {self.forward_prefetch}; {how}.")
+        self.forward_prefetch = depth
         for name in ("use_orig_params", "sync_module_states"):
             if getattr(self, name) is not None:
                 logger.warning("%s=%s is ignored: FSDP version 2 needs none.", name, getattr(self, name))
@@ -356,6 +384,16 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ValueError: an unknown precision or dictionary key.
         """
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = self._policy(mixed_precision, "mixed_precision", buffer_autocast)
+
+    def _rule(self, source: str, value: Any) -> Any:
+        """Return the dtype or the policy of a pattern of `module_precision`."""
+        if isinstance(value, dict):
+            return self._policy(value, source)
+        return value if hasattr(value, "cast_forward_inputs") else _to_dtype(value or "None", source)
+
+    def _policy(self, mixed_precision: Any, source: str, buffer_autocast: bool = False) -> Any:
         import torch
         from torch.distributed import fsdp
 
@@ -366,17 +404,15 @@ class FullyShardedDataParallelPlugin:
             unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
                 known = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
-                raise ValueError(f"mixed_precision_policy has {', '.join(map(repr, unknown))}; {known}.")
+                raise ValueError(f"{source} has {', '.join(map(repr, unknown))}; {known}.")
             dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")
         else:
-            dtypes = dict.fromkeys(keys, _to_dtype(mixed_precision, "mixed_precision"))
+            dtypes = dict.fromkeys(keys, _to_dtype(mixed_precision, source))
             if buffer_autocast and first:
                 dtypes["buffer_dtype"] = torch.float32
-        if self.mixed_precision_policy is None or override:
-            policy = fsdp.MixedPrecision if first else fsdp.MixedPrecisionPolicy
-            self.mixed_precision_policy = policy(**dtypes)
+        return (fsdp.MixedPrecision if first else fsdp.MixedPrecisionPolicy)(**dtypes)
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a ValueError unless the policy is of the class that this version of FSDP takes."""

@@ -1,29 +1,36 @@
-"""Batches by a budget of tokens: samples of similar length together, as many steps on every rank, as much work in each of a step."""
+"""Batches by a budget of tokens: as many steps on every rank, as much work in each of a step; of similar length, or packed in a row."""
 
+import bisect
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
     """A batch sampler whose batches have at most so many tokens, padding included, and cost the ranks of a step the same.
 
-    Samples are sorted by length, and shuffled among those of similar length: a *bucket*, up to some steps long. So padding is little, each
+    With `packed`, a batch is what `PackingCollator` makes one row of. Its lengths are chosen once, by best fit, and each epoch draws which
+    of the samples of a length is where. Attention within documents costs the sum of their squared lengths: the batches of a step have
+    similar ones. Else samples are sorted by length, and shuffled among those of similar length: a *bucket*, up to some steps long. So padding is little, each
     batch of a step comes from one bucket, and the number of steps is the same in each epoch and on each rank. Each sample is in one
     batch; only where samples fill a batch each and their number is no multiple of the ranks, some are in two, as `even_batches` does
     it. The order is that of the seed and the epoch alone, so a run that is resumed goes on with the batch that was next.
 
     Args:
         lengths: of each sample of the dataset, in tokens.
-        max_tokens: in a batch at most: its number of samples times its longest sample.
+        max_tokens: in a batch at most: its number of samples times its longest sample; with `packed`, the sum of their lengths.
         ranks: among how many ranks the loader is prepared: `accelerator.num_processes`, without ranks that share a batch.
             `prepare` refuses another number.
         shuffle: whether samples within buckets, and the steps, are in random order; else the longest come first.
         seed: of the order.
-        steps_in_bucket: more of them mix samples better, and pad more.
+        steps_in_bucket: more of them mix samples better, and pad more. It has no use with `packed`.
+        packed: whether the samples of a batch are put one behind the other, without padding between them.
 
     Raises:
         ValueError: for a sample that is longer than `max_tokens`, for no samples, and for numbers below 1.
@@ -37,6 +44,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     Source:
         https://arxiv.org/abs/1706.03762, section 5.1: batches of sentences by approximate length and number of tokens.
+        https://arxiv.org/abs/2107.02027: packing by best fit.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         steps_in_bucket: int = 16,
+        packed: bool = False,
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("ranks", ranks), ("steps_in_bucket", steps_in_bucket)):
             if value < 1:
@@ -63,7 +72,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
                 f"Sample {self._longest_first[0]} has {worst} tokens, and max_tokens is {max_tokens}. Truncate it, or raise max_tokens."
             )
         self.ranks, self.shuffle, self.seed, self.epoch = ranks, shuffle, seed, 0
-        self._bounds, self._buckets = _cut(known[self._longest_first], max_tokens, ranks, steps_in_bucket)
+        ordered = known[self._longest_first]
+        self._members = None
+        if packed:
+            self._bounds, self._buckets, self._members = _pack(ordered, max_tokens, ranks)
+        else:
+            self._bounds, self._buckets = _cut(ordered, max_tokens, ranks, steps_in_bucket)
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -86,6 +100,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
             draw = np.random.default_rng([self.seed, self.epoch])
             order = np.concatenate([draw.permutation(order[start:end]) for start, end in self._buckets])
             steps = draw.permutation(steps)
+        if self._members is not None:
+            order = order[self._members]
         for step in steps:
             for start, end in self._bounds[step * self.ranks : (step + 1) * self.ranks]:
                 yield order[start:end].tolist()
@@ -110,3 +126,84 @@ def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, li
         buckets.append((start, end))
         start = end
     return np.concatenate(bounds), buckets
+
+
+def _pack(lengths: Any, max_tokens: int, ranks: int) -> tuple[Any, list[tuple[int, int]], Any]:
+    """Return where each batch begins and ends in the third result, runs of one length, and the places of samples, longest first.
+
+    A sample goes where it leaves the least room; the batches of a step cost about the same.
+    """
+    batches: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # batches by their room
+    rooms: list[int] = []  # these, rising
+    for place, length in enumerate(lengths.tolist()):
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            number, room = len(batches), max_tokens
+            batches.append([])
+        else:
+            number, room = with_room[rooms[at]].pop(), rooms[at]
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        batches[number].append(place)
+        if room > length:
+            if room - length not in with_room:
+                bisect.insort(rooms, room - length)
+            with_room.setdefault(room - length, []).append(number)
+    while len(batches) % ranks:
+        most = max(batches, key=len)
+        batches.append(most[::2])
+        most[:] = most[1::2] or most  # a single sample is in two
+    squares = (lengths * lengths).tolist()
+    batches.sort(key=lambda batch: -sum(squares[place] for place in batch))
+    ends = np.cumsum([len(batch) for batch in batches])
+    runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    bounds = np.stack([ends - [len(batch) for batch in batches], ends], axis=1)
+    return bounds, list(itertools.pairwise(runs)), np.fromiter(itertools.chain.from_iterable(batches), np.int64)
+
+
+@dataclass(frozen=True)
+class PackingCollator:
+    """Puts the documents of a batch one behind the other into one row of a fixed length, as causal models of transformers read them.
+
+    They attend within the documents that `position_ids` show, if there is no `attention_mask`; so do the ranks that share a sequence by
+    `cp_size` or `sp_size`, for which the length must divide. What is left of the row is a document of padding without labels.
+
+    Args:
+        max_tokens: the length of a row.
+        pad_token_id: the token that fills it.
+
+    Returns:
+        Of samples with `input_ids` and, if they are not the same, `labels`: a dict of `input_ids`, `labels`, whose first one of each
+        document is -100, as the last token of another does not predict it, and `position_ids`, from 0 in each document. All are int64
+        of [1, max_tokens]. ValueError for more tokens.
+
+    A worker process of a loader calls it, as `collate_fn`; `TokenBudgetSampler(packed=True)` chooses what fits.
+
+    Example:
+        >>> batch = PackingCollator(8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> batch["labels"].tolist(), batch["position_ids"].tolist()
+        ([[-100, 6, 7, -100, 9, -100, -100, -100]], [[0, 1, 2, 0, 1, 0, 1, 2]])
+    """
+
+    max_tokens: int
+    pad_token_id: int = 0
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        shape = (1, self.max_tokens)
+        row = {"input_ids": torch.full(shape, self.pad_token_id), "labels": torch.full(shape, -100)}
+        row["position_ids"] = torch.zeros(shape, dtype=torch.int64)
+        end = 0
+        for sample in samples:
+            start, end = end, end + len(sample["input_ids"])
+            if end > self.max_tokens:
+                total = sum(len(one["input_ids"]) for one in samples)
+                raise ValueError(
+                    f"The batch has {total} tokens, and max_tokens is {self.max_tokens}. Choose batches by "
+                    f"TokenBudgetSampler(lengths, max_tokens={self.max_tokens}, packed=True), or raise max_tokens."
+                )
+            row["input_ids"][0, start:end] = torch.as_tensor(sample["input_ids"])
+            row["labels"][0, start + 1 : end] = torch.as_tensor(sample.get("labels", sample["input_ids"]))[1:]
+            row["position_ids"][0, start:end] = torch.arange(end - start)
+        row["position_ids"][0, end:] = torch.arange(self.max_tokens - end)
+        return row

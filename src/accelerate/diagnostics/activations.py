@@ -245,7 +245,7 @@ class _Recorder(TorchDispatchMode):
                 return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
             if self.each is not None and not args[0].is_floating_point():
                 return self.each
-        out = _without_limit_of_dtype(func, args, kwargs or {})
+        out = torch_private.run_on_shapes(func, args, kwargs or {})
         self.tracker.see(out)
         self.flops += flops_of(func, args, kwargs or {}, out)
         if (sent := collective_of(func, args, out)) is not None:
@@ -326,17 +326,6 @@ class _Recorder(TorchDispatchMode):
 
 def _tracked(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def _without_limit_of_dtype(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation; grouped products of matrices have shapes for bfloat16 alone, and run for other types too."""
-    if getattr(func, "__name__", "") != "_grouped_mm.default" or args[0].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
-    dtype = args[0].dtype
-    narrow = [
-        leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in args
-    ]
-    return func(*narrow, **kwargs).to(dtype)
 
 
 def _exchanging(recorder: _Recorder, style: Any, tp: int) -> Callable[..., Any]:

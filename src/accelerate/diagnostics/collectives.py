@@ -97,7 +97,7 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         # Those of DTensors come here again as what they do with their local parts, exchanges included.
         if any(torch_private.is_distributed(kind) for kind in types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
+        result = self.run_operator(func, args, kwargs or {})
         if (found := collective_of(func, args, result)) is None:
             return self.seen(func, args, result)
         kind, sent = found
@@ -106,6 +106,10 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         self._calls[group, kind] += 1
         self._bytes[group, kind] += sent
         return self.exchanged(func, args, result)
+
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; for subclasses."""
+        return func(*args, **kwargs)
 
     def seen(self, func: Any, args: Any, result: Any) -> Any:
         """Take note of an operator that is no collective, and return its result; for subclasses."""

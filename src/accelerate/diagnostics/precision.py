@@ -92,7 +92,9 @@ def precision_report(
         parted = sum(piece.numel for piece in parts if piece.trainable) / sum(part.numel() for part, _ in held)
         updated = [replace(row, count=round(row.count * parted), nbytes=round(row.nbytes * parted)) for row in updated]
     rows += updated
-    alarms = _contradictions(mixed_precision, _autocast_dtype(inner), parts) if stage is None else []
+    # Modules with a rule compute without autocast.
+    autocast = None if getattr(inner, "_accelerate_rules", None) else _autocast_dtype(inner)
+    alarms = _contradictions(mixed_precision, autocast, parts) if stage is None else []
     if engine is not None and not layers:
         alarms.append(
             f"mixed_precision='fp8', but {engine.title} computes no layer of this model: it runs in bfloat16."
@@ -189,6 +191,8 @@ def _model_rows(model: nn.Module, inner: nn.Module, parts: Sequence[Piece]) -> I
         if (dtype := torch_private.output_dtype(module)) is not None:
             outputs = short(dtype)
     yield PrecisionRow("outputs", at_rest, outputs)
+    for rule in getattr(inner, "_accelerate_rules", ()):
+        yield PrecisionRow(f"{rule.pattern}: {len(rule.modules)} modules", "-", rule.in_words())
 
 
 def _autocast_dtype(inner: nn.Module) -> torch.dtype | None:

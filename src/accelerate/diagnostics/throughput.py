@@ -195,7 +195,7 @@ class Meter:
         if flops is None and self._flops_each is None:
             # torch.compile runs uncompiled, or not at all, under a mode that looks at each operation.
             modules = [module for model in self._accelerator.prepared.models for module in model.modules()]
-            if any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules):
+            if any(is_compiled_module(module) or torch_private.is_compiled_in_place(module) for module in modules):
                 self._flops_each = math.nan
             else:
                 self._counter = FlopCounterMode(display=False, custom_mapping=COUNTED)

@@ -293,7 +293,7 @@ def _parsed(option: Option, raw: Any, source: str) -> Any:
     flat = isinstance(raw, list) and not any(isinstance(item, (list, dict)) for item in raw)
     if flat and option.type == "str":  # one text in the table, but a list is what one would write in YAML
         raw = ",".join(map(str, raw))
-    if isinstance(raw, (list, dict)) and not (flat and is_list):
+    if isinstance(raw, (list, dict)) and not (flat and is_list) and option.type != "json":
         wanted = "a list of single values" if is_list else "a single value"
         raise ValueError(f"{source} is {raw!r:.80}; it must be {wanted}.")
     if isinstance(raw, bool) and option.type in ("int", "float"):

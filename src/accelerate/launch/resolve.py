@@ -35,6 +35,7 @@ _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
 _REMOTE = ("sagemaker", "tpu_pod")
 # Options that only one version of FSDP reads, and what the other has in their place.
 _OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
+_OF_ONE_VERSION["fsdp_module_precision"] = ("2", "mixed_precision holds for the whole model")
 _OF_ONE_VERSION["fsdp_reshard_after_forward"] = ("2", "fsdp_sharding_strategy says what is sharded")
 # Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
 _OF_A_FILE = (
@@ -359,7 +360,8 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
     version = values["fsdp_version"].value
     for name, (owner, instead) in _OF_ONE_VERSION.items() if "fsdp" in on else ():
         is_set = values[name].source is not Source.DEFAULT and values[name].value not in (None, BY_NAME[name].default)
-        if is_set and version != owner:
+        depth = name.endswith("_prefetch") and str(values[name].value).isdigit()
+        if is_set and version != owner and not depth:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
     config = values["deepspeed_config_file"].value
     for name in _OF_A_FILE if "deepspeed" in on and config not in (None, "none") else ():

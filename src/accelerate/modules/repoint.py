@@ -114,10 +114,12 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 @contextlib.contextmanager
 def followed(accelerator: Any, model: nn.Module, same_elements: bool = False) -> Iterator[None]:
     """Let optimizers, prepared and to come, follow parameters that are replaced inside, as `repoint`; ties stay."""
-    before, tied = named(model), ties(model)
+    before, tied = dict(model.named_parameters(remove_duplicate=False)), ties(model)
     yield
     tie(model, tied)
-    repoint(accelerator, model, before, same_elements)
+    after = model.named_parameters(remove_duplicate=False)
+    if [*map(id, before.values())] != [id(value) for _, value in after]:
+        repoint(accelerator, model, {canonical_name(name): value for name, value in before.items()}, same_elements)
 
 
 def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:

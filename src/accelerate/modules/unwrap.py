@@ -5,15 +5,20 @@ A model of many equal blocks compiles much faster when one block is compiled and
 is regional compilation, see https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 """
 
+import functools
+import itertools
 import logging
 import sys
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from accelerate._warn import warn_user
+from accelerate.runtime import torch_private
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +44,10 @@ PARALLEL_WRAPPERS = (
 
 
 def _loaded_wrappers() -> tuple[type, ...]:
-    found = [getattr(sys.modules.get(path), name, None) for path, name in PARALLEL_WRAPPERS]
-    return tuple([kind for kind in found if isinstance(kind, type)])
+    loaded = sys.modules.get
+    return tuple(
+        [kind for path, name in PARALLEL_WRAPPERS if isinstance(kind := getattr(loaded(path), name, None), type)]
+    )
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -266,15 +273,18 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
         module: The module to compile; see ``compile_regions`` for what a region is.
         **compile_kwargs: Passed to ``Module.compile``.
     """
-    if _is_region(module):
-        module.compile(**compile_kwargs)
-        return
-    blocks = is_repeated_blocks(module)
-    for child in module.children():
-        if blocks:
-            child.compile(**compile_kwargs)
-        else:
-            compile_regions_deepspeed(child, **compile_kwargs)
+    _compile_regions(module, lambda part: part.compile(**compile_kwargs))
+
+
+def _compile_regions(module: nn.Module, compile_one: Callable[[nn.Module], Any], whole: bool = False) -> None:
+    if isinstance(module, torch_private.ActivationWrapper):  # what recomputes is around a compiled block, not in it
+        _compile_regions(next(module.children()), compile_one, whole)
+    elif whole or _is_region(module):
+        compile_one(module)
+    else:
+        blocks = is_repeated_blocks(module)
+        for child in module.children():
+            _compile_regions(child, compile_one, blocks)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -284,8 +294,41 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
         module: The module to compile; see ``compile_regions`` for what a region is.
         **compile_kwargs: Passed to ``Module.compile``.
     """
-    compile_regions_deepspeed(module, **compile_kwargs)
+    if torch_private.sharded_units(module):
+        _compile_regions(module, functools.partial(_compile_forward, compile_kwargs))
+    else:
+        compile_regions_deepspeed(module, **compile_kwargs)
     return module
+
+
+def _compile_forward(options: dict[str, Any], module: nn.Module) -> None:
+    """Compile a module's forward without the hooks of `fully_shard`: it is one graph then, and `fullgraph` holds."""
+    own = torch_private.shards_own_class(module).__module__
+    # A single layer of torch's gains nothing, and all of them share one function, of which few versions are kept.
+    if next(module.children(), None) is not None or not own.startswith("torch.nn."):
+        module.forward = torch.compile(module.forward, **options)
+
+
+# So many compilations of one function for other guards are not by chance.
+_MANY = 3
+_warned: set[str] = set()
+
+
+def warn_of_recompilations() -> None:
+    """Warn, once for each function, when torch.compile compiles it again and again, and name the guards. Any rank, alone."""
+    torch_private.after_compilations(_warn_of_recompilations)
+
+
+def _warn_of_recompilations(*_: Any) -> None:
+    compiled = torch_private.recompilations()
+    for place, count in Counter(place for place, _ in compiled).items():
+        if count >= _MANY and place not in _warned:
+            _warned.add(place)
+            guards = (reason.splitlines()[0].partition("  #")[0] for other, reason in compiled if other == place)
+            warn_user(
+                f"torch.compile has compiled {place} {count + 1} times, as guards failed: {'; '.join(guards)}. Pad to few shapes, set dynamic=True "
+                "in TorchDynamoPlugin, or keep what changes out of arguments and attributes; after recompile_limit it runs uncompiled."
+            )
 
 
 # Names of parameters ---------------------------------------------------------------------------------------------------
@@ -296,7 +339,7 @@ def canonical_name(name: str) -> str:
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
     """
-    return ".".join([step for step in name.split(".") if step not in INNER_ATTRIBUTES])
+    return ".".join(itertools.filterfalse(INNER_ATTRIBUTES.__contains__, name.split(".")))
 
 
 def canonical_names(names: Iterable[str]) -> list[str]:
@@ -431,7 +474,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
     """
     # While the module is not imported there is no such tensor, and importing it is slow.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, model.parameters())))
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -63,9 +63,13 @@ def splitting(model: nn.Module, ep: int, shards: int, replicas: int = 1) -> tupl
     return meshes, partial(apply_expert_parallelism, model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan)
 
 
+def ranks_of(module: nn.Module) -> int:
+    """Return over how many ranks the experts of a module are spread; 0 if it has none that are. Any rank, alone."""
+    meshes = [value.device_mesh for value in module._parameters.values() if isinstance(value, DTensor)]
+    names = next((mesh.mesh_dim_names for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), ())
+    return next(mesh.size(names.index("ep")) for mesh in meshes if mesh.mesh_dim_names == names) if names else 0
+
+
 def modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules whose experts are spread over ranks. Any rank, alone."""
-    for module in model.modules():
-        own = module._parameters.values()
-        if any(isinstance(value, DTensor) and "ep" in (value.device_mesh.mesh_dim_names or ()) for value in own):
-            yield module
+    yield from filter(ranks_of, model.modules())

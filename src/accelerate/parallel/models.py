@@ -4,11 +4,14 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
 from accelerate._warn import warn_user
+from accelerate.parallel.documents import Documents
 from accelerate.parallel.region import WHAT, Active, Region
+from accelerate.runtime import simulated
 
 # Heads that need the whole sequence in one place, for more than attention.
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
@@ -183,7 +186,8 @@ class ModelHook:
         if active.length is not None:
             self._check_lengths(active, kwargs)
         self._check_labels(kwargs)
-        self._check_places(active, kwargs)
+        active.separate(self._check_places(active, kwargs), self.name)
+        self._check_window(active)
         # Dropped: it is right-padding at most, which causal attention needs no mask for.
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
@@ -201,9 +205,12 @@ class ModelHook:
                     f"{name} of shape {tuple(given.shape)} has {length} tokens, but under {self.region.what} this rank has "
                     f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel."
                 )
-        if self.window is not None and active.length > self.window:
+
+    def _check_window(self, active: Active) -> None:
+        length = active.length if active.documents is None else active.documents.longest
+        if self.window is not None and (length or 0) > self.window:
             raise ValueError(
-                f"{self.name} has a sliding window of {self.window} tokens, and the sequence has {active.length}; "
+                f"{self.name} has a sliding window of {self.window} tokens, and the sequence has {length}; "
                 f"{self.region.what} has no mask for the window. Cut sequences to {self.window} tokens, or set sliding_window=None."
             )
 
@@ -215,8 +222,8 @@ class ModelHook:
                 "buffers, and pass labels=shifted, shift_labels=shifted; or compute the loss from the logits."
             )
 
-    def _check_places(self, active: Active, kwargs: dict[str, Any]) -> None:
-        """Supply positions; check given ones or a mask with all ranks, which waits for the device."""
+    def _check_places(self, active: Active, kwargs: dict[str, Any]) -> Documents | None:
+        """Supply positions; of given ones, or a mask, check what all ranks have, and return their documents, if rows are packed."""
         mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if given is None:
             if active.positions is None or not self.numbers_from_zero:
@@ -225,41 +232,58 @@ class ModelHook:
                     "Make position_ids for the whole sequence, name them in the buffers, and pass them to the model."
                 )
             kwargs["position_ids"] = active.positions
-        checked = given if self.numbers_from_zero and active.positions is not None else None
-        if mask is not None or checked is not None:
-            self._compare(active, mask, checked)
-
-    def _compare(self, active: Active, mask: Tensor | None, given: Tensor | None) -> None:
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or active.positions is None):
             seen = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
                 f"{self.name} was called with an attention_mask of {seen} under {self.region.what}. A mask of rows and columns "
                 "cannot be given there: leave it out, or give a mask of [batch, length] that pads at the right, with buffers."
             )
-        wrong = torch.zeros(2, dtype=torch.int32, device=(mask if mask is not None else given).device)
-        counts = torch.ones((), dtype=torch.bool, device=wrong.device)  # the tokens whose places matter
-        if mask is not None:
-            real, places = mask.bool(), active.positions
-            tokens = real.sum(dim=-1, keepdim=True)
-            if mask.shape[-1] == active.length:
-                places = torch.arange(active.length, device=mask.device)
-            else:
-                distributed.all_reduce(tokens, group=self.region.group)
-                counts = real
+        # Positions of several axes (images) are the model's own.
+        if active.positions is None or (given is not None and given.dim() > 2 and not self.numbers_from_zero):
+            given = None
+        return None if mask is None and given is None else self._compare(active, mask, given)
+
+    @torch.compiler.disable  # what follows waits for the device
+    def _compare(self, active: Active, mask: Tensor | None, given: Tensor | None) -> Documents | None:
+        """Check a mask and positions on all ranks in one message and one wait for the device; return the documents, if packed."""
+        if (run := simulated.current()) is not None:  # there is nothing of other ranks to see
+            run.notes[
+                "Masks and position_ids of shared sequences are not looked at: rows count as one document each."
+            ] = None
+            return None
+        named = given is None or (given.dim() < 3 and active.has(given))
+        rows = [active.positions, active.positions if given is None else given[0] if given.dim() > 2 else given]
+        rows.append(torch.ones_like(rows[0]) if mask is None else mask)
+        if rows[2].shape[-1] == active.length != rows[0].shape[-1]:  # it is whole
+            rows[2] = rows[2][:, active.positions[0]]
+        rows.append(torch.full_like(active.positions, not named))
+        mine = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
+        parts = [torch.empty_like(mine) for _ in range(self.region.size)]
+        distributed.all_gather(parts, mine, group=self.region.group)
+        gathered = torch.cat(parts, dim=-1)
+        whole = gathered.cpu().numpy()
+        order = whole[0, 0].argsort()
+        places, positions, real, unnamed = whole[..., order]
+        real = real != 0
+        if ((real != (places < real.sum(axis=-1, keepdims=True))).any()) if self.causal else not real.all():
             # Where every token sees all others, padding anywhere would be seen.
-            wrong[0] = (real != (places < tokens)).any() if self.causal else (~real).any()
-        if given is not None:
-            wrong[1] = ((given != active.positions) & counts).any()
-        distributed.all_reduce(wrong, op=distributed.ReduceOp.MAX, group=self.region.group)
-        unmaskable, renumbered = wrong.tolist()
-        if unmaskable:
             raise ValueError(
                 f"attention_mask of {self.name} has padding that {self.region.what} cannot mask: only padding at the right "
                 "(padding_side='right' of the tokenizer) of causal attention needs no mask, and this is padding before real tokens "
                 f"or attention that is not causal (causal: {self.causal}). Pad at the right, or use sequences without padding."
             )
-        if renumbered:
+        if self.numbers_from_zero and unnamed.any() and ((positions != places) & real).any():
             raise ValueError(
                 f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part, "
-                f"name whole ones in the buffers, or none. {self.region.what} cannot separate packed documents."
+                "name whole ones in the buffers, or none; name those of packed documents there, too, and pass the same tensor."
             )
+        if not ((np.diff(positions) != 1) & real[:, 1:]).any():
+            return None
+        if mask is not None:
+            raise ValueError(
+                f"{self.name} was called with an attention_mask and position_ids of packed documents (they start again within a row). "
+                "Leave attention_mask out: position_ids alone separate the documents."
+            )
+        ordered, size = bool((np.diff(order) == 1).all()), self.region.size
+        mine = places[0] if self.region.axis == "sp" else np.split(whole[0, 0], size)[self.region.rank]
+        return Documents.find(positions, mine, None if ordered else gathered[0, 0].argsort())

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from accelerate.comm.check import same_on_all
+from accelerate.parallel.documents import Documents
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
@@ -28,12 +29,33 @@ NO_MASK = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Active:
-    """Between entry and exit: tokens of the whole sequence, and this rank's places in it; None without buffers."""
+    """Between entry and exit: tokens of the whole sequence, and this rank's places in it; None without buffers.
+
+    Attributes:
+        buffers: what was cut.
+        documents: those that the models called so far attend within; None if rows are whole, `...` before the first call.
+    """
 
     length: int | None
     positions: Tensor | None
+    buffers: Sequence[Tensor] = ()
+    documents: Any = ...
+
+    def has(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is a buffer, or a view of a whole one."""
+        return any(tensor.data_ptr() == buffer.data_ptr() for buffer in self.buffers)
+
+    def separate(self, documents: Documents | None, name: str) -> None:
+        """Set what attention stays within; ValueError if it differs from what an earlier call, which backward repeats, had."""
+        before = getattr(self.documents, "bounds", None)
+        if self.documents is not ... and getattr(documents, "bounds", None) != before:
+            raise ValueError(
+                f"{name} was called with other documents (by position_ids) than the model before it in the same maybe_context_parallel. "
+                "Pass all of them the same position_ids, or enter the context once for each."
+            )
+        self.documents = documents
 
 
 class Attention(TorchFunctionMode):
@@ -105,21 +127,25 @@ class Region:
             raise RuntimeError("maybe_context_parallel was entered inside itself. Name all tensors at the outer one.")
         self._check(buffers, dims, lasting)
         if not buffers:
-            with self._attending(None, None):
+            with self._attending(Active(None, None)):
                 yield
             return
         length = buffers[0].shape[dims[0]]
         # Cut like the rest, the places tell every model where its tokens are, however they are dealt out.
         places = torch.arange(length, device=buffers[0].device).unsqueeze(0)
         restored = [buffer for buffer in buffers if not _among(buffer, lasting)]
-        with _put_back(restored), self._cut([*buffers, places], [*dims, 1], length), self._attending(length, places):
+        with (
+            _put_back(restored),
+            self._cut([*buffers, places], [*dims, 1], length),
+            self._attending(Active(length, places, buffers)),
+        ):
             yield
 
     @contextmanager
-    def _attending(self, length: int | None, places: Tensor | None) -> Iterator[None]:
+    def _attending(self, active: Active) -> Iterator[None]:
         # torch.compile must not compile the handler of operations that run between two graphs.
         torch_private.skip_when_compiling(Attention.__torch_function__.__code__)
-        self.active = Active(length, places)
+        self.active = active
         try:
             with self._mode, self._renamed():
                 yield
@@ -162,6 +188,12 @@ class Region:
         # Called by its name, the mode is still on, and would catch the plain attention within.
         with torch_private.DisableTorchFunction():
             return self._attend(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+
+    @property
+    def _documents(self) -> Documents | None:
+        """What attention stays within, if rows are packed."""
+        found = None if self.active is None else self.active.documents
+        return None if found is ... else found
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool

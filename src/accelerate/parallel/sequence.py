@@ -62,8 +62,33 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
 # -- context parallelism ---------------------------------------------------------------------------------------------
 
 
-class TorchRegion(Region):
-    """Context parallelism by torch itself, for accelerators: it deals the sequence out and does the attention."""
+class GatheringRegion(Region):
+    """Context parallelism that gathers the keys and values of all ranks: for CPUs, where it is the reference, and for packed rows."""
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
+    ) -> Tensor:
+        if dropout > 0:
+            raise ValueError(
+                f"dropout_p={dropout} in scaled_dot_product_attention: context parallelism on CPU, or of packed documents, would draw "
+                "other numbers than over a whole sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
+                "`attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
+            )
+        together = torch.cat((key, value), dim=-1)
+        copies = together.expand(self.size, *together.shape)
+        together = torch.cat(_all_to_all(copies, self.group).unbind(0), dim=-2)
+        key, value = together.split((key.shape[-1], value.shape[-1]), dim=-1)
+        if self._documents is not None:
+            return self._documents.attend(query, key, value, causal, scale=scale, enable_gqa=gqa)
+        mask = None
+        if causal:
+            places = torch.arange(query.shape[-2], device=query.device) + self.rank * query.shape[-2]
+            mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
+        return ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
+
+
+class TorchRegion(GatheringRegion):
+    """Context parallelism by torch itself, for accelerators: it deals the sequence out and does the attention, but for packed rows."""
 
     def __init__(self, part: Any, strategy: str) -> None:
         super().__init__("cp", part, cuts=2)
@@ -99,10 +124,23 @@ class TorchRegion(Region):
                 "attention. Set `is_causal = False` on the module that calls it, before `prepare`, and they are cut one after the other."
             )
         query = args[0] if args else kwargs["query"]
+        if self._documents is not None:
+            return self._of_documents(query, args, kwargs)
         if type(query) is Tensor:
             # Called by a name that was imported before torch replaced it: what is under the name now cuts the tensors up.
             return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
         return ATTENTION(*args, **kwargs)
+
+    def _of_documents(self, query: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Attend within documents, on what this rank has: called by its name, torch has made DTensors of that."""
+
+        def local(value: Any) -> Any:
+            return value.to_local() if hasattr(value, "to_local") else value
+
+        out = super()._attention(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+        if not hasattr(query, "to_local"):
+            return out
+        return type(query).from_local(out, query.device_mesh, query.placements, run_check=False)
 
     def _no_buffers(self) -> str | None:
         return "maybe_context_parallel got no buffers; torch's context parallelism needs at least the input that it shall cut."
@@ -113,29 +151,6 @@ def _torch_parts() -> tuple[Callable, Callable, Any]:
     from torch.distributed.tensor.experimental import context_parallel
 
     return context_parallel, torch_private.set_rotate_method, torch_private.cp_options
-
-
-class GatheringRegion(Region):
-    """Context parallelism that gathers the keys and values of all ranks: the reference path, for CPUs."""
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
-    ) -> Tensor:
-        if dropout > 0:
-            raise ValueError(
-                f"dropout_p={dropout} in scaled_dot_product_attention: under context parallelism on CPU it would draw other "
-                "numbers than over a whole sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
-                "`attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
-            )
-        together = torch.cat((key, value), dim=-1)
-        copies = together.expand(self.size, *together.shape)
-        together = torch.cat(_all_to_all(copies, self.group).unbind(0), dim=-2)
-        key, value = together.split((key.shape[-1], value.shape[-1]), dim=-1)
-        mask = None
-        if causal:
-            places = torch.arange(query.shape[-2], device=query.device) + self.rank * query.shape[-2]
-            mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
-        return ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
 def _all_to_all(parts: Tensor, group: Any) -> Tensor:
@@ -210,7 +225,10 @@ class SequenceRegion(Region):
             # Fewer key heads than ranks: those whose queries share one get a copy each. The gradients of copies add up.
             key, value = (tensor.repeat_interleave(self.size // key_heads, dim=_HEADS) for tensor in (key, value))
         query, key, value = (self._exchange(tensor, _HEADS, _LENGTH) for tensor in (query, key, value))
-        out = ATTENTION(query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
+        if self._documents is not None:
+            out = self._documents.attend(query, key, value, causal, dropout_p=dropout, scale=scale, enable_gqa=gqa)
+        else:
+            out = ATTENTION(query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
         return self._exchange(out, _LENGTH, _HEADS)
 
     def _exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:

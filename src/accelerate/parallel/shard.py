@@ -1,6 +1,7 @@
 """Sharding a model in place with torch's `fully_shard`: which modules become units, and where their weights come from."""
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 
 from accelerate.modules.repoint import named, repoint, tie, ties
+from accelerate.modules.unwrap import get_module_children_bottom_up
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
-from accelerate.precision import four_bit, master
+from accelerate.precision import four_bit, master, rules
 from accelerate.precision.master import local_part
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
@@ -53,13 +55,16 @@ def mesh_of(accelerator: Run) -> "DeviceMesh":
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard",))
 
 
-def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list[nn.Module]:
+def units(
+    model: nn.Module, is_unit: Callable[[nn.Module], bool] | None, ruled: Collection[nn.Module] = ()
+) -> list[nn.Module]:
     """Return the modules that are sharded on their own, inner ones first, without the model itself.
 
     A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. Neither
-    is one whose parameters are all in units inside it.
+    is one whose parameters are all in units inside it. Those that are `ruled` have a precision of their own, and are units
+    always; ValueError where one shares a parameter.
     """
-    if is_unit is None:
+    if is_unit is None and not ruled:
         return []
     holders = _holders(model)
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -68,12 +73,17 @@ def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list
     for name, module in reversed(list(model.named_modules())):
         # What recomputes activations is around a unit, and none itself.
         around = isinstance(module, torch_private.ActivationWrapper)
-        if not name or around or isinstance(module, CONTAINERS) or not is_unit(module):
+        chosen = module in ruled or (is_unit is not None and is_unit(module))
+        if not name or around or isinstance(module, CONTAINERS) or not chosen:
             continue
         inside = _holders(module)
         if any(count * places[id(module)] < holders[key] for key, count in inside.items()):
+            if module in ruled:
+                raise ValueError(
+                    f"module_precision matches {name!r}, which shares a parameter with another part of the model."
+                )
             logger.info("%s shares a parameter with another part of the model and is sharded together with it.", name)
-        elif any(parameter.numel() and id(parameter) not in covered for parameter in module.parameters()):
+        elif module in ruled or any(p.numel() and id(p) not in covered for p in module.parameters()):
             found.append(module)
             covered |= inside.keys()
     return found
@@ -110,12 +120,15 @@ def shard(
     experts = _experts(accelerator, model)
     if not experts:  # whole models were compared before their experts were split
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
+    around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    ruled = rules.resolve(model, plugin.module_precision, around)
+    policies = {part: rule.policy for part, rule in ruled.items()}
+    parts = units(model, is_unit, {part for part, rule in ruled.items() if part in rule.modules} - {*experts})
     before = named(model)
     tied = ties(model)
     weights = _take_weights(model) if plugin.cpu_ram_efficient_loading else None
     options: dict[str, Any] = {
         "mesh": mesh_of(accelerator),
-        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload if offloads else OffloadPolicy(),
     }
     if plugin.reshard_after_forward is not True:
@@ -125,21 +138,21 @@ def shard(
         # By name: weights that only rank 0 keeps have left new parameters behind.
         kept = {name for name, parameter in before.items() if parameter in ignored}
         options["ignored_params"] = {parameter for name, parameter in named(model).items() if name in kept}
-    parts = units(model, is_unit)
     if is_unit is not None and not parts:
         logger.warning(
             f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the whole model is one unit, gathered at "
             "once. Name the class of its repeated layer in transformer_cls_names_to_wrap."
         )
     for part in experts:
-        fully_shard(part, **{**options, "mesh": accelerator.parallelism_config.expert_mesh})
+        mesh = accelerator.parallelism_config.expert_mesh
+        fully_shard(part, **{**options, "mesh": mesh, "mp_policy": policies.get(part, around)})
         part.set_gradient_divide_factor(float(accelerator.parallelism_config.data_parallel_size))
         if accelerator.parallelism_config.expert_mesh["efsdp"].size() > 1:
             # Gloo has no reduction that divides by another number than the ranks; over one rank torch divides itself.
             part.set_force_sum_reduction_for_comms(True)
     for part in [*parts, model]:
-        held = list(_held(part))
-        fully_shard(part, **options)
+        held = _held(part)
+        fully_shard(part, **options, mp_policy=policies.get(part, around))
         _free_replaced(held)
     if weights is not None:
         allocate(model, accelerator.device, offloads)
@@ -147,11 +160,24 @@ def shard(
         distribute(accelerator, model, weights)
     else:
         _leave_meta(model, plugin.param_init_fn)
+    _gather_ahead(model, plugin)
+    rules.install(model, dict.fromkeys(ruled.values()), accelerator.device.type)
     four_bit.attach(model)
     repoint(accelerator, model, before)
     if ignored:
         consistency.train_alike(accelerator, model, consistency.whole(model))
     return model
+
+
+def _gather_ahead(model: nn.Module, plugin: Any) -> None:
+    """Let each unit gather as many of those after it as the plugin says, as its forward or backward begins."""
+    found = torch_private.sharded_units(model)
+    # Backward comes to a unit before those in it, of which the last is first.
+    last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in found]
+    ways = ("forward", plugin.forward_prefetch, found), ("backward", plugin.backward_prefetch, last_first)
+    for way, depth, order in ways:
+        for place, part in enumerate(order if depth else ()):
+            getattr(part, f"set_modules_to_{way}_prefetch")(order[place + 1 : place + 1 + depth])
 
 
 def _experts(accelerator: Run, model: nn.Module) -> list[nn.Module]:
@@ -180,11 +206,9 @@ def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None)
         )
 
 
-def _held(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                yield (part, name), parameter
+def _held(module: nn.Module) -> list[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    own = [(part, *item) for part in module.modules() for item in part._parameters.items()]
+    return [((part, name), parameter) for part, name, parameter in own if parameter is not None]
 
 
 def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
@@ -216,7 +240,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
             f"meta device there, {missing[0]!r} for one. Load the weights on rank 0."
         )
-    held, tied = list(_held(model)), ties(model)
+    held, tied = _held(model), ties(model)
     for (module, name), parameter in held:
         module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     _free_replaced(held)
@@ -278,4 +302,4 @@ def box(tensor: torch.Tensor) -> tuple[slice, ...]:
     shape, offset = torch_private.compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+    return tuple(map(slice, offset, map(operator.add, offset, shape)))

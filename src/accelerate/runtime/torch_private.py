@@ -201,6 +201,16 @@ def fused_attention(*tensors: torch.Tensor, is_causal: bool, scale: float | None
 _FACTORIES = "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full"
 
 
+def run_on_shapes(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator; grouped products of matrices have shapes for bfloat16 alone, and run for other types too (seen on 2.13)."""
+    if getattr(operator, "__name__", "") != "_grouped_mm.default" or args[0].dtype == torch.bfloat16:
+        return operator(*args, **kwargs)
+    narrow = [
+        leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in args
+    ]
+    return operator(*narrow, **kwargs).to(args[0].dtype)
+
+
 def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return what an operator that makes a tensor from sizes makes in `shapes_only`; None for any other operator."""
     if getattr(operator, "namespace", "") != "aten" or operator.__name__.partition(".")[0] not in _FACTORIES.split():
@@ -330,6 +340,27 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[st
             yield shard, {**known, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
 
 
+def gradient_leaves(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return by name what gradients reach in backward: trainable parameters, or what `fully_shard` has gathered them into once."""
+    whole: dict[tuple[int, str], torch.Tensor] = {}
+    for item in (item for group in shard_groups(model) for item in getattr(group, "fsdp_params", ())):
+        place = item._module_info
+        if hasattr(item, "_unsharded_param"):
+            whole[id(place.module), place.param_name] = item._unsharded_param
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            leaf = whole.get((id(module), name), parameter)
+            if leaf is not None and leaf.requires_grad:
+                found.setdefault(id(leaf), (f"{prefix}.{name}" if prefix else name, leaf))
+    return dict(found.values())
+
+
+def acts_in_backward(parameter: torch.Tensor) -> bool:
+    """Say whether something happens in backward as soon as the gradient of a parameter is there, such as its update."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def wrap_exchanges(model: nn.Module, around: Callable[[Callable], Callable]) -> None:
     """Put something around the methods of `fully_shard` that wait for gathered parameters and reduce gradients."""
     for group in shard_groups(model):
@@ -412,6 +443,29 @@ def flat_parameters(wrapper: nn.Module) -> Iterator[tuple[set[int], dict[str, An
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Say whether torch.compile has replaced the call of a module, or its forward, and no module lies around it."""
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def after_compilations(report: Callable[..., None]) -> None:
+    """Let torch call a function after each compilation, once however often this is asked for; never where it offers no calls."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._dynamo import callback
+
+        if report not in callback.callback_handler.end_callbacks:  # `torch.compiler.reset` takes all off
+            callback.on_compile_end(report)
+
+
+def recompilations() -> list[tuple[str, str]]:
+    """Return which functions torch.compile has compiled again lately, in words, and which guard failed."""
+    metrics = [
+        item for item in torch._dynamo.utils.get_compilation_metrics() if getattr(item, "recompile_reason", None)
+    ]
+    return [(f"{m.co_name} ({m.co_filename}:{m.co_firstlineno})", m.recompile_reason) for m in metrics]
 
 
 def skip_when_compiling(code: Any) -> None:

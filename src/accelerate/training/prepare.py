@@ -22,6 +22,7 @@ from accelerate.modules.unwrap import (
     is_compiled_module,
     is_parallel_wrapper,
     model_has_dtensor,
+    warn_of_recompilations,
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
@@ -145,8 +146,10 @@ def own_states(accelerator: Facade) -> Iterator[None]:
 
 def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
     """Let the run follow the layout of models that arrive sharded, which are those that it has not sharded itself."""
-    new = [obj for obj in objects if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None]
-    if models := [model for model in new if model_has_dtensor(model)]:
+    known = accelerator.prepared
+    if models := [
+        obj for obj in objects if isinstance(obj, nn.Module) and known.find(obj) is None and model_has_dtensor(obj)
+    ]:
         from accelerate.parallel import adopt
 
         adopt.adopt(accelerator, models)
@@ -154,10 +157,10 @@ def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
 
 def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn.Module:
     """Apply the parallelisms that lie over the strategy: cut the layers of a model, and let it follow shared sequences."""
-    layout, split = accelerator.parallelism_config, model_has_dtensor(model)
+    layout = accelerator.parallelism_config
     if layout is None or traits.of(accelerator.distributed_type).deepspeed:
         return model
-    if not evaluation or split:
+    if not evaluation or model_has_dtensor(model):
         _check_mesh(accelerator)
     shares = layout.cp_enabled or layout.sp_enabled
     if shares or not evaluation:
@@ -213,7 +216,7 @@ def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) ->
     registry = accelerator.prepared
     entry = registry.find(obj)
     if entry is None:
-        entry = next(filter(None, (other.find(obj) for other in prepared.live(registry))), None)
+        entry = next(filter(None, (other.find(obj) for other in prepared.live(registry)[1:])), None)
         adoptable = entry is not None and _adoptable(accelerator, entry, obj, evaluation)
         return _adopt(accelerator, entry) if adoptable else None
     outer = entry.outer()
@@ -289,6 +292,8 @@ def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details
     outer._is_accelerate_prepared = True
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
+    if kind == "model" and accelerator._replay_check is not None and not details.get("evaluation"):
+        accelerator._replay_check.watch_model(outer)
     return outer
 
 
@@ -334,14 +339,14 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
         four_bit.keep_unpacked(model)
-    _check_device_map(accelerator, model)
+    mapped = _check_device_map(accelerator, model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.
         moved = not evaluation_mode and traits.of(accelerator.distributed_type).custom_device_placement
         device_placement = accelerator.device_placement and not moved
     numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
     amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
-    if device_placement and not accelerator.verify_device_map(model):
+    if device_placement and not mapped:
         # torch_xla puts new parameters in a model that it moves.
         with followed(accelerator, model, same_elements=True):
             model = model.to(accelerator.device)
@@ -373,6 +378,7 @@ def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO" or is_compiled_module(model):
         return model
+    warn_of_recompilations()
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.
@@ -381,9 +387,10 @@ def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
     return torch.compile(model, **options)
 
 
-def _check_device_map(accelerator: Facade, model: nn.Module) -> None:
-    """Refuse models that another library placed where this run cannot train them."""
-    if accelerator.verify_device_map(model) and traits.of(accelerator.distributed_type).distributed:
+def _check_device_map(accelerator: Facade, model: nn.Module) -> bool:
+    """Return whether another library spread a model over devices; refuse it where this run cannot train it there."""
+    mapped = accelerator.verify_device_map(model)
+    if mapped and traits.of(accelerator.distributed_type).distributed:
         raise ValueError(
             "This model was loaded with a `device_map` over several devices, which cannot be combined with several "
             f"processes (num_processes={accelerator.num_processes}). Load it without a device map, or run one process."
@@ -399,6 +406,7 @@ def _check_device_map(accelerator: Facade, model: nn.Module) -> None:
                 f"This quantized model lies on {placed}, but this process trains on {accelerator.device}. Load it with "
                 f"device_map={{'': {index}}}."
             )
+    return mapped
 
 
 def prepare_optimizer(
@@ -423,8 +431,9 @@ def prepare_optimizer(
     with own_states(accelerator):
         follow_any(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
-    if accelerator._replica_check is not None:
-        accelerator._replica_check.watch(wrapped)
+    for check in (accelerator._replica_check, accelerator._replay_check):
+        if check is not None:
+            check.watch(wrapped)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
@@ -513,7 +522,7 @@ def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -
     if entry is None:
         accelerator.prepared.record(kind, result, [given], settings=settings_of(accelerator))
     elif accelerator.prepared.find(given) is None:  # the replacement prepared another object in place of this one
-        entry.inners.append(prepared.reference(given))
+        accelerator.prepared.include(entry, given)
     return result
 
 
@@ -556,6 +565,8 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.step = 0
     accelerator.gradient_state._set_sync_gradients(True)  # the accumulation step that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
+    if accelerator._replay_check is not None:
+        accelerator._replay_check.clear()
     if accelerator._meter is not None:
         vars(accelerator).update(accelerator._meter.replaced)
         accelerator._meter = None

@@ -76,7 +76,8 @@ class PreparedObjects:
         self.logged: set[str] = set()
         self.replicated: list[tuple[nn.Module, list[nn.Parameter]]] = []
         self.moved = MovedParameters()
-        self._entries: list[Entry] = []
+        # By the identity of each object that belongs to one, which another object may have once it is gone.
+        self._entries: dict[int, Entry] = {}
         _LIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,17 +92,23 @@ class PreparedObjects:
         """Remember a prepared object and what it was made from; a former entry of the same objects is replaced."""
         objects = [outer, *inners]
         former = [self.find(obj) for obj in objects]
-        self._entries = [known for known in self._entries if known not in former and known.outer() is not None]
+        self._entries = {
+            key: known for key, known in self._entries.items() if known not in former and known.outer() is not None
+        }
         entry = Entry(kind, reference(outer), [reference(inner) for inner in objects[1:]], **details)
-        self._entries.append(entry)
+        self._entries.update(dict.fromkeys(map(id, objects), entry))
         return entry
+
+    def include(self, entry: Entry, inner: Any) -> None:
+        """Remember one more object that a prepared one was made from."""
+        entry.inners.append(reference(inner))
+        self._entries[id(inner)] = entry
 
     def find(self, obj: Any) -> Entry | None:
         """Return the entry that an object belongs to, as the outer or as an inner one; None once the outer one is gone."""
-        for entry in self._entries:
-            if entry.outer() is not None and any(obj is known for known in entry.objects()):
-                return entry
-        return None
+        entry = self._entries.get(id(obj))
+        belongs = entry is not None and entry.outer() is not None and any(obj is known for known in entry.objects())
+        return entry if belongs else None
 
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""
@@ -121,7 +128,7 @@ class PreparedObjects:
 
     def alive(self, kind: str) -> Iterator[Any]:
         """Yield the prepared objects of a kind that are alive."""
-        for entry in self._entries:
+        for entry in dict.fromkeys(self._entries.values()):
             if entry.kind == kind and (outer := entry.outer()) is not None:
                 yield outer
 
@@ -171,6 +178,8 @@ def check_optimizers(objects: Sequence[Any]) -> None:
 
 def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
     """Say which part a new model shares with one that is prepared already; None when it shares none."""
+    if next(registry.alive("model"), None) is None:
+        return None
     # What has no parameters (an activation, a dropout) shares nothing that is trained.
     owners = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
     for name, module in model.named_modules():

@@ -19,8 +19,9 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
-from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
 from accelerate.training import averages, readers
 from accelerate.training.prepared import Facade
 from accelerate.training.readers import Readers

@@ -22,9 +22,10 @@ from accelerate.checkpoint import formats
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
+from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common, names_file
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
 from accelerate.parallel import shard

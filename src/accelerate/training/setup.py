@@ -31,6 +31,7 @@ from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
+REPLAY_EVERY = "ACCELERATE_REPLAY_EVERY"  # before each how many-th step forward and backward are computed twice
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
@@ -188,3 +189,26 @@ def replica_check(accelerator: Facade) -> Any:
     from accelerate.training import divergence
 
     return divergence.ReplicaCheck(accelerator, every, parse_flag_from_env(CHECK_MODULES))
+
+
+def replay_check(accelerator: Facade) -> Any:
+    """Return what computes every so many steps twice, as the environment says; None by default."""
+    every = get_int_from_env([REPLAY_EVERY], 0)
+    if not every:
+        return None
+    kind, layout = traits.of(accelerator.distributed_type), accelerator.parallelism_config
+    cannot = {
+        "DeepSpeed, whose engine keeps gradients": kind.deepspeed,
+        "XLA, which traces a step": kind.xla,
+        "fsdp_version=1, which flattens parameters; set fsdp_version=2": kind.sharded and not accelerator.is_fsdp2,
+        "context or sequence parallelism": layout is not None and (layout.cp_enabled or layout.sp_enabled),
+        "pp_size above 1, as the call of a pipeline is its backward pass, too": layout is not None
+        and layout.pp_enabled,
+        "fp8, whose scales follow what was computed before": accelerator.fp8_enabled,
+    }
+    if why := next((words for words, holds in cannot.items() if holds), None):
+        warn_user(f"{REPLAY_EVERY}={every} has no effect with {why}.")
+        return None
+    from accelerate.training import replay
+
+    return replay.ReplayCheck(accelerator, every)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from accelerate._lazy import front
-from accelerate.checkpoint import layouts, load, optimizers
+from accelerate.checkpoint import layouts, load, low_bit, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
@@ -459,8 +459,9 @@ def load_fsdp_optimizer(
     state = states.together(
         lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer).state
     )
+    inner = states.inner_optimizer(optimizer)
     # What it keeps as it is may be memory of the file.
-    states.inner_optimizer(optimizer).load_state_dict(load.in_memory(state))
+    inner.load_state_dict(load.in_memory(low_bit.rebuilt(inner, state)))
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------

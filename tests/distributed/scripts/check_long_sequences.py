@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 from accelerate import ParallelismConfig
-from accelerate.parallel import sequence
+from accelerate.data_loader import PackingCollator
+from accelerate.parallel import mesh, sequence
 from accelerate.parallel.sequence import aggregate_loss, shift_labels
 from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -257,6 +258,81 @@ def check_facade_trains_the_same():
             same_training(expected, done, (make.__name__, axis, own_loss))
 
 
+PACKS = [  # lengths of documents in rows of 32 tokens, for each step; parts begin within documents
+    [[5, 9, 1, 12], [20, 11]],
+    [[32], [3, 3, 17, 2, 2]],
+    [[8, 8, 8, 8], [15, 1, 16]],
+]
+
+
+def packed_rows():
+    """Yield rows of packed documents, and the documents."""
+    for step, lengths in enumerate(PACKS):
+        generator = torch.Generator().manual_seed(step)
+        documents = [
+            [{"input_ids": torch.randint(1, WORDS, (n,), generator=generator)} for n in row] for row in lengths
+        ]
+        rows = [PackingCollator(2 * LENGTH)(row) for row in documents]
+        yield (
+            {name: torch.cat([row[name] for row in rows]) for name in rows[0]},
+            [one for row in documents for one in row],
+        )
+
+
+def trained_padded(model, attention):
+    """Train in one process on the same documents, padded."""
+    model, losses = copy.deepcopy(model), []
+    model.config._attn_implementation = attention
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, documents in packed_rows():
+        ids = nn.utils.rnn.pad_sequence([one["input_ids"] for one in documents], batch_first=True)
+        mask = (ids != 0).long()
+        loss = mean_loss(
+            model(input_ids=ids, attention_mask=mask).logits, shift_labels(ids.masked_fill(mask == 0, -100))
+        )
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+def trained_packed(model, axis, sharded, torchs_own=False, checkpointed=False):
+    """Train on packed rows that ranks share; with `torchs_own` as on an accelerator, whose parts are of the front and the back."""
+    model = copy.deepcopy(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
+    accelerator = fresh_accelerator(fsdp_plugin=plugin, parallelism_config=layout_of(axis, world()))
+    if torchs_own:
+        accelerator._prepare_device_mesh()
+        part = mesh.submesh(accelerator.torch_device_mesh, axis)
+        accelerator.prepared.sequence_context = sequence.TorchRegion(part, "allgather")
+    shared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    group, losses = accelerator.torch_device_mesh[axis].get_group(), []
+    for row, _ in packed_rows():
+        ids, places, shifted = row["input_ids"], row["position_ids"], shift_labels(row["labels"])
+        with accelerator.maybe_context_parallel([ids, places, shifted], [1, 1, 1]):
+            logits = shared(input_ids=ids, position_ids=places).logits
+            loss = aggregate_loss(mean_loss(logits, shifted), (shifted != -100).sum(), group=group)
+            accelerator.backward(loss)
+        losses.append(sum(everywhere(loss.item())) / world())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+def check_packed_documents_train_as_padded_ones():
+    torch.manual_seed(0)
+    model = llama()
+    expected = trained_padded(model, "sdpa")
+    same_training(expected, trained_padded(model, "eager"), "eager, in one process")
+    for axis, options in (("cp", {}), ("sp", {}), ("cp", {"torchs_own": True}), ("cp", {"checkpointed": True})):
+        done = trained_packed(model, axis, sharded=not options, **options)
+        same_training(expected, done, (axis, options))
+
+
 def slow_compiled_before_or_after():
     model = Plain()
     ids = torch.randint(0, WORDS, (2, LENGTH))
@@ -369,7 +445,8 @@ def check_models_that_cannot_are_refused():
             for wrong, words in (
                 ({"labels": ids}, ("labels=", "shift_labels")),
                 ({"input_ids": later}, ("Name input_ids in the buffers",)),
-                ({"position_ids": packed}, ("packed",)),
+                ({"position_ids": packed, "attention_mask": right}, ("packed", "Leave attention_mask out")),
+                ({"position_ids": packed.clone()}, ("made for a part", "pass the same tensor")),
                 ({"position_ids": torch.arange(share)[None]}, ("made for a part",)),
                 ({"attention_mask": left}, ("padding before real tokens",)),
                 ({"attention_mask": torch.ones(2, 1, share, share)}, ("rows and columns",)),
@@ -385,5 +462,7 @@ def check_models_that_cannot_are_refused():
                 model(input_ids=ids, inputs_embeds=None),
             ):
                 near(out.logits[real], expected[real], (axis))
+            with raised(ValueError, "other documents"):
+                model(input_ids=ids, position_ids=packed)
         # A model that was hooked is copied without process groups.
         near(copy.deepcopy(model)(input_ids=ids).logits, model(input_ids=ids).logits, "copy")

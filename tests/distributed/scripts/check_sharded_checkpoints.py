@@ -26,7 +26,7 @@ import sharded_io
 from accelerate import PartialState
 from accelerate.checkpoint import formats, layouts, state
 from accelerate.checkpoint.convert import reshard
-from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.utils import fsdp_utils
 
 
@@ -143,6 +143,8 @@ class Job:
                 torch.save(state._unwrapped(self.model).state_dict(), f"{folder}/pytorch_model.bin")
                 torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.bin")
                 sharded_io.write_names(self.optimizer, self.model, folder)
+                written = {name: formats.describe(os.path.join(folder, name)) for name in os.listdir(folder)}
+                Manifest(written).write(folder)
             dist.barrier()
             return
         sharded_io.save_model(self.model, folder, layout=layout)
@@ -182,6 +184,7 @@ class Stage:
             time.sleep(0.005)
 
 
+RESHARDED = "-resharded"
 STAGE = Stage()
 
 
@@ -202,8 +205,8 @@ def trial(writer, layout, writers, *readings, resharded=None):
     folder = os.path.join(STAGE.folder, f"{STAGE.phase}-{writer}-{layout}-{writers}")
     STAGE.on(writers, write, folder, writer, layout)
     if resharded:
-        STAGE.on(1, reshard, folder, f"{folder}-resharded", *resharded)
-        folder = f"{folder}-resharded"
+        STAGE.on(1, reshard, folder, folder + RESHARDED, *resharded)
+        folder = folder + RESHARDED
     for ranks, strategies in readings:
         STAGE.on(ranks, read, folder, strategies.split())
 
@@ -217,11 +220,11 @@ def write(folder, strategy, layout):
     losses = [job.step(number) for number in (3, 4)]
     after = job.whole()
     if dist.get_rank() == 0:
-        torch.save({"saved": saved, "losses": losses, "after": after}, f"{folder}/expected.pt")
+        torch.save({"saved": saved, "losses": losses, "after": after}, f"{folder.removesuffix(RESHARDED)}.expected")
 
 
 def read(folder, strategies):
-    expected = torch.load(f"{folder}/expected.pt")
+    expected = torch.load(f"{folder.removesuffix(RESHARDED)}.expected")
     problems = []
     for strategy in strategies:
         job = Job(strategy, seed=1)

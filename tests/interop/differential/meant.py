@@ -74,6 +74,12 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "numerics.<parsed|own_parser|optimizer_settings|training_settings>(*",
          "plugins.MegatronLMPlugin_set_all_logging_options(*"),
         ("", "ValueError", "merging.fsdp2(*load_full*")],
+    "`FullyShardedDataParallelPlugin(module_precision=)`": [
+        ("", "", "plugins.FullyShardedDataParallelPlugin_backward_prefetch_2(value=*",
+         "variables.fsdp2_FSDP_<FORWARD|BACKWARD>_PREFETCH*"),
+        ("", "ValueError", "plugins.FullyShardedDataParallelPlugin_backward_prefetch_2(value=*",
+         "plugins.FullyShardedDataParallelPlugin_forward_prefetch_2(value=1)*",
+         "variables.fsdp2_FSDP_<FORWARD|BACKWARD>_PREFETCH*")],
     "`FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=8)`": [
         ("", "ValueError", "plugins.FullyShardedDataParallelPlugin_reshard_after_forward_2(value=2)*")],
     "Warnings, `warning_once` too, name the line": [

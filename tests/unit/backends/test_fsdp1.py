@@ -60,6 +60,13 @@ def test_every_option_of_the_plugin_arrives(options):
     assert options["sync_module_states"] is False
 
 
+def test_optimizers_of_few_bits_are_refused(alone):
+    ao = pytest.importorskip("torchao.optim")
+    model = net()
+    with pytest.raises(ValueError, match="AdamW8bit keeps states of few bits.*Set fsdp_version=2"):
+        sharding(1).prepare(model, ao.AdamW8bit(model.parameters()))
+
+
 def test_what_only_devices_can_do_goes_there(options):
     accelerator = sharding(1, cpu_offload=True, sync_module_states=True)
     accelerator.state.device = torch.device("meta", 0)  # stands for one that is not the host

@@ -9,7 +9,7 @@ import torch
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect, manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
-from accelerate.checkpoint.storage import storage_of
+from accelerate.checkpoint.object_store import storage_of
 
 
 def found(folder):

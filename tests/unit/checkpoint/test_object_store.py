@@ -21,8 +21,7 @@ from accelerate.checkpoint.manifest import (
     problems,
     write_part,
 )
-from accelerate.checkpoint.object_store import ObjectStore
-from accelerate.checkpoint.storage import storage_of
+from accelerate.checkpoint.object_store import ObjectStore, storage_of
 from accelerate.runtime import durable
 from accelerate.runtime.durable import CHUNK
 

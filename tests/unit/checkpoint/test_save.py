@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from accelerate.checkpoint import barrier, formats
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.object_store import _Objects
-from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, copied, snapshot
-from accelerate.checkpoint.storage import storage_of
+from accelerate.checkpoint.object_store import _Objects, storage_of
+from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, snapshot
 from sharded_samples import fake_group
 
 
@@ -71,7 +70,10 @@ def test_every_kind_is_copied_as_it_is():
     complex_ = torch.ones(1, dtype=torch.complex64).conj()
     state = {"milestones": milestones, "many": many, "own": Sub(a=1), "versioned": versioned, "loop": loop, "odd": odd}
     state |= {"twice": (shared, shared), "sparse": torch.eye(2).to_sparse(), "conj": complex_}
-    found = copied(state)
+    plan = SavePlan("")
+    plan.add_object("f", state)
+    snapshot(plan, HostBuffers())
+    found = plan._jobs["f"][1]
     assert found["milestones"] == milestones and type(found["milestones"]) is Counter and type(found["own"]) is Sub
     assert found["many"].default_factory is list and found["versioned"]._metadata == versioned._metadata
     assert found["twice"][0] is found["twice"][1] and found["twice"][0] is not shared

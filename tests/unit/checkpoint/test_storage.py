@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint import manifest, storage
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
+from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.storage import Busy, LocalStorage, prune
 from accelerate.utils import ProjectConfiguration
 from cases import cases
@@ -338,16 +339,16 @@ def test_a_save_that_was_published_does_not_raise_where_pruning_fails(
     home = "memory://run" if remote else str(tmp_path)
     project = ProjectConfiguration(home, automatic_checkpoint_naming=True, total_limit=1)
     accelerator = Accelerator(cpu=True, project_config=project)
-    kind = type(storage.storage_of(home))
+    kind = type(storage_of(home))
     for name in ("sweep", "checkpoints"):
         accelerator.save_state()
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, lambda self: refuse())
             place = accelerator.save_state(blocking=blocking)
             accelerator.wait_for_checkpoint()
-        assert storage.storage_of(place).state().kind == "complete"
+        assert storage_of(place).state().kind == "complete"
         assert caplog.text.count("Operation not supported") == 1 and f"{home}/checkpoints" in caplog.text
-        left = [number for number, _ in storage.storage_of(f"{home}/checkpoints").checkpoints()]
+        left = [number for number, _ in storage_of(f"{home}/checkpoints").checkpoints()]
         # What could be done was done.
         assert left == ([1] if name == "sweep" else [2, 3])
         caplog.clear()

@@ -14,7 +14,8 @@ import pytest
 
 import checkpoint_samples as samples
 from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME
-from accelerate.checkpoint.storage import LocalStorage, storage_of
+from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import LocalStorage
 
 
 def run(accelerate, *words, status=0):

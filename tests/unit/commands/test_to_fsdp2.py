@@ -29,6 +29,7 @@ SETTINGS = {
     "fsdp_use_orig_params": (True, None),
     "fsdp_cpu_ram_efficient_loading": (False, {"fsdp_cpu_ram_efficient_loading": False}),
     "fsdp_sync_module_states": (True, None),
+    "fsdp_module_precision": ({"*": "fp32"}, {"fsdp_module_precision": {"*": "fp32"}}),
     "fsdp_activation_checkpointing": (True, {"fsdp_activation_checkpointing": True}),
     "fsdp_activation_checkpointing_offload": (False, {"fsdp_activation_checkpointing_offload": False}),
 }
@@ -55,7 +56,7 @@ def test_every_setting(option, caplog):
     ({"reshard_after_forward": "false"}, {"reshard_after_forward": False}, ""),
     ({"state_dict_type": "LOCAL_STATE_DICT"}, {"state_dict_type": "SHARDED_STATE_DICT"}, "SHARDED_STATE_DICT cannot read its checkpoints"),
     ({"backward_prefetch_policy": "BACKWARD_POST"}, {}, "backward_prefetch is dropped: version 2 always"),
-    ({"forward_prefetch": False}, {}, "fsdp_forward_prefetch is dropped: version 2 has no such switch"),
+    ({"forward_prefetch": False}, {}, "fsdp_forward_prefetch is dropped: version 2 takes the number"),
     ({"other": 1}, {"other": 1}, "fsdp_config.fsdp_other is unknown"),
 )  # fmt: skip
 def test_what_becomes_something_else(section, expected, warning, caplog):

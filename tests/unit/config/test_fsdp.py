@@ -24,6 +24,9 @@ def restored(monkeypatch):
     ({"fsdp_version": 2, "reshard_after_forward": 1}, "reshard_after_forward is 1; .*two at least"),
     ({"fsdp_version": 3}, "fsdp_version"),
     ({"fsdp_version": 2, "forward_prefetch": False}, "forward_prefetch is False"),
+    ({"fsdp_version": 2, "forward_prefetch": 0}, "forward_prefetch is 0; .*at least one"),
+    ({"fsdp_version": 2, "backward_prefetch": -1}, "backward_prefetch is -1; .*at least one"),
+    ({"forward_prefetch": 2}, "forward_prefetch is 2"),
     ({"cpu_offload": fsdp.OffloadPolicy()}, "cpu_offload"),
     ({"fsdp_version": 2, "cpu_offload": fsdp.CPUOffload(True)}, "cpu_offload"),
     ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT"),
@@ -41,6 +44,17 @@ def test_refusals(options, message):
 
 def test_parameters_may_be_sharded_again_over_fewer_ranks():
     assert Plugin(fsdp_version=2, reshard_after_forward=8).reshard_after_forward == 8
+
+
+def test_units_that_are_gathered_ahead_are_counted(monkeypatch, caplog):
+    plugin = Plugin(fsdp_version=2, forward_prefetch=2, backward_prefetch="3")
+    assert (plugin.forward_prefetch, plugin.backward_prefetch) == (2, 3) and not caplog.text
+    monkeypatch.setenv("FSDP_FORWARD_PREFETCH", "false")  # what the launcher says by default
+    assert Plugin(fsdp_version=2).forward_prefetch is None
+    monkeypatch.setenv("FSDP_FORWARD_PREFETCH", "4")
+    assert Plugin(fsdp_version=2).forward_prefetch == 4
+    Plugin(fsdp_version=2, backward_prefetch=2, reshard_after_forward=False)
+    assert "backward_prefetch=2 has no effect" in caplog.text
 
 
 def test_contradicting_strategies_warn():

@@ -5,7 +5,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.data_loader import TokenBudgetSampler, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import PackingCollator, TokenBudgetSampler, prepare_data_loader, skip_first_batches
 from cases import cases
 
 
@@ -78,6 +78,48 @@ def test_a_loader_among_other_ranks_is_refused():
         prepare_data_loader(loader, num_processes=2, process_index=0)
 
 
+@cases("count, budget, ranks", (1000, 128, 1), (997, 128, 4), (50, 50, 8), (9, 400, 8), (33, 64, 16))
+def test_packed_batches_keep_the_budget_and_have_each_sample_once(count, budget, ranks):
+    known = lengths(count)
+    sampler = TokenBudgetSampler(known, budget, ranks, packed=True)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert len(batches) == len(sampler) and len(batches) % ranks == 0
+        assert all(batch and known[batch].sum() <= budget for batch in batches)
+        assert sorted(sum(batches, [])) == list(range(count))
+
+
+def test_packed_rows_are_full_and_cost_ranks_alike():
+    known = np.minimum(np.random.default_rng(0).lognormal(6, 1, 20_000).astype(int) + 1, 8192)
+    sampler = TokenBudgetSampler(known, 8192, 8, packed=True)
+    batches = list(sampler)
+    assert known.sum() / 8192 / len(batches) > 0.99  # 0.5 of rows that are filled up in order
+    costs = np.array([(known[batch] ** 2).sum() for batch in batches]).reshape(-1, 8)
+    assert costs.mean() / costs.max(axis=1).mean() > 0.97
+    sampler.set_epoch(1)
+    assert len(sampler) == len(batches) and list(sampler) != batches
+    assert [len(batch) for batch in TokenBudgetSampler([10] * 5, 10, 2, packed=True)] == [1] * 6
+
+
+def test_a_packed_row():
+    samples = [{"input_ids": [5, 6, 7]}, {"input_ids": np.array([8, 9]), "labels": [-100, 9]}, {"input_ids": [4]}]
+    row = PackingCollator(8, pad_token_id=3)(samples)
+    assert row["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 3, 3]]
+    assert row["labels"].tolist() == [[-100, 6, 7, -100, 9, -100, -100, -100]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
+    with pytest.raises(ValueError, match=r"6 tokens, and max_tokens is 5.*packed=True"):
+        PackingCollator(5)(samples)
+
+
+def test_a_packed_row_is_what_transformers_makes_of_it():
+    collators = pytest.importorskip("transformers.data.data_collator")
+    samples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    theirs = collators.DataCollatorWithFlattening()(samples)
+    ours = PackingCollator(5)(samples)
+    assert {name: value.tolist() for name, value in theirs.items()} == {n: value.tolist() for n, value in ours.items()}
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_prepared_loaders_give_each_rank_its_batches_in_each_epoch(ranks):
     known = lengths(100)
@@ -98,11 +140,12 @@ def test_prepared_loaders_give_each_rank_its_batches_in_each_epoch(ranks):
             assert len(loader) == len(wanted) // ranks
 
 
-def test_an_interrupted_epoch_goes_on(tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_interrupted_epoch_goes_on(tmp_path, packed):
     known = lengths(200)
 
     def loader():
-        return DataLoader(range(200), batch_sampler=TokenBudgetSampler(known, 100))
+        return DataLoader(range(200), batch_sampler=TokenBudgetSampler(known, 100, packed=packed))
 
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(loader())

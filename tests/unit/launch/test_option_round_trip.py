@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 import os
 
 import pytest
@@ -33,6 +34,7 @@ _kinds = {
     "bool": st.booleans(),
     "strs": st.lists(_texts, min_size=1, max_size=3),
     "bools": st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    "json": st.dictionaries(_texts, _texts, max_size=2).map(json.dumps),
 }
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import inspect
 import logging
 import math
@@ -18,6 +19,7 @@ from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.precision import master
+from accelerate.runtime import simulated
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
     DeepSpeedOptimizerWrapper,
@@ -276,6 +278,10 @@ class DeepSpeed(Backend):
         if shares:
             options["mpu"] = ulysses.share(accelerator, model, config["train_micro_batch_size_per_gpu"])
         master.remember(model)
+        if simulated.current() is not None:
+            compared = importlib.import_module("deepspeed.runtime.zero.utils")
+            compared.get_lst_from_rank0 = _numbers_of_rank0
+            compared.assert_lst_len_same_as_other_ranks = lambda numbers: _numbers_of_rank0([len(numbers)])
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
         _keep_adagrad(engine)
         _undo_first_step(engine)
@@ -465,6 +471,14 @@ def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
             found[id(engine)] = engine
         pending += [following for following, _ in node.next_functions]
     return list(found.values())
+
+
+def _numbers_of_rank0(numbers: list[int]) -> list[int]:
+    """Exchange what ZeRO 3 compares among ranks, and return what this rank has: there is no other, which its own function needs."""
+    import deepspeed
+
+    deepspeed.comm.broadcast(torch.tensor(numbers), src=0)
+    return numbers
 
 
 def _keep_adagrad(engine: Any) -> None:

@@ -111,7 +111,7 @@ DEEPSPEED_OPTIONS = (
 # Options that only version 1 of FSDP reads, and what version 2 has in their place.
 ONLY_FSDP_1 = {
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward says whether gathered parameters are freed",
-    "fsdp_forward_prefetch": "version 2 has no such switch",
+    "fsdp_forward_prefetch": "version 2 takes the number of units to gather ahead instead",
     "fsdp_backward_prefetch": "version 2 always fetches the next weights during the backward pass",
     "fsdp_use_orig_params": "version 2 always keeps the original parameters",
     "fsdp_sync_module_states": "version 2 needs no switch to give all processes the same weights",
@@ -132,6 +132,9 @@ FSDP_OPTIONS = (
         words=TRUE_OR_FALSE,
         open=True,
         when=_FSDP_2,
+    ),
+    _fsdp(
+        "module_precision", "Precision by module name, a JSON mapping (FSDP 2).", type="json", chapter="", when=_FSDP_2
     ),
     _fsdp_off("offload_params", "Keep parameters and gradients on the CPU."),
     _fsdp("auto_wrap_policy", "What is wrapped.", words=FSDP_AUTO_WRAP_POLICY),
@@ -157,7 +160,7 @@ FSDP_OPTIONS = (
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
     ),
-    _fsdp_off("forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1),
+    _fsdp_off("forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1, open=True),
     _fsdp_on("use_orig_params", "Keep the original parameters visible (FSDP 1).", when=_FSDP_1),
     _fsdp_on("cpu_ram_efficient_loading", "Load pretrained weights on the first process; the others receive them."),
     # What only the first process loads must reach the others, so the question comes where every process loads.

@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -44,8 +45,8 @@ class Option:
         name: the attribute of the parsed arguments, and the default of the flag and of the key in a configuration file.
         group: the heading it is listed under in `accelerate launch --help`.
         help: one sentence for `--help` and for `accelerate config`, which asks in the order of the table.
-        type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list) or `bools` (comma-separated truth values). By default
-            `bool` for a switch, else that of `default` or of `offer`, else `str`.
+        type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list), `bools` (comma-separated truth values) or `json` (a
+            mapping, kept as JSON text). By default `bool` for a switch, else that of `default` or of `offer`, else `str`.
         default: the value when nobody sets it. None means that the launcher or the worker decides.
         corrections: accepted words that stand for others.
         unset: words, in a file or a variable, that say that nobody sets it.
@@ -265,8 +266,6 @@ def existing_file(value: str) -> str | None:
 
 def json_file(value: str) -> str | None:
     """Refuse a path at which there is no JSON file."""
-    import json  # not for --help
-
     missing = existing_file(value)
     if missing:
         return missing
@@ -364,6 +363,17 @@ def _bools(raw: Any, source: str) -> tuple[bool, ...]:
     return values
 
 
+def to_mapping(raw: Any, source: str) -> dict[str, Any]:
+    """Read a mapping that may be written as JSON; a ValueError calls it `source`."""
+    try:
+        value = json.loads(raw) if isinstance(raw, str) else raw
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f'{source} is {raw!r}; it must be a mapping, such as {{"*norm*": "fp32"}}.')
+
+
 _WRITERS: dict[str, Callable[[Any], str]] = {
     PLAIN: str,
     LOWER: _text,
@@ -373,3 +383,4 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
     ONE: lambda value: "1",
 }
 _PARSERS = {"str": _text, "int": to_int, "float": _real, "bool": to_bool, "strs": _texts, "bools": _bools}
+_PARSERS["json"] = lambda raw, source: json.dumps(to_mapping(raw, source))

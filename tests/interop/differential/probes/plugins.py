@@ -23,17 +23,9 @@ STRATEGIES = [
     "_HYBRID_SHARD_ZERO2",
 ]  # fmt: skip
 ADDED = {
-    *(
-        "shard_iterable_dataset",
-        "continue_after_load",
-        "exact",
-        "async_save",
-        "save_on_signal",
-        "plan",
-        "ep_size",
-        "pp_size",
-    ),
-    "memory_snapshot",
+    *("shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan", "ep_size"),
+    "pp_size",
+    *("memory_snapshot", "module_precision"),
     "already_sharded",
     "dispatch_readers",
 }
