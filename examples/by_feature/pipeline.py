@@ -1,7 +1,7 @@
 """Inference in a pipeline: each process has a stage of the model, and micro-batches flow through all stages.
 
 For a model that is too large for one device. `prepare_pippy` cuts it where the largest stage is smallest; the first process gives the
-inputs, the last one gets the output, or all of them with `gather_output=True`. It is for inference alone.
+inputs, the last one gets the output, or all of them with `gather_output=True`. `pipeline_train.py` trains.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/pipeline.py
 

@@ -264,10 +264,10 @@ class Accelerator(Processes):
             self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
             self._fp8_backend = fp8.setup(self, handlers)
             apply_downcast(self.device.type, self.state.mixed_precision)
+            self.scaler = self._backend.make_scaler(self, self.scaler_handler)
         self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
-        self.scaler = self._backend.make_scaler(self, self.scaler_handler)
         # 3. What training needs, signals after which the run saves and leaves, and what is said when memory runs out.
         self._begin(accumulation)
         preemption.install(self)
@@ -378,9 +378,12 @@ class Accelerator(Processes):
         """This rank's place in the pipeline-parallel dimension of the mesh.
 
         Raises:
-            NotImplementedError: Always; pipeline parallelism is available for inference alone (``prepare_pippy``).
+            NotImplementedError: ``pp_size`` is 1.
         """
-        raise NotImplementedError("Pipeline parallelism is not supported in training; see `accelerate.prepare_pippy`.")
+        layout = self.parallelism_config
+        if layout is None or not layout.pp_enabled:
+            raise NotImplementedError("No rank has a place in a pipeline: set ParallelismConfig(pp_size=...) above 1.")
+        return prepare.mesh_rank(self, "pp", "Pipeline parallelism")
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -455,6 +458,61 @@ class Accelerator(Processes):
             >>> model = accelerator.prepare_model(torch.nn.Linear(2, 1))
         """
         return prepare.prepare_model(self, model, device_placement, evaluation_mode)
+
+    def prepare_pipeline(
+        self,
+        model: nn.Module,
+        schedule: str = "1F1B",
+        microbatches: int | None = None,
+        split: str | Sequence[str] = "auto",
+        example_args: Sequence[Any] = (),
+        example_kwargs: dict[str, Any] | None = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> nn.Module:
+        """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline. All ranks.
+
+        Make the optimizer from ``pipeline.parameters()``, and prepare that. A call of the pipeline takes a whole batch of this
+        data-parallel rank, the same on all ranks of the pipeline, as a prepared loader gives it; it runs forward and backward, so `backward`
+        is not called. Under FSDP each stage is one unit. The model stays as it is; each rank moves the weights of its own stages to the device.
+
+        Args:
+            model: The model, with its weights; its forward has to be one graph that ``torch.export`` can trace.
+            schedule: ``"GPipe"``, ``"1F1B"``, or with two stages on each rank ``"Interleaved1F1B"`` or ``"ZBVZeroBubble"``.
+            microbatches: How many parts a whole batch has; None: twice the ranks of the pipeline.
+            split: Names of the modules that each stage after the first begins with, in their order; ``"auto"`` measures the blocks of the
+                model and makes the most costly stage as cheap as can be.
+            example_args: Positional arguments of one micro-batch. Batches differ from it in the number of samples alone.
+            example_kwargs: Keyword arguments of it.
+            loss: Called with what the model returns for a micro-batch, and its part of ``target``, which the pipeline is called with beside the
+                model's arguments; it returns the mean over the samples. A batch may then have any number of samples. None: the model returns its loss.
+
+        Returns:
+            The pipeline, a module with this rank's parameters under the names of the model. A call returns the loss on every rank, the mean
+            over the samples, detached.
+
+        Raises:
+            ValueError: The model cannot be divided, or the settings do not fit; raised on all ranks.
+
+        Example:
+            >>> pipeline = accelerator.prepare_pipeline(  # doctest: +SKIP
+            ...     model, microbatches=4, example_args=(batch[:2],), loss=torch.nn.functional.cross_entropy
+            ... )
+            >>> optimizer, loader = accelerator.prepare(torch.optim.AdamW(pipeline.parameters()), loader)  # doctest: +SKIP
+            >>> for batch, labels in loader:  # doctest: +SKIP
+            ...     loss = pipeline(batch, target=labels)
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+
+        Source:
+            https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+        """
+        from accelerate.training import pipeline  # it imports torch's pipelines, which takes a second
+
+        size = getattr(self.parallelism_config, "pp_size", 1)
+        count = 2 * size if microbatches is None else microbatches
+        return pipeline.prepare_pipeline(
+            self, model, schedule, count, split, (example_args, example_kwargs or {}), loss
+        )
 
     def conditional(self, module: nn.Module, given: str, inputs: Any) -> None:
         """Declare a part of a model that some ranks may leave out of a step, where others would wait for them. All ranks, before `prepare`.

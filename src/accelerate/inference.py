@@ -1,8 +1,7 @@
 """Pipeline-parallel inference: a model cut into stages, one per process, that micro-batches flow through."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.offload.device_map import infer_auto_device_map
-from accelerate.offload.tensors import compute_module_sizes
+from accelerate.parallel.balance import even_stages
 from accelerate.process import PartialState
 from accelerate.utils.operations import ignorant_find_batch_size, send_to_device
 
@@ -50,75 +49,8 @@ def generate_device_map(
         return infer_auto_device_map(
             model, max_memory=budgets, no_split_module_classes=no_split_module_classes, clean_result=False
         )
-    stages = _even_stages(model, num_processes, no_split_module_classes)
+    stages = even_stages(model, num_processes, no_split_module_classes)
     return {name: number for number, units in enumerate(stages) for unit in units for name in unit.names}
-
-
-@dataclass
-class _Unit:
-    """What stays in one stage: a module with weights, and loose tensors and modules that go along; size in bytes."""
-
-    module: str
-    names: list[str]
-    size: int
-
-
-def _units(model: nn.Module, no_split: Collection[str]) -> list[_Unit]:
-    """The modules of a model in the order of their definition, as fine as they may be cut."""
-    sizes = compute_module_sizes(model)
-    units: list[_Unit] = []
-    loose: list[str] = []
-
-    def collect(module: nn.Module, name: str) -> None:
-        prefix = f"{name}." if name else ""
-        children = list(module.named_children())
-        if name and (not children or type(module).__name__ in no_split):
-            if sizes.get(name, 0):
-                units.append(_Unit(name, [*loose, name], sizes[name]))
-                loose.clear()
-            else:  # begins no stage: it may be one that forward never calls
-                (units[-1].names if units else loose).append(name)
-            return
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        loose.extend(prefix + tensor for tensor, _ in own)
-        for child, part in children:
-            collect(part, prefix + child)
-
-    collect(model, "")
-    if units:
-        units[-1].names.extend(loose)
-    return units
-
-
-def _even_stages(model: nn.Module, stages: int, no_split: Collection[str] | None) -> list[list[_Unit]]:
-    """Cut a model's modules, in order, so that the largest stage is as small as can be."""
-    units = _units(model, (getattr(model, "_no_split_modules", None) or ()) if no_split is None else no_split)
-    if len(units) < stages:
-        raise ValueError(
-            f"{type(model).__name__} cannot be cut into {stages} stages: it has {len(units)} modules with weights "
-            f"({', '.join(unit.module for unit in units[:5])}{', ...' if len(units) > 5 else ''}). Use fewer processes."
-        )
-    least, most = max(unit.size for unit in units), sum(unit.size for unit in units)
-    while least < most:
-        middle = (least + most) // 2
-        if len(_filled(units, stages, middle)) <= stages:
-            most = middle
-        else:
-            least = middle + 1
-    return _filled(units, stages, least)
-
-
-def _filled(units: Sequence[_Unit], stages: int, limit: int) -> list[list[_Unit]]:
-    """Fill one stage after the other up to a limit, and leave a unit for each of those that follow."""
-    cut: list[list[_Unit]] = [[]]
-    size = 0
-    for position, unit in enumerate(units):
-        if cut[-1] and (size + unit.size > limit or len(units) - position <= stages - len(cut)):
-            cut.append([])
-            size = 0
-        cut[-1].append(unit)
-        size += unit.size
-    return cut
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
@@ -286,7 +218,7 @@ def prepare_pippy(
             raise ValueError("example_args is a tensor; give a tuple with the positional inputs, such as (tensor,).")
         if isinstance(split_points, str) and split_points == "auto":
             kept = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes
-            points = [units[0].module for units in _even_stages(model, state.num_processes, kept)[1:]]
+            points = [units[0].module for units in even_stages(model, state.num_processes, kept)[1:]]
         else:
             points = [split_points] if isinstance(split_points, str) else list(split_points)
     except Exception as caught:

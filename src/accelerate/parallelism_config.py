@@ -15,10 +15,10 @@ from accelerate.runtime import torch_private
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Outermost first. Neighbours in the last dimension are on one node, where the frequent messages of tensor parallelism
+# Outermost first: stages exchange least. Neighbours in the last dimension are on one node, where the frequent messages of tensor parallelism
 # belong; https://arxiv.org/abs/2104.04473, section 3.
-_MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+_MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
 # The settings of each dimension.
 _HANDLERS = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
 
@@ -49,6 +49,7 @@ class ParallelismConfig:
         sp_handler: further settings of sequence parallelism.
         ep_size: ranks that share the experts of each layer (expert parallelism, this fork's); they are taken from those of `dp_shard_size`
             and `tp_size`, so it does not multiply the number of processes.
+        pp_size: ranks that the layers of one copy are divided over (pipeline parallelism, this fork's; `Accelerator.prepare_pipeline`).
 
     Raises:
         ValueError: a size below 1, an unknown backend, a handler of the wrong class, or dimensions that do not combine.
@@ -70,6 +71,7 @@ class ParallelismConfig:
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     ep_size: int = 1
+    pp_size: int | None = None
 
     device_mesh = None  # the mesh once it is built; not a field, so that equality and copies stay cheap
     expert_mesh = None  # the ranks that shard the same experts, once those are split
@@ -96,6 +98,13 @@ class ParallelismConfig:
                 f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size} and cp_size={self.cp_size} would "
                 "replicate without sharding, which cannot be combined with tensor or context parallelism. Set dp_shard_size "
                 "above 1, or dp_replicate_size to 1."
+            )
+        inside = {axis: getattr(self, f"{axis}_size") for axis in ("tp", "cp", "sp", "ep")}
+        if self.pp_size > 1 and (others := {axis: size for axis, size in inside.items() if size > 1}):
+            axis, size = next(iter(others.items()))
+            raise ValueError(
+                f"pp_size={self.pp_size} with {axis}_size={size}: a pipeline combines with data parallelism alone. Set {axis}_size=1, and use "
+                "dp_replicate_size, or dp_shard_size with FSDP."
             )
         if (
             self.ep_size < 1
@@ -152,7 +161,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The active dimensions whose ranks work on the same batch."""
-        return self._active(("tp", "cp", "sp"))
+        return self._active(("tp", "cp", "sp", "pp"))
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -187,13 +196,14 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """How many processes share one batch."""
-        return self.tp_size * self.cp_size * self.sp_size
+        return self.tp_size * self.cp_size * self.sp_size * self.pp_size
 
     dp_replicate_enabled = _enabled("dp_replicate", "Whether there are several copies of the model.")
     dp_shard_enabled = _enabled("dp_shard", "Whether a copy is sharded over data-parallel ranks.")
     tp_enabled = _enabled("tp", "Whether layers are split.")
     cp_enabled = _enabled("cp", "Whether sequences are split inside attention.")
     sp_enabled = _enabled("sp", "Whether sequences are split outside attention.")
+    pp_enabled = _enabled("pp", "Whether layers are divided into the stages of a pipeline.")
 
     @property
     def _sp_by_deepspeed(self) -> bool:
@@ -278,7 +288,9 @@ class ParallelismConfig:
         # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
         fits = processes % self.total_size == 0 if self._sp_by_deepspeed else processes == self.total_size
         if self.total_size > 1 and not fits:
-            arithmetic = " x ".join(f"{axis}_size={size}" for axis, size in self._sizes.items())
+            arithmetic = " x ".join(
+                f"{axis}_size={size}" for axis, size in self._sizes.items() if axis != "pp" or size > 1
+            )
             raise ValueError(
                 f"The sizes of the ParallelismConfig multiply to {arithmetic} = {self.total_size}, but {processes} "
                 f"process(es) are running. Change the sizes, or launch {self.total_size} processes."

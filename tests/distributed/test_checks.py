@@ -17,6 +17,7 @@ QUICK = [
         "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
         "check_weights.py check_ema.py",
     ),
+    (2, "check_pipeline.py"),
     (2, "check_fsdp2_units.py check_replay.py"),
     (3, STATES),
 ]
@@ -33,6 +34,8 @@ SLOW = [
     (4, "check_norms.py check_ four_"),
     (4, "check_sharded.py check_fsdp2_units.py check_adapters.py check_conditional.py four_"),
     (4, "check_ema.py"),
+    (2, "check_pipeline.py slow_"),
+    (4, "check_pipeline.py four_"),
     (1, "check_ema.py"),
     (3, SHARDS),
     (4, f"{SHARDS} meshes_"),

@@ -11,6 +11,7 @@ PAGES = {
     "docs/learn/your-loop.md": ("", "accuracy 0.9"),
     "docs/guides/tensor-parallel.md": ("ep_size=2)\n", "norm "),
     "docs/guides/long-sequences.md": ("", ""),
+    "docs/guides/pipeline-training.md": ("", "loss "),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import accelerate.inference as inference
+from accelerate.parallel import balance
 
 
 class _Layers(nn.Module):
@@ -49,7 +50,7 @@ def test_a_map_names_every_tensor_and_classes_stay_whole():
     from accelerate.utils import check_device_map
 
     def starts(model, no_split):
-        return [units[0].module for units in inference._even_stages(model, 3, no_split)[1:]]
+        return [units[0].module for units in balance.even_stages(model, 3, no_split)[1:]]
 
     model = _Blocks()
     for no_split in (None, ["_Block"]):

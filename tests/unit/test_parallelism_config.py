@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.data.plan import ShardLayout
 from accelerate.parallel.mesh import submesh
 from accelerate.parallelism_config import ParallelismConfig
 from cases import cases
@@ -73,6 +74,20 @@ def test_mesh_is_built_once(world):
         config.get_device_mesh("cuda")
     assert pickle.loads(pickle.dumps(config)).device_mesh is None
     assert copy.deepcopy(config) == config
+
+
+def test_pipelines(monkeypatch, world):
+    monkeypatch.setenv("PARALLELISM_CONFIG_PP_SIZE", "4")
+    config = ParallelismConfig(dp_replicate_size=4)
+    assert config.pp_size == 4 and config.pp_enabled and config.total_size == 16
+    assert config.non_data_parallel_size == 4 and config.data_parallel_size == 4
+    assert config.active_mesh_dims == ["dp_replicate", "pp"] and config.dp_cp_dim_names == ["dp_replicate"]
+    mesh = config.build_device_mesh("cpu")
+    assert mesh.mesh_dim_names == ("pp", "dp_replicate")  # ranks of one pipeline are far apart
+    assert [layout.shard_index for layout in ShardLayout.of_all(16, mesh)] == [0, 1, 2, 3] * 4
+    for name in ("tp_size", "cp_size", "sp_size", "ep_size"):
+        with pytest.raises(ValueError, match=f"pp_size=4 with {name}=2"):
+            ParallelismConfig(**{name: 2})
 
 
 @cases(

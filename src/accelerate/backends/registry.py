@@ -40,7 +40,13 @@ def _splits_layers(state: Any) -> bool:
     return state.distributed_type in _REPLICAS and layout is not None and layout.tp_enabled
 
 
+def _divides_layers(state: Any) -> bool:
+    layout = getattr(state, "parallelism_config", None)
+    return layout is not None and layout.pp_enabled
+
+
 SPECS: list[BackendSpec] = [
+    BackendSpec("pipeline", _divides_layers, "accelerate.backends.pipeline:PipelineParallel"),
     BackendSpec("single", _serves(DistributedType.NO), "accelerate.backends.base:SingleProcess"),
     BackendSpec("tensor_parallel", _splits_layers, "accelerate.backends.sharded:TensorParallel"),
     BackendSpec("ddp", _serves(*_REPLICAS), "accelerate.backends.ddp:DataParallel"),

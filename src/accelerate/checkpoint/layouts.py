@@ -271,12 +271,14 @@ def read_model(
     ties: Callable[[], Sequence[Sequence[str]]] = list,
     strict: bool = True,
     over: bool = False,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
     """Read a model's state into new memory, each rank its shards; nothing else changes. Any rank, alone.
 
+    Names of the whole model that are `elsewhere`, on other stages of a pipeline, are no strangers.
     With ``over``, `CheckpointReader.finish` reads the tensors later, over the model's own.
     """
-    found, missing, others = matched(own.values, model_values(stored), ties, stored.aliases)
+    found, missing, others = matched(own.values, model_values(stored), ties, {*stored.aliases, *elsewhere})
     wrong = [f"{name} is missing" for name in missing] + [f"{name} is unexpected" for name in others] if strict else []
     read, later = {}, []
     for name, value in found.items():
@@ -387,7 +389,8 @@ def read_for_model(
     stored = together(opened) if state.is_fsdp1(model) else opened()
     own = state.model_state(model, **getter)
     over = over and isinstance(folder, CheckpointFolder) and state.is_models_memory(own, model)
-    read = read_model(own, stored, partial(state.tied_names, model), strict, over)
+    elsewhere = getattr(getattr(model, "holdings", None), "elsewhere", ())
+    read = read_model(own, stored, partial(state.tied_names, model), strict, over, elsewhere)
     return read, own, stored.finish if over else None
 
 

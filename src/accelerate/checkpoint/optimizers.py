@@ -60,6 +60,7 @@ class Target:
         find_ties: returns groups of names that mean one parameter; asked when a name is not found.
         flat: its parameters are FSDP1's flat ones, which have an order of their own.
         over: `CheckpointReader.finish` reads, later, over the tensors that the optimizer has.
+        elsewhere: names in the model that other stages of a pipeline have, whose optimizers read them.
     """
 
     groups: list[list[str]]
@@ -68,6 +69,7 @@ class Target:
     find_ties: Callable[[], Sequence[Sequence[str]]]
     flat: bool = False
     over: bool = False
+    elsewhere: Collection[str] = ()
 
     @functools.cached_property
     def order(self) -> list[str]:
@@ -101,7 +103,8 @@ def target(optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list
         return Target(groups, state.model_state(model).values, {}, find_ties, flat)
     named = dict(zip(itertools.chain.from_iterable(groups), own, strict=True))
     states = {name: inner.state[parameter] for name, parameter in named.items() if parameter in inner.state}
-    return Target(groups, named, states, find_ties)
+    elsewhere = getattr(getattr(model, "holdings", None), "elsewhere", ())
+    return Target(groups, named, states, find_ties, elsewhere=elsewhere)
 
 
 def is_state(raw: Any) -> bool:
@@ -179,6 +182,18 @@ def matched(goal: Target, stored: "CheckpointReader", found: Found) -> tuple[dic
     raw = optimizer_values(stored)
     if not is_named(raw):
         raw = named(raw, _order_of_numbers(goal, found, raw["param_groups"]))
+    if goal.elsewhere:
+        own_names = {other for name in goal.order for other in goal.also_called(name)}
+        left = {name for name in goal.elsewhere if name not in own_names}
+        mine = [
+            {**group, "params": [name for name in group["params"] if name not in left]}
+            for group in raw["param_groups"]
+        ]
+        raw = {
+            **raw,
+            "state": {key: value for key, value in raw["state"].items() if key not in left},
+            "param_groups": mine,
+        }
     states = dict(raw["state"])
     groups, sources = _own_groups(goal, raw["param_groups"], states, stored.origin)
     own = {name: states.pop(source, None) for name, source in sources.items()}

@@ -149,6 +149,8 @@ def _fsdp1(model: nn.Module) -> Iterator[None]:
 
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that mean one parameter, as the user wrote them."""
+    if hasattr(model, "holdings"):  # a pipeline, which has each parameter once
+        return model.holdings.ties
     inner = _unwrapped(model)
     groups: dict[Any, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
@@ -249,6 +251,10 @@ def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tupl
 
 def names_file(optimizers: Iterable[torch.optim.Optimizer], models: Collection[nn.Module]) -> bytes | None:
     """Return the content of the file that says which parameters the optimizers' numbers mean; None without any."""
+    if any(
+        hasattr(model, "holdings") for model in models
+    ):  # no rank has all, and shards of optimizers have names themselves
+        return None
     names = [owner(optimizer, models)[1] for optimizer in optimizers]
     known = {index: groups for index, groups in enumerate(names) if groups}
     return names_text(known) if known else None

@@ -16,7 +16,7 @@ from accelerate.data.samplers import Rounds, has_tensor_order
 from accelerate.diagnostics.table import table
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
-SHARED_DATA_DIMS = frozenset({"tp", "cp", "sp"})
+SHARED_DATA_DIMS = frozenset({"tp", "cp", "sp", "pp"})
 
 # How data is read.
 OWN_SHARD = "own shard by index"
@@ -36,7 +36,7 @@ class ShardLayout:
 
     @classmethod
     def of_all(cls, num_processes: int, mesh: Any | None = None) -> list[ShardLayout]:
-        """Return each process's shard; ranks that differ only along `tp`, `cp` or `sp` of the mesh share one."""
+        """Return each process's shard; ranks that differ only along `tp`, `cp`, `sp` or `pp` of the mesh share one."""
         if mesh is None:
             return [cls(num_processes, rank) for rank in range(num_processes)]
         names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()

@@ -42,7 +42,7 @@ _OF_A_FILE = (
     *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),
     *("offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping", "zero3_save_16bit_model"),
 )
-_SIZES = [f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+_SIZES = [f"parallelism_config_{axis}_size" for axis in ("pp", "dp_replicate", "dp_shard", "tp", "cp", "sp")]
 
 Values = dict[str, Resolved]
 Environ = Mapping[str, str]

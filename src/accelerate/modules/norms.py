@@ -11,7 +11,7 @@ of them end with the same bits and scale by the same factor, so that replicated 
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +120,7 @@ def _power_sum(parts: Iterable[list[torch.Tensor]], norm_type: float, like: torc
     return stacked.max() if norm_type == math.inf else stacked.sum()
 
 
-def _total_norm(gradients: _Gradients, norm_type: float) -> torch.Tensor:
+def _total_norm(gradients: _Gradients, norm_type: float, stages: "ProcessGroup | None" = None) -> torch.Tensor:
     """Return the norm over all ranks, copies counted once; nan if an element is nan anywhere."""
     import torch.distributed as dist
 
@@ -137,9 +137,12 @@ def _total_norm(gradients: _Gradients, norm_type: float) -> torch.Tensor:
         for names, parts in gradients.layouts.items():
             copies = math.prod(group.size() for name, (group, _) in gradients.groups.items() if name not in names)
             total = total + _power_sum(parts.values(), norm_type, like) / copies
+    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for group, mesh in gradients.groups.values():
         total = total.to(_device_of(mesh))
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(total, op=operation, group=group)
+    if stages is not None:
+        dist.all_reduce(total, op=operation, group=stages)
     total = torch.where(total[1] > 0, math.nan, total[0]) if largest else total.pow(1.0 / norm_type)
     return total.to(device=gradients.device, dtype=torch.float64 if gradients.double and double else torch.float32)
 
@@ -150,12 +153,15 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    stages: "ProcessGroup | None" = None,
+    repeated: Collection[int] = (),
 ) -> torch.Tensor:
     """Scale gradients in place to a total norm of at most `max_norm`; return the whole model's norm before.
 
     Plain tensors and DTensors on any meshes may come together; what is replicated counts once. A `Partial` gradient is
     summed first and replaced by the sum. Every rank passes the same parameters in the same order; each sharding group
-    all-reduces one or two numbers. An infinite `max_norm` only measures. ValueError: a bound is negative or nan, or
+    all-reduces one or two numbers. The ranks of a group `stages` have different parameters of one model instead, and the norm is that of all;
+    of those which several ranks have, all but one name theirs, by id, as `repeated`. An infinite `max_norm` only measures. ValueError: a bound is negative or nan, or
     `norm_type` is not above 0. RuntimeError, on all ranks and with nothing scaled: `error_if_nonfinite`, and the norm
     is not finite.
 
@@ -166,8 +172,10 @@ def clip_grad_norm(
         raise ValueError(f"max_norm is {max_norm}; it must be 0 or more (infinity measures without clipping).")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be above 0, such as 1, 2 or infinity.")
-    gradients = _Gradients([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-    total = _total_norm(gradients, norm_type)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = _Gradients(parameters)
+    counted = _Gradients([p for p in parameters if id(p) not in repeated]) if repeated else gradients
+    total = _total_norm(counted, norm_type, stages)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Skip this "

@@ -7,6 +7,7 @@ Averaging twice changes nothing, so it does not matter how passes, micro-batches
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def require_same_model(
             f"{len(names)} tensors of {type(model).__name__} have other values on other ranks, {min(names)!r} for one; "
             "those of rank 0 are used. Build the model after `set_seed`, or set cpu_ram_efficient_loading=True."
         )
-    replicas = mesh.submesh(accelerator.torch_device_mesh, "dp_cp")
+    replicas = mesh.submesh(accelerator.torch_device_mesh, "dp_cp") if shards is not None else None
     for tensor in tensors.values():
         mesh.take_from_first(tensor, accelerator.device, None if replicas is None else replicas.get_group())
 
@@ -188,15 +189,21 @@ def average(accelerator: Run, held: Collection[int]) -> None:
 
     Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
     """
+    average_gradients(
+        [p for model, parameters in accelerator.prepared.replicated if id(model) not in held for p in parameters]
+    )
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> None:
+    """Average the gradients of plain parameters over a group of ranks that have the same ones, in buckets. All ranks of the group."""
     sent = []
-    for model, parameters in accelerator.prepared.replicated:
-        if id(model) not in held:
-            for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
-                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-                # Beside them goes whether there are any: one that no rank has stays away, as on one process.
-                there = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
-                flat = torch.cat([*(gradient.flatten() for gradient in gradients), there]).div_(dist.get_world_size())
-                sent.append((bucket, gradients, flat, dist.all_reduce(flat, async_op=True)))
+    for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        # Beside them goes whether there are any: one that no rank has stays away, as on one process.
+        there = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), there]).div_(dist.get_world_size(group))
+        sent.append((bucket, gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, gradients, flat, work in sent:
         work.wait()
         *means, there = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])

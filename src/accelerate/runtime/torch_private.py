@@ -8,6 +8,7 @@ Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 
 import contextlib
 import importlib
+import inspect
 import math
 import pkgutil
 import sys
@@ -474,19 +475,18 @@ def skip_when_compiling(code: Any) -> None:
         compiler.skip_code(code)
 
 
-@contextlib.contextmanager
-def exporting_by_running() -> Iterator[None]:
-    """Let torch's pipelines trace a model as since 2.10, by running it: up to 2.9 they compile it, which few models bear."""
-    before = {name: getattr(torch.export, name, None) for name in ("export", "export_for_training")}
-    for name, export in before.items():
-        if export is not None:
-            setattr(
-                torch.export, name, lambda *args, export=export, **kwargs: export(*args, **{**kwargs, "strict": False})
-            )
-    try:
-        yield
-    finally:
-        vars(torch.export).update({name: export for name, export in before.items() if export is not None})
+def traced_graph(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
+    """Return the graph of a module that is run, whose parameters are the module's; without torch's checks of its arguments (since 2.9)."""
+    program = torch.export.export(module, tensors, strict=False)
+    options = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about torch
+        return program.module(**options)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a view of another one in autograd's eyes, which cannot be detached in place."""
+    return tensor._is_view()
 
 
 def attention_operators(ending: str) -> list[Any]:

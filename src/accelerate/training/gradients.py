@@ -213,8 +213,8 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     if not last:
         window.factor = count / window.reference
         return
-    # Ranks that share each layer count the same items.
-    copies = layout.tp_size if layout is not None else 1
+    # Ranks that share each layer, or divide the layers, count the same items.
+    copies = layout.tp_size * layout.pp_size if layout is not None else 1
     total = _over_ranks(accelerator, window.items, "sum") / copies
     window.usual = total * copies / accelerator.num_processes
     if total == 0:
@@ -256,19 +256,30 @@ def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: d
         weigh_items(accelerator, num_items)
     elif window.counted and window.inside and window.counted != window.micro_batches:
         raise _mixed(window, None)
-    if window.factor is not None:
-        loss = loss * window.factor
-    elif (steps := accelerator.gradient_state.num_steps) != 1 and accelerator._scales_loss:
-        loss = loss / steps
-    if not window.inside:
-        window.factor = None
-    window.unscaled.clear()
+    factor, divisor = _weight(accelerator)
+    loss = loss * factor if factor is not None else loss / divisor if divisor != 1 else loss
     if accelerator.has_lomo_optimizer:
         accelerator.lomo_backward(loss, options.get("learning_rate"))
         return
     resolve(accelerator.state).backward(accelerator, loss, **options)
     if accelerator.prepared.replicated:
         consistency.average(accelerator, window.held)
+
+
+def _weight(accelerator: Facade) -> tuple[float | None, int]:
+    """Return what the loss of the current micro-batch is multiplied by, or None and what it is divided by; begin its backward pass."""
+    window, steps = accelerator._window, accelerator.gradient_state.num_steps
+    factor = window.factor
+    if not window.inside:
+        window.factor = None
+    window.unscaled.clear()
+    return factor, steps if accelerator._scales_loss else 1
+
+
+def loss_factor(accelerator: Facade) -> float:
+    """Return the weight of the current micro-batch in its accumulation step, for a backward pass that begins now."""
+    factor, divisor = _weight(accelerator)
+    return 1.0 / divisor if factor is None else factor
 
 
 def unscale(accelerator: Facade, optimizer: Any | None) -> None:
@@ -306,6 +317,10 @@ def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
     inner = model._orig_mod if is_compiled_module(model) else model
+    if hasattr(inner, "holdings"):  # a pipeline, whose call is the backward pass, too
+        with inner.no_sync(held=False):
+            yield
+        return
     if not isinstance(inner, DistributedDataParallel):
         yield
         return

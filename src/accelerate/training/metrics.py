@@ -40,9 +40,12 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     plan = getattr(state.active_dataloader, "plan", None)
     uneven = counts is not None and bool(getattr(plan, "filled_ends", None) or getattr(plan, "readers", None))
     if spread or uneven:
-        inner, copies = (layout.non_data_parallel_size, layout.tp_size) if spread else (1, 1)
+        inner, copies = (layout.non_data_parallel_size // layout.pp_size, layout.tp_size) if spread else (1, 1)
+        stages = layout.pp_size if spread else 1
         limit = counts if uneven else None if whole or keep < 0 else keep
-        pick = partial(_of_distinct, inner=inner, copies=copies, ranks=accelerator.num_processes, keep=limit)
+        pick = partial(
+            _of_distinct, inner=inner, copies=copies, stages=stages, ranks=accelerator.num_processes, keep=limit
+        )
         return operations.recursively_apply(pick, gathered) if by_tensor else pick(gathered)
     if whole:
         return gathered
@@ -52,10 +55,12 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     return _first(gathered, keep, by_tensor)
 
 
-def _of_distinct(gathered: Any, *, inner: int, copies: int, ranks: int, keep: int | tuple[int, ...] | None) -> Any:
+def _of_distinct(
+    gathered: Any, *, inner: int, copies: int, stages: int, ranks: int, keep: int | tuple[int, ...] | None
+) -> Any:
     """Return what ranks gathered, once from the `copies` that share each layer of a replica of `inner` ranks.
 
-    Of all replicas the first `keep` samples stay, or so many of each as a tuple says.
+    Pipelines of several `stages` lie outermost, so the first of their ranks count. Of all replicas the first `keep` samples stay, or so many of each as a tuple says.
 
     Ranks that have parts of one sequence may differ in what they computed, so all of theirs stay.
     """
@@ -65,7 +70,7 @@ def _of_distinct(gathered: Any, *, inner: int, copies: int, ranks: int, keep: in
     each = len(gathered) // ranks
     chosen = [
         rank * each + sample
-        for rank in range(0, ranks, copies)
+        for rank in range(0, ranks // stages, copies)
         for sample in range(each)
         if keep is None or sample < (keep[rank // inner] if isinstance(keep, tuple) else keep - rank // inner * each)
     ]

@@ -177,8 +177,14 @@ def replica_check(accelerator: Facade) -> Any:
     every = get_int_from_env([CHECK_EVERY], 0)
     if not every:
         return None
+    layout = accelerator.parallelism_config
     if traits.of(accelerator.distributed_type).deepspeed:
         warn_user(f"{CHECK_EVERY}={every} has no effect with DeepSpeed, whose engine steps by itself.")
+        return None
+    if layout is not None and layout.pp_enabled:
+        warn_user(
+            f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
+        )
         return None
     from accelerate.training import divergence
 
@@ -196,6 +202,8 @@ def replay_check(accelerator: Facade) -> Any:
         "XLA, which traces a step": kind.xla,
         "fsdp_version=1, which flattens parameters; set fsdp_version=2": kind.sharded and not accelerator.is_fsdp2,
         "context or sequence parallelism": layout is not None and (layout.cp_enabled or layout.sp_enabled),
+        "pp_size above 1, as the call of a pipeline is its backward pass, too": layout is not None
+        and layout.pp_enabled,
         "fp8, whose scales follow what was computed before": accelerator.fp8_enabled,
     }
     if why := next((words for words, holds in cannot.items() if holds), None):

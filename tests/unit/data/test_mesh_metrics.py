@@ -10,8 +10,8 @@ from accelerate.utils import operations
 
 MESHES = {
     # Two shards of the data; both ranks of a pair have the same batch. Real samples: all of shard 0, one of shard 1.
-    "tensor parallel": (SimpleNamespace(non_data_parallel_size=2, tp_size=2), [0, 1, 2]),
-    "shared sequences": (SimpleNamespace(non_data_parallel_size=2, tp_size=1), [0, 1, 0, 1, 2, 2]),
+    "tensor parallel": (SimpleNamespace(non_data_parallel_size=2, tp_size=2, pp_size=1), [0, 1, 2]),
+    "shared sequences": (SimpleNamespace(non_data_parallel_size=2, tp_size=1, pp_size=1), [0, 1, 0, 1, 2, 2]),
 }
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.parallel.pipeline import Inputs, Outputs, trace
+from accelerate.parallel.batches import Inputs, Outputs
+from accelerate.parallel.pipeline import trace
 
 
 class _Model(nn.Module):
@@ -54,9 +55,9 @@ def test_tracing_leaves_the_model_as_it_was():
     model = _Model()
     before = {name: sorted(module.__dict__) for name, module in model.named_modules()}
     traced = trace(model, ["two"], (torch.ones(2, 3), torch.ones(2)), {}, 2)
-    assert traced.pipe.num_stages == 2 and traced.used[0] == 0
+    assert len(traced.chain.names) == 2 and traced.chain.used[0] == 0
     assert before == {name: sorted(module.__dict__) for name, module in model.named_modules()}
-    with pytest.raises(ValueError, match=r"\['other'\] cut _Model into 1 stages, but there are 2 processes"):
+    with pytest.raises(ValueError, match=r"\['other'\] cut _Model into 1 stages, but there are to be 2"):
         trace(model, ["other"], (torch.ones(2, 3),), {}, 2)
     assert before == {name: sorted(module.__dict__) for name, module in model.named_modules()}
 

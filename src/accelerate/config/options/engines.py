@@ -302,6 +302,8 @@ ENVIRONMENT_OPTIONS = (
 )
 
 _WITH_FSDP, _WITH_DEEPSPEED = {"distributed_type": ("FSDP",)}, {"distributed_type": ("DEEPSPEED",)}
+# The interview asks for meshes beside an engine alone, where pipelines have no question.
+_PLAIN = {"distributed_type": ("MULTI_CPU", "MULTI_GPU")}
 _SPLIT = {"parallelism_config_cp_size": SEVERAL}
 _ULYSSES = {"parallelism_config_sp_size": SEVERAL}
 
@@ -331,6 +333,13 @@ PARALLELISM_OPTIONS = (
         when=_SPLIT,
     ),
     _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when=_WITH_DEEPSPEED),
+    _parallelism(
+        "pp_size",
+        "Processes that the layers are divided over (pipeline parallel).",
+        offer=1,
+        check=at_least(1),
+        when=_PLAIN,
+    ),
     _parallelism(
         "sp_backend",
         "Implementation of sequence parallelism; torch is this fork's own.",

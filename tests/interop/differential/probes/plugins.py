@@ -24,6 +24,7 @@ STRATEGIES = [
 ]  # fmt: skip
 ADDED = {
     *("shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan", "ep_size"),
+    "pp_size",
     *("memory_snapshot", "module_precision"),
     "already_sharded",
     "dispatch_readers",

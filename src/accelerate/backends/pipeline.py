@@ -1,0 +1,174 @@
+"""Pipeline parallelism: each rank has the stages of its place in a pipeline, alone, beside replicas, or as shards of FSDP2."""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate.backends.sharded import FSDP2, Sharded, model_of
+from accelerate.checkpoint import layouts
+from accelerate.checkpoint import state as states
+from accelerate.checkpoint.state import Entries, Layout, Wanted
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.modules import norms
+from accelerate.runtime import traits
+from accelerate.runtime.run import Run
+
+
+def _pipelines(accelerator: Run) -> list[nn.Module]:
+    return [model for model in accelerator.prepared.models if hasattr(model, "holdings")]
+
+
+class PipelineParallel(Sharded):
+    """Stages that `training.pipeline` has made; a checkpoint has each rank's own tensors, under the names of the whole model."""
+
+    name = "pipeline"
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
+        """Return no scaler; ValueError for strategies and precisions that no pipeline has. The Accelerator calls it first."""
+        engine, size = traits.of(accelerator.distributed_type), accelerator.parallelism_config.pp_size
+        other = (
+            engine.deepspeed
+            or engine.xla
+            or not engine.places_batches
+            or (engine.sharded and not accelerator.is_fsdp2)
+        )
+        if other:
+            raise ValueError(
+                f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains alone, with data parallelism, or with FSDP version 2. Leave the plugin away, "
+                "or set pp_size=1."
+            )
+        if accelerator.mixed_precision not in ("no", "bf16"):
+            raise ValueError(
+                f"mixed_precision={accelerator.mixed_precision!r} with pp_size={size}: stages do not share a gradient scaler. Use 'bf16' or 'no'."
+            )
+
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
+        """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have. All ranks."""
+        layout = accelerator.parallelism_config
+        if layout.dp_shard_enabled and not accelerator.is_fsdp2:
+            raise ValueError(
+                f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2). Pass it, or use "
+                "dp_replicate_size."
+            )
+        if accelerator.is_fsdp2:
+            FSDP2().check(accelerator, ())
+            plugin = accelerator.state.fsdp_plugin
+            output = getattr(plugin.mixed_precision_policy, "output_dtype", None)
+            refused = {
+                name: getattr(plugin, name)
+                for name in (
+                    "cpu_offload",
+                    "ignored_modules",
+                    "activation_checkpointing",
+                    "module_precision",
+                    "forward_prefetch",
+                    "backward_prefetch",
+                )
+            }
+            refused["mixed_precision_policy.output_dtype"] = None if output is torch.float32 else output
+            for name, value in refused.items():
+                if value and type(value).__name__ != "OffloadPolicy":
+                    raise ValueError(
+                        f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Leave it out, or set pp_size=1."
+                    )
+        known = {id(parameter) for model in _pipelines(accelerator) for parameter in model.parameters()}
+        for obj in objects:
+            if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None:
+                raise ValueError(
+                    f"pp_size={layout.pp_size}, but {type(obj).__name__} is a whole model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
+                    "pipeline.parameters(), and prepare that; a model that does not train goes to prepare_model(model, evaluation_mode=True)."
+                )
+            groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else ()
+            if any(id(parameter) not in known for group in groups for parameter in group["params"]):
+                raise ValueError(
+                    f"The optimizer ({type(obj).__name__}) has parameters that no pipeline has on this rank. Call accelerator.prepare_pipeline first, and make the optimizer "
+                    "from pipeline.parameters()."
+                )
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
+        """Return the pipeline's own context."""
+        hold = getattr(model, "no_sync", None)
+        return hold() if hold is not None else contextlib.nullcontext()
+
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
+        """Raise NotImplementedError: a stage has nothing to shadow the schedule of others with."""
+        raise NotImplementedError("join_uneven_inputs is not possible with pp_size above 1. Use even_batches=True.")
+
+    def clip_grad_norm(
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip to the norm over all stages, what several have counted once. All ranks."""
+        parameters, found = list(parameters), _pipelines(accelerator)
+        if not found:
+            return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+        repeated = {
+            id(parameter)
+            for model in found
+            for name, parameter in model.named_parameters()
+            if name in model.holdings.repeated
+        }
+        return norms.clip_grad_norm(parameters, max_norm, norm_type, stages=found[0].holdings.group, repeated=repeated)
+
+    def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        """Clip each element of the gradients that this rank has. All ranks."""
+        norms.clip_grad_value(parameters, clip_value)
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
+        """Return how a checkpoint keeps stages: as shards, whatever a plugin says, because no rank has all names."""
+        return "sharded"
+
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+        """Send each tensor from the first rank of the pipeline that has it to the others. All ranks, in step."""
+        if not hasattr(model, "holdings"):
+            yield from super().whole_tensors(accelerator, model, wanted)
+            return
+        holdings, own = model.holdings, states.model_state(model).values
+        saved = {*own, *holdings.elsewhere}
+        for name, like in holdings.tensors.items():
+            if name not in saved or not wanted(name):
+                continue
+            if holdings.place in holdings.holders[name]:
+                value = states.full(own[name]).contiguous()
+            else:
+                value = torch.empty_like(like, device=accelerator.device)
+            dist.broadcast(value, holdings.ranks[holdings.holders[name][0]], group=holdings.group)
+            yield name, value
+
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """Raise NotImplementedError: a rank has the code of its own stages alone."""
+        raise NotImplementedError(
+            "whole_parameters is not possible with pp_size above 1. Evaluate the pipeline, or load its checkpoint in a process of its own."
+        )
+
+    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+        """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages. All ranks."""
+        model, _ = model_of(optimizer, accelerator.prepared.models)
+        state = states.optimizer_state(optimizer, model)
+        if hasattr(model, "holdings"):
+            state["param_groups"] = _joined(state["param_groups"], model.holdings)
+        layouts.write(state, folder, "optimizer", index, "sharded")
+
+
+def _joined(groups: list[dict[str, Any]], holdings: Any) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with the names of all stages. All ranks of the pipeline; ValueError if their numbers differ."""
+    every: list[Any] = [None] * len(holdings.ranks)
+    dist.all_gather_object(every, groups, group=holdings.group)
+    if len({len(of_rank) for of_rank in every}) > 1:
+        raise ValueError(
+            f"The optimizer has {[len(of_rank) for of_rank in every]} groups of parameters on the ranks of the pipeline. Give it the same groups on each, also empty ones."
+        )
+    return [
+        {**same[0], "params": list(dict.fromkeys(itertools.chain.from_iterable(group["params"] for group in same)))}
+        for same in zip(*every, strict=True)
+    ]

@@ -1,0 +1,484 @@
+"""Pipelines that train: a model's stages over the ranks of the mesh's dimension `pp`, and the schedule that micro-batches follow."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from accelerate import comm
+from accelerate.checkpoint.state import tied_names, together
+from accelerate.config.enums import FP8BackendType
+from accelerate.parallel import consistency, stages
+from accelerate.parallel.balance import costly_stages
+from accelerate.parallel.batches import Inputs, Outputs
+from accelerate.parallel.mesh import shard_mesh, submesh
+from accelerate.precision import master
+from accelerate.runtime.torch_private import pytree
+from accelerate.training import gradients, prepare
+from accelerate.training.prepared import Facade
+from accelerate.utils.operations import send_to_device
+from accelerate.utils.versions import is_torch_version
+
+# How many stages each rank has.
+SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
+# What may be left from an earlier exchange: the gradient of a parameter that several ranks have is their sum.
+_SUMMED = "_accelerate_summed"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Which ranks of a pipeline have which parameters and buffers, by the names of the user's model.
+
+    Attributes:
+        tensors: Of the whole model, each once, on the meta device.
+        holders: Places in the pipeline that have each of them, in order.
+        place: This rank's place in the pipeline.
+        ranks: The ranks of this pipeline, and their process group.
+        ties: Groups of names that mean one parameter.
+        elsewhere: Names in the whole model's state that this rank's part does not have.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    holders: Mapping[str, tuple[int, ...]]
+    place: int
+    ranks: Sequence[int]
+    group: Any
+    ties: list[list[str]]
+    elsewhere: frozenset[str]
+
+    @property
+    def repeated(self) -> list[str]:
+        """The names of what this rank has and an earlier one, too."""
+        return [name for name, places in self.holders.items() if self.place in places[1:]]
+
+
+@dataclass
+class _Batch:
+    """The batch that is under way: how its rows count, and what has come out so far."""
+
+    rows: int
+    each: int
+    target: Any
+    factor: float
+    losses: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+    def samples(self, number: int) -> int:
+        """Return how many samples of a micro-batch are the user's; the others fill it."""
+        return min(max(self.rows - number * self.each, 0), self.each)
+
+    def target_of(self, number: int) -> Any:
+        """Return the part of the target that belongs to a micro-batch; of one without samples, that of what fills it."""
+        start = min(number * self.each, self.rows - 1)
+        stop = start + max(self.samples(number), 1)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor[start:stop] if tensor.ndim else tensor, self.target
+        )
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a model that trains as a pipeline, with the parameters under the names of the user's model.
+
+    ``Accelerator.prepare_pipeline`` makes it. A call takes a whole batch of this data-parallel rank, the same on all ranks of the pipeline,
+    runs forward and backward, and returns the loss on each of them: the mean over the samples, detached. In evaluation, or under
+    ``torch.no_grad``, there is no backward; without a `target`, a pipeline that was given a `loss` returns what the model returns.
+
+    Attributes:
+        holdings: Which ranks have which parameters.
+    """
+
+    def __init__(
+        self,
+        accelerator: Facade,
+        chains: Mapping[bool, stages.Chain],
+        schedule: str,
+        microbatches: int,
+        own: Mapping[int, stages.Stage],
+    ) -> None:
+        super().__init__()
+        self.holdings: Holdings
+        self._inputs: Inputs
+        self._outputs: Outputs
+        self._loss: Callable | None
+        self._groups: dict[str, Any]
+        self._accelerator, self._own, self._microbatches = accelerator, own, microbatches
+        # Not the chains, which have the weights of all stages.
+        self._carried = {mode: chain.carried for mode, chain in chains.items()}
+        self._used = {mode: chain.used for mode, chain in chains.items()}
+        self._held, self._batch = False, None
+        part, carried = submesh(accelerator.torch_device_mesh, "pp"), self._carried[True]
+        count = len(carried) - 1
+        group = part.get_group()
+        built = [
+            PipelineStage(stage, at, count, accelerator.device, carried[at], carried[at + 1], group=group)
+            for at, stage in own.items()
+        ]
+        kind, given = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
+        # Each micro-batch has its weight already.
+        self._schedule = kind(given, microbatches, loss_fn=self._loss_of, scale_grads=False)
+        ranks = dist.get_process_group_ranks(group)
+        self._owners = [ranks[_place(schedule, stage, len(ranks))] for stage in range(count)]
+        self._is_first, self._is_last = 0 in own, count - 1 in own
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Let the stages compute as in training, or in evaluation."""
+        for stage in self._own.values():
+            stage.train(mode)
+        return super().train(mode)
+
+    @contextlib.contextmanager
+    def no_sync(self, held: bool = True) -> Iterator[None]:
+        """Keep gradients on their rank meanwhile, but for those that FSDP shards; or, if not `held`, exchange them within such a context."""
+        before, self._held = self._held, held
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a whole batch through the pipeline. All ranks.
+
+        Args:
+            *args: Arguments of the model, as the example had them, with any number of samples up to that of all micro-batches.
+            **kwargs: Keyword arguments of it; and ``target`` for a pipeline with a ``loss``, with as many samples.
+
+        Raises:
+            ValueError: The batch does not fit the example or the micro-batches; raised before anything is computed.
+        """
+        target = kwargs.pop("target", None) if self._loss is not None else None
+        rows, tensors = self._inputs.match(args, kwargs)
+        trains = self.training and torch.is_grad_enabled()
+        self._check(rows, target, trains)
+        device, inputs = self._accelerator.device, self._inputs
+        factor = gradients.loss_factor(self._accelerator) if trains else 1.0
+        batch = self._batch = _Batch(
+            rows, inputs.rows, send_to_device(target, device) if self._is_last else None, factor
+        )
+        given = ()
+        if self._is_first:
+            cut = inputs.cut(tensors, 0, self._microbatches)
+            given = tuple(cut[position].to(device) for position in self._used[self.training])
+        if trains:
+            self._divide_summed()
+            # The loss is called with the number of the micro-batch in place of its target.
+            self._schedule.step(*given, target=torch.arange(self._microbatches), return_outputs=False)
+            if self._accelerator.sync_gradients and not self._held:
+                self._exchange()
+        else:
+            self._forward_only(given)
+        self._batch = None
+        if self._loss is not None and target is None:
+            return self._all_outputs(batch)
+        loss = torch.zeros((), device=device)
+        if self._is_last:
+            loss += torch.stack([value.float() for value in batch.losses]).sum()
+        dist.broadcast(loss, self._owners[-1], group=self.holdings.group)
+        return loss
+
+    @torch.no_grad()
+    def _forward_only(self, given: Sequence[torch.Tensor]) -> None:
+        """Send the micro-batches through the stages one after the other, in the same order on all ranks of the pipeline."""
+        group, device, me = self.holdings.group, self._accelerator.device, self._accelerator.process_index
+        sent, results = [], ()
+        pieces = list(zip(*(tensor.chunk(self._microbatches) for tensor in given), strict=True))
+        for place in range(self._microbatches):
+            for number, stage in self._own.items():
+                if number == 0:
+                    values = pieces[place]
+                elif self._owners[number - 1] == me:
+                    values = results
+                else:
+                    values = [torch.empty_like(value, device=device) for value in self._carried[self.training][number]]
+                    for value in values:
+                        dist.recv(value, self._owners[number - 1], group=group)
+                results = stage(*values)
+                if number == len(self._owners) - 1:
+                    self._loss_of(results, place)
+                elif self._owners[number + 1] != me:
+                    sent += [(dist.isend(value, self._owners[number + 1], group=group), value) for value in results]
+        for work, _ in sent:
+            work.wait()
+        if self._accelerator.is_fsdp2:
+            for stage in self._own.values():  # else the next forward would see these weights after a step
+                stage.reshard()
+
+    def _check(self, rows: int, target: Any, trains: bool) -> None:
+        each = self._inputs.rows
+        if rows > each * self._microbatches:
+            raise ValueError(
+                f"The batch has {rows} samples, but {self._microbatches} micro-batches of {each} hold {each * self._microbatches}. Prepare the pipeline "
+                f"with an example of {-(-rows // self._microbatches)} samples, or with more micro-batches."
+            )
+        if self._loss is None and rows % each:
+            raise ValueError(
+                f"The batch has {rows} samples, which are no multiple of the {each} of a micro-batch, and the model computes the loss itself, over what would fill "
+                "the last one, too. Give `prepare_pipeline` a loss, or the loader drop_last=True."
+            )
+        if self._loss is None:
+            return
+        if target is None:
+            if trains:
+                raise ValueError(
+                    "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
+                )
+            return
+        sizes = {len(leaf) for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+        if sizes != {rows}:
+            raise ValueError(
+                f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
+            )
+
+    def _loss_of(self, outputs: Sequence[torch.Tensor], number: torch.Tensor | int) -> torch.Tensor:
+        """Return what backward begins with for a micro-batch: its loss by the share of the batch's samples that it has."""
+        batch, place = self._batch, int(number)
+        count = batch.samples(place)
+        if self._loss is None:
+            loss = outputs[0]
+        else:
+            made = self._outputs.joined([outputs], max(count, 1))
+            if batch.target is None:
+                batch.outputs.append(tuple(tensor[: len(tensor) // batch.each * count] for tensor in outputs))
+                return outputs[0].new_zeros(())
+            loss = self._loss(made, batch.target_of(place))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ValueError(f"The loss is {loss!r}; return a tensor with one element, the mean over the samples.")
+        share = loss.reshape(()) * (count / batch.rows)
+        batch.losses.append(share.detach())
+        return share * batch.factor
+
+    def _all_outputs(self, batch: _Batch) -> Any:
+        """Return on every rank what the model returns for a batch. All ranks of the pipeline."""
+        device = self._accelerator.device
+        shapes = self._outputs.shapes(batch.rows)
+        if self._is_last:
+            tensors = [torch.cat(column).contiguous() for column in zip(*batch.outputs, strict=True)]
+        else:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        for tensor in tensors:
+            dist.broadcast(tensor, self._owners[-1], group=self.holdings.group)
+        return self._outputs.built(tensors)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def _shared(self) -> Iterator[tuple[nn.Parameter, int, Any]]:
+        """Yield the parameters that other ranks of the pipeline have, too, with their number and process group."""
+        own = dict(self.named_parameters())
+        for name, places in self.holdings.holders.items():
+            if len(places) > 1 and name in own and own[name].requires_grad:
+                yield own[name], len(places), self._groups[name]
+
+    def _divide_summed(self) -> None:
+        """Make a share again of what is a sum over ranks already, so that the next sum counts it once."""
+        for parameter, count, _ in self._shared():
+            if getattr(parameter.grad, _SUMMED, False):
+                parameter.grad.div_(count)
+                setattr(parameter.grad, _SUMMED, False)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Sum the gradients of what several stages use, and average those of replicas. All ranks."""
+        for parameter, _, group in self._shared():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(master.local_part(parameter.grad), group=group)
+            setattr(parameter.grad, _SUMMED, True)
+        mesh = self._accelerator.torch_device_mesh
+        replicas = None if self._accelerator.is_fsdp2 else submesh(mesh, "dp_replicate")
+        if replicas is not None:
+            consistency.average_gradients(list(self.parameters()), replicas.get_group())
+
+
+# -- preparing ---------------------------------------------------------------------------------------------------
+
+
+def prepare_pipeline(
+    accelerator: Facade,
+    model: nn.Module,
+    schedule: str,
+    microbatches: int,
+    split: str | Sequence[str],
+    example: tuple[Sequence[Any], Mapping[str, Any]],
+    loss: Callable | None,
+) -> Pipeline:
+    """Divide a model into stages, build this rank's, and register the pipeline. All ranks."""
+    _check(accelerator, model, schedule, microbatches)
+    accelerator._prepare_device_mesh()
+    accelerator._backend.check(accelerator, ())
+    part = submesh(accelerator.torch_device_mesh, "pp")
+    size, count = part.size(), part.size() * SCHEDULES[schedule]
+    consistency.require_same_model(accelerator, model)
+    if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
+        master.upcast(model)
+
+    def divided() -> tuple[dict[bool, stages.Chain], Inputs, Outputs, list[str]]:
+        device = next(model.parameters()).device
+        args, kwargs = send_to_device(tuple(example[0]), device), send_to_device(dict(example[1]), device)
+        points = split
+        if split == "auto":
+            points = costly_stages(model, count, lambda: model(*args, **kwargs))
+        points = [points] if isinstance(points, str) else list(points)
+        inputs = Inputs(model, args, kwargs)
+        outputs = Outputs(inputs.rows)
+        record = _only_loss if loss is None else outputs.record
+        chains = stages.trace(model, points, inputs, record, count, accelerator.device)
+        return chains, inputs, outputs, points
+
+    chains, inputs, outputs, points = together(divided)
+    given = points, schedule, microbatches, [str(leaf) for leaf in inputs.leaves]
+    if not comm.current().is_same(given):
+        raise ValueError(
+            f"The ranks build different pipelines; this one has split={points}, schedule={schedule!r}, microbatches={microbatches} and an example of "
+            f"{', '.join(given[3])}. Give every rank the same."
+        )
+    numbers = [number for number in range(count) if _place(schedule, number, size) == part.get_local_rank()]
+    holdings = _holdings(model, chains, schedule, part)
+    own = {at: stages.build(chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
+    if accelerator.is_fsdp2:
+        _shard(accelerator, own)
+    pipeline = together(lambda: Pipeline(accelerator, chains, schedule, microbatches, own))
+    pipeline.holdings, pipeline._groups = holdings, _groups(holdings, accelerator.torch_device_mesh)
+    pipeline._inputs, pipeline._outputs, pipeline._loss = inputs, outputs, loss
+    _fill(pipeline, model, own)
+    return prepare.register(accelerator, "model", pipeline, model)
+
+
+def _place(schedule: str, stage: int, size: int) -> int:
+    """Return which place of the pipeline has a stage: those of ZBV run to the last one and back."""
+    return 2 * size - 1 - stage if schedule == "ZBVZeroBubble" and stage >= size else stage % size
+
+
+def _check(accelerator: Facade, model: Any, schedule: str, microbatches: Any) -> None:
+    """Refuse what has no pipeline, before anything is changed."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
+    name, size = type(model).__name__, getattr(accelerator.parallelism_config, "pp_size", 1)
+    least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}.get(schedule, 1)
+    each = size if schedule == "Interleaved1F1B" else 1
+    compiler, precision = accelerator.state.dynamo_plugin.backend.value, accelerator.mixed_precision
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    batch = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    norms = [
+        at for at, part in model.named_modules() if isinstance(part, batch) and (part.training or not model.training)
+    ]
+    for wrong, message in (
+        (
+            size == 1,
+            "There are no ranks to divide the model over: pass parallelism_config=ParallelismConfig(pp_size=2), and launch as many processes.",
+        ),
+        (is_torch_version("<", "2.10"), "Pipelines train with torch 2.10 or newer. Run pip install 'torch>=2.10'."),
+        (
+            accelerator.prepared.find(model),
+            f"This {name} is prepared already. Use what that returned, or call free_memory() first.",
+        ),
+        (schedule not in SCHEDULES, f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}."),
+        (
+            type(microbatches) is not int or microbatches < least or microbatches % each,
+            f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {each}.",
+        ),
+        (
+            compiler != "NO" or accelerator.fp8_backend is not FP8BackendType.NO,
+            f"dynamo_backend={compiler} and mixed_precision={precision!r} with pp_size={size}: stages are neither compiled nor converted. Leave the backend out, and use "
+            "mixed_precision='bf16' or 'no'.",
+        ),
+        (
+            empty,
+            f"{(empty or [''])[0]!r} of {name} is on the meta device. Load the weights before the model becomes a pipeline.",
+        ),
+        (
+            not any(p.requires_grad for p in model.parameters()),
+            f"{name} has no trainable parameter. Use prepare_model(model, evaluation_mode=True).",
+        ),
+        (
+            norms,
+            f"{(norms or [''])[0]!r} of {name} normalises over the batch, and would see one micro-batch at a time: another model than in one process. Use a normalisation of "
+            "each sample, or freeze it: `model.train()`, then `.eval()` of the part.",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
+
+
+def _only_loss(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return the loss that a model returns: the output itself, its entry or attribute `loss`, or its first element."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    found = found[0] if isinstance(found, (list, tuple)) and found else found
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise ValueError(
+            f"The model returns {type(output).__name__} without a loss, a tensor of one element (found: {getattr(found, 'shape', found)}). Give the example what the model "
+            "computes it from (`labels`), or give `prepare_pipeline` a loss."
+        )
+    return (found.reshape(()),)
+
+
+def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: str, part: Any) -> Holdings:
+    tensors = {
+        name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    ranks = dist.get_process_group_ranks(part.get_group())
+    used = [each for chain in chains.values() for each in enumerate(chain.names)]
+    users = [(name, _place(schedule, stage, len(ranks))) for stage, names in used for name in names]
+    # What no stage uses, the first rank keeps.
+    holders = {name: tuple(sorted({place for user, place in users if user == name})) or (0,) for name in tensors}
+    place = part.get_local_rank()
+    kept = {name for name in tensors if place in holders[name]}
+    elsewhere = frozenset(name for name in model.state_dict() if name not in kept)
+    return Holdings(tensors, holders, place, ranks, part.get_group(), tied_names(model), elsewhere)
+
+
+def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage]) -> None:
+    """Give the pipeline what this rank has, under its full name: of its stages, and what no stage uses."""
+    saved = model.state_dict()
+    found = {name: tensor for stage in own.values() for name, tensor in stage.tensors().items()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if pipeline.holdings.place not in pipeline.holdings.holders[name]:
+            continue
+        if name not in found:
+            tensor.data = tensor.data.to(pipeline._accelerator.device)
+        *path, last = name.split(".")
+        owner: nn.Module = pipeline
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner._modules[part]
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(last, found.get(name, tensor))
+        else:
+            owner.register_buffer(last, found.get(name, tensor), name in saved)
+
+
+def _shard(accelerator: Facade, own: Mapping[int, stages.Stage]) -> None:
+    """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward. All ranks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    held = Counter(
+        name for stage in own.values() for name, tensor in stage.tensors().items() if isinstance(tensor, nn.Parameter)
+    )
+    twice = [name for name, count in held.items() if count > 1]
+    if found := [name for names in comm.current().gather_object(twice) for name in names]:
+        raise ValueError(
+            f"FSDP cannot shard {found[0]!r}, which two stages of one rank use: it would make two of it. Take a schedule with one stage on each rank, such as '1F1B', or "
+            "untie it."
+        )
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    mesh = shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
+    for stage in own.values():
+        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def _groups(holdings: Holdings, mesh: Any) -> dict[str, Any]:
+    """Make the process groups of what several ranks have. All ranks, also those of other pipelines."""
+    columns = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, len(holdings.ranks)).tolist()
+    made: dict[tuple[int, ...], Any] = {tuple(range(len(holdings.ranks))): holdings.group}
+    for places in sorted({places for places in holdings.holders.values() if len(places) > 1} - made.keys()):
+        for column in columns:
+            group = dist.new_group([column[place] for place in places])
+            if column == list(holdings.ranks):
+                made[places] = group
+    return {name: made[places] for name, places in holdings.holders.items() if places in made}

@@ -1,0 +1,89 @@
+"""What a pipeline refuses before it is made; training is compared on real processes by `check_pipeline.py`."""
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.training.pipeline import _Batch, _only_loss, _place
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+
+@pytest.fixture(autouse=True)
+def _fresh(place):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _two():
+    return ParallelismConfig(pp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1)}, "trains alone"),
+        ({"mixed_precision": lambda: "fp16"}, "gradient scaler"),
+    ],
+)
+def test_settings_that_no_pipeline_has(options, text):
+    made = {name: make() for name, make in options.items()}
+    with pytest.raises(ValueError, match=text):
+        Accelerator(cpu=True, parallelism_config=_two(), **made)
+    assert Accelerator(cpu=True).mixed_precision == "no"  # nothing is left of the refused one
+
+
+def test_models_that_are_not_divided():
+    accelerator = Accelerator(cpu=True, parallelism_config=_two())
+    for prepare in (accelerator.prepare, accelerator.prepare_model):
+        with pytest.raises(ValueError, match=r"prepare_pipeline\(model|pp_size=2 = 2, but 1 process"):
+            prepare(nn.Linear(2, 2))
+    teacher = nn.Linear(2, 2)
+    assert accelerator.prepare_model(teacher, evaluation_mode=True) is teacher
+    with pytest.raises(ValueError, match=r"pipeline\.parameters"):
+        accelerator.prepare(torch.optim.SGD(teacher.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"schedule": "GPipes"}, "choose one of GPipe, 1F1B"),
+        ({"microbatches": 0}, "microbatches=0.*at least 2"),
+        ({"microbatches": 3, "schedule": "Interleaved1F1B"}, "a multiple of 2"),
+        ({"microbatches": 2, "schedule": "ZBVZeroBubble"}, "at least 3"),
+        ({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}, "'1' of Sequential normalises over the batch"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "'weight' of Linear is on the meta device"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "no trainable parameter"),
+    ],
+)
+def test_arguments(options, text):
+    accelerator = Accelerator(cpu=True, parallelism_config=_two())
+    with pytest.raises(ValueError, match=text):
+        accelerator.prepare_pipeline(options.pop("model", nn.Linear(2, 2)), **options)
+
+
+def test_without_ranks():
+    with pytest.raises(ValueError, match=r"ParallelismConfig\(pp_size=2\)"):
+        Accelerator(cpu=True).prepare_pipeline(nn.Linear(2, 2))
+
+
+def test_where_stages_are():
+    assert [_place("Interleaved1F1B", stage, 2) for stage in range(4)] == [0, 1, 0, 1]
+    assert [_place("ZBVZeroBubble", stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+
+
+def test_samples_of_a_short_batch():
+    batch = _Batch(5, 2, torch.arange(5), 1.0)
+    assert [batch.samples(place) for place in range(4)] == [2, 2, 1, 0]
+    assert [batch.target_of(place).tolist() for place in range(4)] == [[0, 1], [2, 3], [4], [4]]
+
+
+def test_the_loss_of_a_model():
+    loss = torch.ones(())
+    for output in (loss, {"loss": loss}, (loss, torch.ones(3)), loss.reshape(1)):
+        assert torch.equal(_only_loss(output)[0], loss)
+    for output in (torch.ones(3), {"scores": loss}, None):
+        with pytest.raises(ValueError, match="without a loss"):
+            _only_loss(output)
