@@ -251,8 +251,6 @@ class ModelHook:
                 "Masks and position_ids of shared sequences are not looked at: rows count as one document each."
             ] = None
             return None
-        if torch_private.is_shape(mask if given is None else given):  # of a profile
-            return None
         named = given is None or (given.dim() < 3 and active.has(given))
         rows = [active.positions, active.positions if given is None else given[0] if given.dim() > 2 else given]
         rows.append(torch.ones_like(rows[0]) if mask is None else mask)
@@ -260,6 +258,8 @@ class ModelHook:
             rows[2] = rows[2][:, active.positions[0]]
         rows.append(torch.full_like(active.positions, not named))
         mine = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
+        if torch_private.is_shape(mine):  # where activations are measured
+            return None
         parts = [torch.empty_like(mine) for _ in range(self.region.size)]
         distributed.all_gather(parts, mine, group=self.region.group)
         gathered = torch.cat(parts, dim=-1)
