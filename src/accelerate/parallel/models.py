@@ -246,11 +246,6 @@ class ModelHook:
     @torch.compiler.disable  # what follows waits for the device
     def _compare(self, active: Active, mask: Tensor | None, given: Tensor | None) -> Documents | None:
         """Check a mask and positions on all ranks in one message and one wait for the device; return the documents, if packed."""
-        if (run := simulated.current()) is not None:  # there is nothing of other ranks to see
-            run.notes[
-                "Masks and position_ids of shared sequences are not looked at: rows count as one document each."
-            ] = None
-            return None
         named = given is None or (given.dim() < 3 and active.has(given))
         rows = [active.positions, active.positions if given is None else given[0] if given.dim() > 2 else given]
         rows.append(torch.ones_like(rows[0]) if mask is None else mask)
@@ -258,10 +253,12 @@ class ModelHook:
             rows[2] = rows[2][:, active.positions[0]]
         rows.append(torch.full_like(active.positions, not named))
         mine = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
-        if torch_private.is_shape(mine):  # where activations are measured
-            return None
         parts = [torch.empty_like(mine) for _ in range(self.region.size)]
         distributed.all_gather(parts, mine, group=self.region.group)
+        if (run := simulated.current()) is not None:
+            run.notes["Masks and positions of shared sequences are not looked at: rows count as one document each."] = None
+        if run is not None or torch_private.is_shape(mine):  # there is nothing of other ranks to see
+            return None
         gathered = torch.cat(parts, dim=-1)
         whole = gathered.cpu().numpy()
         order = whole[0, 0].argsort()

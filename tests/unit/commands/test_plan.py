@@ -107,8 +107,8 @@ def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis)
     found = {
         each.collective: each.bytes for each in traffic(part, Layout(fsdp=True, **{axis: 2})) if each.dimension == axis
     }
-    # The ranks add up the tokens of a sample, and agree in two flags that nothing is padded at the left.
-    assert found == {sent.collective: sent.bytes, "all_reduce": 8 + 8}
+    # The ranks show each other of each token its place, its position, whether it is real, and whether positions were named.
+    assert found == {sent.collective: sent.bytes, "all_gather": 4 * 64 * 4}
 
 
 def test_a_model_that_recomputes_is_also_measured_without(llama):
