@@ -1,4 +1,4 @@
-"""What is asked for beside a step costs: a moving average, modules that ranks may leave out, gradients through a gather; beside plain torch."""
+"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, pipelines, replays; beside plain torch."""
 
 import json
 import os
@@ -7,12 +7,14 @@ import time
 import warnings
 
 import torch
+import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -107,10 +109,98 @@ def gather():
     return gathered(lambda output: accelerator.gather(output, differentiable=True))
 
 
+def normed():
+    return nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU()))
+    )
+
+
+def precision_of_torch():
+    model, half, full = normed(), torch.bfloat16, torch.float32
+    for part in [*model, model]:
+        if part is model or isinstance(part, (nn.Linear, nn.LayerNorm)):
+            kinds = (full, full, half) if isinstance(part, nn.LayerNorm) else (half, full, None)
+            fully_shard(part, mp_policy=MixedPrecisionPolicy(*kinds))
+    return stepping(model, adamw(model), torch.Tensor.backward)
+
+
+def precision_by_name():
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=WIDTH * WIDTH,
+        mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": "fp32"},
+        module_precision={str(place): "fp32" for place in (1, 4, 7)},
+    )
+    accelerator, model = Accelerator(cpu=True, fsdp_plugin=plugin), normed()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    taken = stepping(model, optimizer, accelerator.backward)
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return taken
+
+
+def squares(output, target):
+    return (output - target).square().mean()
+
+
+def pipeline_of_torch():
+    rank, half = dist.get_rank(), len(Model().layers) // 2
+    part = Model().layers[rank * half : (rank + 1) * half]
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule, optimizer = Schedule1F1B(stage, 4, loss_fn=squares), adamw(part)
+    inputs = torch.randn(256, WIDTH)
+
+    def step():
+        schedule.step(*(() if rank else (inputs,)), **({"target": inputs} if rank else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return milliseconds(step)
+
+
+def pipeline():
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    part = accelerator.prepare_pipeline(
+        Model().layers, microbatches=4, split=["3"], example_args=(torch.zeros(64, WIDTH),), loss=squares
+    )
+    optimizer, inputs = accelerator.prepare(adamw(part)), torch.randn(256, WIDTH)
+
+    def step():
+        part(inputs, target=inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    taken = milliseconds(step)
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return taken
+
+
+def replicas_of_torch():
+    model = nn.parallel.DistributedDataParallel(Model().layers)
+    return stepping(model, adamw(model), torch.Tensor.backward)
+
+
+def replayed():
+    os.environ["ACCELERATE_REPLAY_EVERY"] = "10"
+    accelerator, model = Accelerator(cpu=True), Model().layers
+    del os.environ["ACCELERATE_REPLAY_EVERY"]
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    taken = stepping(model, optimizer, accelerator.backward)
+    accelerator.free_memory()
+    return taken
+
+
 KINDS = {
     "a moving average of the weights under DDP": (average, average_of_torch),
     "a module that ranks may leave out, FSDP2": (conditional, sharded_of_torch),
     "gradients through a gather": (gather, gather_of_torch),
+    "norms in float32 by name, FSDP2 in bf16": (precision_by_name, precision_of_torch),
+    "a pipeline of two stages, 1F1B": (pipeline, pipeline_of_torch),
+    "every tenth step computed twice, DDP": (replayed, replicas_of_torch),
 }
 
 
