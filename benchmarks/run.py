@@ -54,7 +54,7 @@ ACCUMULATION = (
 )
 ADDITIONS = (
     "A step of three layers of 512 and AdamW with what is asked for beside it, and the same by torch alone: `AveragedModel`; `fully_shard` without a "
-    "declaration, every rank calling the module; `torch.distributed.nn.functional.all_gather`; `fully_shard` of each layer with its policy; "
+    "declaration, every rank calling the module; `torch.distributed.nn.functional.all_gather`; `fully_shard` of each layer with its policy, and with torch's Muon; "
     "`PipelineStage` and `Schedule1F1B`; DDP. New models in turns in one process; ratios of medians."
 )
 BESIDE = {

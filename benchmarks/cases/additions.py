@@ -1,4 +1,4 @@
-"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, pipelines, replays; beside plain torch."""
+"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, Muon, pipelines, replays; beside plain torch."""
 
 import json
 import os
@@ -194,11 +194,39 @@ def replayed():
     return taken
 
 
+def orthogonal(model):
+    return torch.optim.Muon([weight for weight in model.parameters() if weight.ndim == 2], lr=1e-3)
+
+
+def matrices():
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())))
+
+
+def muon_of_torch():
+    model = matrices()
+    for part in [*model, model]:
+        if part is model or isinstance(part, nn.Linear):
+            fully_shard(part)
+    return stepping(model, orthogonal(model), torch.Tensor.backward)
+
+
+def muon():
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=WIDTH)
+    accelerator, model = Accelerator(cpu=True, fsdp_plugin=plugin), matrices()
+    model, optimizer = accelerator.prepare(model, orthogonal(model))
+    taken = stepping(model, optimizer, accelerator.backward)
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return taken
+
+
 KINDS = {
     "a moving average of the weights under DDP": (average, average_of_torch),
     "a module that ranks may leave out, FSDP2": (conditional, sharded_of_torch),
     "gradients through a gather": (gather, gather_of_torch),
     "norms in float32 by name, FSDP2 in bf16": (precision_by_name, precision_of_torch),
+    "Muon on shards of FSDP2": (muon, muon_of_torch),
     "a pipeline of two stages, 1F1B": (pipeline, pipeline_of_torch),
     "every tenth step computed twice, DDP": (replayed, replicas_of_torch),
 }

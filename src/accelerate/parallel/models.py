@@ -256,7 +256,9 @@ class ModelHook:
         parts = [torch.empty_like(mine) for _ in range(self.region.size)]
         distributed.all_gather(parts, mine, group=self.region.group)
         if (run := simulated.current()) is not None:
-            run.notes["Masks and positions of shared sequences are not looked at: rows count as one document each."] = None
+            run.notes[
+                "Masks and positions of shared sequences are not looked at: rows count as one document each."
+            ] = None
         if run is not None or torch_private.is_shape(mine):  # there is nothing of other ranks to see
             return None
         gathered = torch.cat(parts, dim=-1)

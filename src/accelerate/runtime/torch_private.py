@@ -501,6 +501,18 @@ def grouped_products() -> list[Any]:
     return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
 
 
+def muon_rate(lr: float, adjustment: str | None, shape: torch.Size) -> float:
+    """Return the learning rate of torch's Muon for a matrix of a shape."""
+    from torch.optim._muon import _adjust_lr
+
+    return _adjust_lr(lr, adjustment, shape)
+
+
+def hook_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let the step of an optimizer that got another class call its hooks, as those of torch's classes do."""
+    optimizer._patch_step_function()
+
+
 def let_batched_power_sgd_run() -> None:
     """Let torch's helper take the single matrix that its batched PowerSGD hook passes (seen on 2.13)."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook

@@ -428,6 +428,10 @@ def prepare_optimizer(
         device_placement = accelerator.device_placement
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
         optimizer = optimizer.optimizer
+    if accelerator.is_fsdp2 and type(optimizer) is getattr(torch.optim, "Muon", None):
+        from accelerate.parallel import muon
+
+        muon.share(optimizer)
     with own_states(accelerator):
         follow_any(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)

@@ -17,6 +17,7 @@ from harness import Kept, everywhere, fresh_accelerator, learn, rank, shared_fol
 from torch import nn
 from torch.distributed.fsdp import _flat_param
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import dcp as our_dcp
@@ -296,8 +297,17 @@ def check_regions_are_compiled_where_shards_find_their_state():
             accelerator.load_state(os.path.join(folder, "checkpoint"))
 
 
+class Heads(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, size, bias=False) for size in sizes)
+
+    def forward(self, inputs):
+        return [head(inputs) for head in self.heads]
+
+
 def check_muon_steps_shards_as_one_process_does():
-    """Torch orthogonalises the whole of each matrix, in bfloat16: a step has the length of the rate, and is rounded to some hundredths of it.
+    """Each matrix is orthogonalised on one rank, in bfloat16 as torch does it: a step has the length of the rate, and is rounded to some hundredths of it.
 
     So the gradients here have singular values of one size: small ones are rounded to others.
     """
@@ -306,12 +316,13 @@ def check_muon_steps_shards_as_one_process_does():
 
     def made():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 9, bias=False))
+        # Rows that two ranks do not divide, two of one shape, and one row, of which a rank has none.
+        model = Heads(9, 7, 9, 1)
         return model, torch.optim.Muon(model.parameters(), lr=0.02)
 
     def loss_of(model, inputs, number):
         wished = torch.randn(64, 9, generator=torch.Generator().manual_seed(number))
-        return (model(inputs) - 10 * wished[: len(inputs)]).square().mean()
+        return sum((out - 10 * wished[: len(inputs), : out.shape[1]]).square().mean() for out in model(inputs))
 
     def step(number):
         return learn(accelerator, loss_of(model, batch(number, 16)[1], number), optimizer)
@@ -322,9 +333,15 @@ def check_muon_steps_shards_as_one_process_does():
     for number in range(4):
         parts = batch(number, 16)[0].chunk(world())
         (sum(loss_of(reference, part, number) for part in parts) / world()).backward()
-        by_hand.step()
+        with FlopCounterMode(display=False) as alone:
+            by_hand.step()
         by_hand.zero_grad()
-        step(number)
+        accelerator.backward(loss_of(model, batch(number, 16)[1], number))
+        with FlopCounterMode(display=False) as shared:
+            optimizer.step()
+        optimizer.zero_grad()
+        counts = everywhere(shared.get_total_flops())
+        assert sum(counts) == alone.get_total_flops() and max(counts) < 0.7 * sum(counts), "ranks share the products"
     for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         assert (mine.full_tensor() - wanted).abs().max() < 4 * 0.02 * 0.05
     with shared_folder() as folder:

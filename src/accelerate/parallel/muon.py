@@ -1,0 +1,148 @@
+"""Muon on shards: each matrix is whole on one rank for a moment, its owner, which orthogonalises those of one shape together.
+
+Torch's own step makes every matrix whole on every rank. Here a rank sends and receives what it has of the matrices in bfloat16, in which
+torch computes, once each way, and the ranks share the products.
+
+Source:
+    https://kellerjordan.github.io/posts/muon/, https://arxiv.org/abs/2502.16982, section 2.3
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from accelerate.parallel.shard import box
+from accelerate.precision.master import local_part
+from accelerate.runtime import torch_private
+
+_AVERAGE = "momentum_buffer"  # torch's key of it
+
+
+class ShardedMuon(torch.optim.Muon):
+    """Torch's Muon, whose step shares the work among the ranks that have shards of the matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; return what the closure returns. All ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in parameters]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if _AVERAGE not in self.state[parameter]:
+                    self.state[parameter][_AVERAGE] = torch.zeros_like(gradient)
+            averages = [self.state[parameter][_AVERAGE] for parameter in parameters]
+            lr, momentum, updates = float(group["lr"]), group["momentum"], averages
+            for average, gradient in zip(averages, gradients, strict=True):
+                average.lerp_(gradient, 1 - momentum)
+            if group["nesterov"]:
+                pairs = zip(averages, gradients, strict=True)
+                updates = [gradient.lerp(average, momentum) for average, gradient in pairs]
+            for parameter, update in zip(parameters, orthogonalised(updates, group), strict=True):
+                parameter.mul_(1 - lr * group["weight_decay"])
+                rate = torch_private.muon_rate(lr, group["adjust_lr_fn"], parameter.shape)
+                local_part(parameter).add_(update, alpha=-rate)
+        return loss
+
+
+def share(optimizer: torch.optim.Muon) -> None:
+    """Let torch's Muon share its work from now on. Any rank, alone."""
+    optimizer.__class__ = ShardedMuon
+    torch_private.hook_steps(optimizer)
+
+
+def orthogonalised(matrices: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return what this rank has of matrices after Newton-Schulz iterations. All ranks that share one.
+
+    Those whose rows FSDP has divided have an owner each; of any other layout every rank computes the whole.
+    """
+    found: dict[int, torch.Tensor] = {}
+    by_group: dict[Any, list[int]] = defaultdict(list)
+    for number, matrix in enumerate(matrices):
+        if (group := _rows_divided(matrix)) is not None:
+            by_group[group].append(number)
+        else:
+            whole = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
+            found[number] = _newton_schulz(whole.bfloat16()[None], settings)[0][box(matrix)]
+    for group, numbers in by_group.items():
+        found |= zip(numbers, _by_owners([matrices[number] for number in numbers], group, settings), strict=True)
+    return [found[number] for number in range(len(matrices))]
+
+
+def _rows_divided(matrix: torch.Tensor) -> Any | None:
+    """Return the process group over which the rows of a matrix are divided, if they are, and nothing else is."""
+    if not isinstance(matrix, DTensor):
+        return None
+    divided = [dim for dim, placement in enumerate(matrix.placements) if not placement.is_replicate()]
+    if len(divided) != 1 or type(matrix.placements[divided[0]]) is not Shard or matrix.placements[divided[0]].dim:
+        return None
+    return matrix.device_mesh.get_group(divided[0])
+
+
+def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Exchange parts so that each matrix is whole on its owner, orthogonalise there, and yield this rank's parts. All ranks of the group."""
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    costs = [0] * ranks
+    for number in sorted(range(len(matrices)), key=lambda number: (-matrices[number].numel(), number)):
+        owner = costs.index(min(costs))
+        owned[owner].append(number)
+        costs[owner] += matrices[number].numel() * min(matrices[number].shape)
+    # How many numbers of each of its owner's matrices each rank has, by torch's division.
+    rows = [-(-matrix.shape[0] // ranks) for matrix in matrices]
+
+    def counts(rank: int, of: Sequence[int]) -> list[int]:
+        parts = [slice(rank * rows[number], (rank + 1) * rows[number]) for number in of]
+        return [
+            len(range(*part.indices(matrices[number].shape[0]))) * matrices[number].shape[1]
+            for part, number in zip(parts, of, strict=True)
+        ]
+
+    mine = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
+    to_owners = [sum(counts(me, of)) for of in owned]
+    from_ranks = [sum(counts(rank, owned[me])) for rank in range(ranks)]
+    sent = torch.cat([mine[number] for of in owned for number in of])
+    received = sent.new_empty(sum(from_ranks))
+    dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
+    parts = [
+        chunk.split(counts(rank, owned[me])) for rank, chunk in enumerate(received.split(from_ranks)) if owned[me]
+    ]
+    whole = {
+        number: torch.cat(pieces).view(matrices[number].shape)
+        for number, pieces in zip(owned[me], zip(*parts, strict=True), strict=True)
+    }
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for number, matrix in whole.items():
+        by_shape[matrix.shape].append(number)
+    for numbers in by_shape.values():
+        whole.update(zip(numbers, _newton_schulz(torch.stack([whole[n] for n in numbers]), settings), strict=True))
+    back = [
+        whole[number][rank * rows[number] : (rank + 1) * rows[number]].flatten()
+        for rank in range(ranks)
+        for number in owned[me]
+    ]
+    returned = torch.empty_like(sent)
+    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, from_ranks, group=group)
+    order = [number for of in owned for number in of]
+    found = dict(zip(order, returned.split([mine[number].numel() for number in order]), strict=True))
+    for number, matrix in enumerate(matrices):
+        yield found[number].view(-1, matrix.shape[1])
+
+
+def _newton_schulz(matrices: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Return matrices [count, rows, columns] with all singular values near 1, as torch's Muon computes each."""
+    first, second, third = settings["ns_coefficients"]
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    found = matrices.mT if is_tall else matrices
+    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
+    for _ in range(settings["ns_steps"]):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), found, beta=first)
+    return found.mT if is_tall else found
