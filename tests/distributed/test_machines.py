@@ -99,6 +99,7 @@ def test_two_machines_meet_and_restart(job, backend):
     assert sorted(lines) == [f"rank {rank} local {rank % 2} sum 4 attempt 0" for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_alone_ends_by_name(job):
     waited = "accelerate launch: Waited 2 s (--rdzv_conf join_timeout) in vain for machine 1 of 2 (numbered"
     alone = [  # a quiet launcher says what no other program can say
@@ -123,7 +124,7 @@ def test_machines_that_disagree(job):
         assert status == 2 and "do not agree on processes of each machine" in err and "rank" not in out, err
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_failure_on_one_machine_ends_the_other(job, rank):
     port = free_port()
     for machine in (0, 1):

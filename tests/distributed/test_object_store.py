@@ -12,6 +12,7 @@ def test_object_store(launch):
     launch("several.py", "check_object_store.py", environment={"STORE_URL": "s3://bucket/runs"})
 
 
+@pytest.mark.slow
 def test_each_node_writes_and_reads_what_its_ranks_need():
     """Two nodes of two ranks, a sharded checkpoint: written once, and of the store each rank reads its shards and one piece more."""
     found = object_store.run(layers=4)

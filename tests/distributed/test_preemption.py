@@ -41,6 +41,7 @@ def test_ranks_agree_save_and_go_on_exactly(launch):
     launch("several.py", "check_preemption.py", environment={"PYTHONWARNINGS": "ignore"})
 
 
+@pytest.mark.slow
 def test_signal_to_the_launcher(tmp_path):
     # With worker processes, because they may hear it, too.
     job = Job(tmp_path, hold=3, options=("--max_restarts", "1"))

@@ -43,6 +43,7 @@ def test_adapters_train_on_it(bits, tmp_path):
     assert found["same weights"] and found["losses"][-1] < found["losses"][0]
 
 
+@pytest.mark.slow
 def test_adapters_train_sharded_as_under_ddp(tmp_path):
     need("bitsandbytes", "transformers", "peft")
     assert figures("qlora.py", tmp_path, 2, True)["passed"]

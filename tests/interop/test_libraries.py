@@ -11,7 +11,7 @@ NEEDS = {
     "trainer.py": ["transformers"], "sft.py": ["trl", "peft", "datasets"], "lora.py": ["peft", "transformers"],
     "diffusion.py": ["diffusers", "transformers"], "sentence.py": ["sentence_transformers", "datasets"],
 }  # fmt: skip
-QUICK = [("trainer.py", 2), ("lora.py", 2)]
+QUICK = [("trainer.py", 2)]
 LATER = [(script, processes) for script in NEEDS for processes in (1, 2) if (script, processes) not in QUICK]
 
 

@@ -34,7 +34,12 @@ def test_trainer_trains_sharded_and_resumes(launched):
 
 
 @pytest.mark.parametrize(
-    "layouts", [["fsdp", "ep-tp", "own-ep"], pytest.param(["tp", "norms-tp", "ep-fsdp"], marks=pytest.mark.slow)]
+    "layouts",
+    [
+        ["fsdp"],
+        pytest.param(["ep-tp", "own-ep"], marks=pytest.mark.slow),
+        pytest.param(["tp", "norms-tp", "ep-fsdp"], marks=pytest.mark.slow),
+    ],
 )
 def test_models_that_arrive_sharded_train_as_on_one_process(launched, layouts):
     need("transformers")
@@ -50,7 +55,8 @@ def test_adapters_of_models_that_arrive_sharded_train_as_on_one_process(launched
 @pytest.mark.parametrize(
     "processes, layouts",
     [
-        (2, ["tp", "loaded-tp", "fsdp2", "fsdp1", "forms"]),
+        (2, ["tp", "fsdp2"]),
+        pytest.param(2, ["loaded-tp", "fsdp1", "forms"], marks=pytest.mark.slow),
         pytest.param(2, ["ddp", "hand", "loaded-fsdp"], marks=pytest.mark.slow),
         pytest.param(1, ["single"], marks=pytest.mark.slow),
         pytest.param(4, ["fsdp2-tp", "hsdp"], marks=pytest.mark.slow),

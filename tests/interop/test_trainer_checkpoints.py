@@ -50,6 +50,7 @@ def test_a_folder_that_a_rank_lacks_or_that_is_damaged_is_refused_on_all(found, 
     assert all("optimizer.pt has 100 bytes" in text and "checkpoint-6" in text for text in found["damaged"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_fewer_ranks_with_its_global_batch(found, processes):
     if processes == 1:
         pytest.skip("there is one rank")

@@ -43,7 +43,7 @@ def test_throughput_is_in_the_logs_of_a_trainer(processes, run_ours):
     assert ("throughput/mfu" in found["again"]) == (processes == 1) and len(found["told"]) == processes - 1
 
 
-@pytest.mark.parametrize("who", ["collator", pytest.param("callback", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", [pytest.param(who, marks=pytest.mark.slow) for who in ("collator", "callback")])
 def test_a_hang_report_names_the_users_code(who, tmp_path):
     script = SCRIPTS / "trainer_hangs.py"
     ended = finished([*starter(2, ours=True), str(script), str(tmp_path), who], HUNG, **WAITS)
@@ -57,6 +57,7 @@ def test_a_hang_report_names_the_users_code(who, tmp_path):
     )
 
 
+@pytest.mark.slow  # `make demo` runs it
 def test_the_demo_of_a_kill_in_a_save():
     shown = finished([sys.executable, str(ROOT / "examples" / "trainer_killed.py")]).stdout
     assert "transformers as it is : does not go on (FileNotFoundError)\n" in shown
