@@ -21,6 +21,7 @@ def test_misuse_is_an_error_within_seconds_and_slow_ranks_are_waited_for(launch,
     assert done.stdout.splitlines().count("ok all") == processes
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_writes_is_not_waited_for(tmp_path):
     processes = started_by_hand(SCRIPT, "dies_while_saving", size=3, cwd=tmp_path)
     outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -259,6 +259,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Hosts, Job]]:
     hosts.remove()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_run_by_name(hosts):
     hosts, job = hosts
     run_two(job, lambda machine: hosts.options(machine, processes=2, heartbeat_timeout=3))

@@ -36,7 +36,7 @@ def test_trainer_trains_sharded_and_resumes(launched):
 @pytest.mark.parametrize(
     "layouts",
     [
-        ["fsdp"],
+        pytest.param(["fsdp"], marks=pytest.mark.slow),
         pytest.param(["ep-tp", "own-ep"], marks=pytest.mark.slow),
         pytest.param(["tp", "norms-tp", "ep-fsdp"], marks=pytest.mark.slow),
     ],
@@ -55,7 +55,7 @@ def test_adapters_of_models_that_arrive_sharded_train_as_on_one_process(launched
 @pytest.mark.parametrize(
     "processes, layouts",
     [
-        (2, ["tp", "fsdp2"]),
+        pytest.param(2, ["tp", "fsdp2"], marks=pytest.mark.slow),
         pytest.param(2, ["loaded-tp", "fsdp1", "forms"], marks=pytest.mark.slow),
         pytest.param(2, ["ddp", "hand", "loaded-fsdp"], marks=pytest.mark.slow),
         pytest.param(1, ["single"], marks=pytest.mark.slow),

@@ -10,6 +10,8 @@ from interop.programs import SCRIPTS, figures, finished, last_figures, need, sta
 
 pytestmark = pytest.mark.interop
 ADDED = {"accelerate_manifest.json", "accelerate_run.json"}
+# One run of the program, and all tests of it in one process.
+SHARED = ("found",)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
