@@ -124,21 +124,25 @@ def precision_of_torch():
     return stepping(model, adamw(model), torch.Tensor.backward)
 
 
-def precision_by_name():
+def under_fsdp2(model, optimizer_of, **settings):
     AcceleratorState._reset_state()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="size_based_wrap",
-        min_num_params=WIDTH * WIDTH,
-        mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": "fp32"},
-        module_precision={str(place): "fp32" for place in (1, 4, 7)},
-    )
-    accelerator, model = Accelerator(cpu=True, fsdp_plugin=plugin), normed()
-    model, optimizer = accelerator.prepare(model, adamw(model))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", **settings)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
     taken = stepping(model, optimizer, accelerator.backward)
     accelerator.free_memory()
     AcceleratorState._reset_state()
     return taken
+
+
+def precision_by_name():
+    return under_fsdp2(
+        normed(),
+        adamw,
+        min_num_params=WIDTH * WIDTH,
+        mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": "fp32"},
+        module_precision={str(place): "fp32" for place in (1, 4, 7)},
+    )
 
 
 def squares(output, target):
@@ -211,14 +215,7 @@ def muon_of_torch():
 
 
 def muon():
-    AcceleratorState._reset_state()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=WIDTH)
-    accelerator, model = Accelerator(cpu=True, fsdp_plugin=plugin), matrices()
-    model, optimizer = accelerator.prepare(model, orthogonal(model))
-    taken = stepping(model, optimizer, accelerator.backward)
-    accelerator.free_memory()
-    AcceleratorState._reset_state()
-    return taken
+    return under_fsdp2(matrices(), orthogonal, min_num_params=WIDTH)
 
 
 KINDS = {

@@ -58,10 +58,13 @@ def rebuilt(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mappi
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return state  # of an optimizer that has a form of its own
     known = dict(state["state"])
+    kinds = {type(value) for values in known.values() if isinstance(values, Mapping) for value in values.values()}
+    if dict not in kinds and not makes(optimizer):  # nothing in parts
+        return state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
         values = known.get(number)
-        if isinstance(values, Mapping) and (makes(optimizer) or any(map(is_parts, values.values()))):
+        if isinstance(values, Mapping):
             known[number] = {key: _rebuilt(optimizer, parameter, key, value) for key, value in values.items()}
     return {**state, "state": known}
 

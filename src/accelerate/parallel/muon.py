@@ -7,6 +7,7 @@ Source:
     https://kellerjordan.github.io/posts/muon/, https://arxiv.org/abs/2502.16982, section 2.3
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,31 +90,13 @@ def _rows_divided(matrix: torch.Tensor) -> Any | None:
 def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Exchange parts so that each matrix is whole on its owner, orthogonalise there, and yield this rank's parts. All ranks of the group."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    owned: list[list[int]] = [[] for _ in range(ranks)]
-    costs = [0] * ranks
-    for number in sorted(range(len(matrices)), key=lambda number: (-matrices[number].numel(), number)):
-        owner = costs.index(min(costs))
-        owned[owner].append(number)
-        costs[owner] += matrices[number].numel() * min(matrices[number].shape)
-    # How many numbers of each of its owner's matrices each rank has, by torch's division.
-    rows = [-(-matrix.shape[0] // ranks) for matrix in matrices]
-
-    def counts(rank: int, of: Sequence[int]) -> list[int]:
-        parts = [slice(rank * rows[number], (rank + 1) * rows[number]) for number in of]
-        return [
-            len(range(*part.indices(matrices[number].shape[0]))) * matrices[number].shape[1]
-            for part, number in zip(parts, of, strict=True)
-        ]
-
+    owned, rows, to_owners, from_ranks = _plan(tuple(matrix.shape for matrix in matrices), ranks, me)
     mine = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
-    to_owners = [sum(counts(me, of)) for of in owned]
-    from_ranks = [sum(counts(rank, owned[me])) for rank in range(ranks)]
     sent = torch.cat([mine[number] for of in owned for number in of])
-    received = sent.new_empty(sum(from_ranks))
-    dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
-    parts = [
-        chunk.split(counts(rank, owned[me])) for rank, chunk in enumerate(received.split(from_ranks)) if owned[me]
-    ]
+    taken = [sum(counts) for counts in from_ranks]
+    received = sent.new_empty(sum(taken))
+    dist.all_to_all_single(received, sent, taken, to_owners, group=group)
+    parts = [chunk.split(counts) for chunk, counts in zip(received.split(taken), from_ranks, strict=True) if counts]
     whole = {
         number: torch.cat(pieces).view(matrices[number].shape)
         for number, pieces in zip(owned[me], zip(*parts, strict=True), strict=True)
@@ -129,11 +112,30 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
         for number in owned[me]
     ]
     returned = torch.empty_like(sent)
-    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, from_ranks, group=group)
+    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, taken, group=group)
     order = [number for of in owned for number in of]
     found = dict(zip(order, returned.split([mine[number].numel() for number in order]), strict=True))
     for number, matrix in enumerate(matrices):
         yield found[number].view(-1, matrix.shape[1])
+
+
+@functools.cache
+def _plan(
+    shapes: tuple[torch.Size, ...], ranks: int, me: int
+) -> tuple[list[list[int]], list[int], list[int], list[list[int]]]:
+    """Return the matrices of each owner, the rows of a part, and how many numbers go to each owner and come from each rank, by matrix."""
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    costs = [0] * ranks
+    for number in sorted(range(len(shapes)), key=lambda number: (-shapes[number].numel(), number)):
+        owner = costs.index(min(costs))
+        owned[owner].append(number)
+        costs[owner] += shapes[number].numel() * min(shapes[number])
+    rows = [-(-shape[0] // ranks) for shape in shapes]  # torch's division
+
+    def counts(rank: int, of: Sequence[int]) -> list[int]:
+        return [max(0, min(rows[n], shapes[n][0] - rank * rows[n])) * shapes[n][1] for n in of]
+
+    return owned, rows, [sum(counts(me, of)) for of in owned], [counts(rank, owned[me]) for rank in range(ranks)]
 
 
 def _newton_schulz(matrices: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:

@@ -28,6 +28,7 @@ from accelerate.runtime import torch_private, traits
 from accelerate.runtime.torch_private import pytree
 from accelerate.training.prepared import Facade
 
+# Each how many-th step forward and backward are computed twice.
 REPLAY_EVERY = "ACCELERATE_REPLAY_EVERY"
 
 

@@ -26,12 +26,12 @@ from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import storage, traits
 from accelerate.state import ENGINE_PLUGINS
+from accelerate.training import replay
 from accelerate.training.prepared import Facade
 from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
-REPLAY_EVERY = "ACCELERATE_REPLAY_EVERY"  # before each how many-th step forward and backward are computed twice
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
@@ -193,7 +193,7 @@ def replica_check(accelerator: Facade) -> Any:
 
 def replay_check(accelerator: Facade) -> Any:
     """Return what computes every so many steps twice, as the environment says; None by default."""
-    every = get_int_from_env([REPLAY_EVERY], 0)
+    every = get_int_from_env([replay.REPLAY_EVERY], 0)
     if not every:
         return None
     kind, layout = traits.of(accelerator.distributed_type), accelerator.parallelism_config
@@ -207,8 +207,6 @@ def replay_check(accelerator: Facade) -> Any:
         "fp8, whose scales follow what was computed before": accelerator.fp8_enabled,
     }
     if why := next((words for words, holds in cannot.items() if holds), None):
-        warn_user(f"{REPLAY_EVERY}={every} has no effect with {why}.")
+        warn_user(f"{replay.REPLAY_EVERY}={every} has no effect with {why}.")
         return None
-    from accelerate.training import replay
-
     return replay.ReplayCheck(accelerator, every)
