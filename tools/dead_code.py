@@ -26,11 +26,14 @@ CALLED: dict[str, str] = {
     ),
     **dict.fromkeys(["_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"], "DeepSpeed: its groups of ranks"),
     **dict.fromkeys(["is_decoupled"], "DeepSpeed: asked of what writes its checkpoints"),
+    **dict.fromkeys(
+        ["get_lst_from_rank0", "assert_lst_len_same_as_other_ranks"], "DeepSpeed: how ZeRO 3 compares ranks"
+    ),
     **dict.fromkeys(["Version"], "annotations in quotes"),
     **dict.fromkeys(["allow_tf32", "activation_relu_or_gelu", "enable_load_balance"], "torch: settings"),
     **dict.fromkeys(
         [
-            *["SingleProcess", "TensorParallel"],
+            *["SingleProcess", "TensorParallel", "PipelineParallel"],
             *["checkpoint_command_parser", "diagnose_command_parser", "plan_command_parser", "stacks_command_parser"],
         ],
         "our registries, which hold names",
