@@ -11,7 +11,7 @@ import logging
 import sys
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -276,26 +276,36 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     _compile_regions(module, lambda part: part.compile(**compile_kwargs))
 
 
-def _compile_regions(module: nn.Module, compile_one: Callable[[nn.Module], Any], whole: bool = False) -> None:
-    if isinstance(module, torch_private.ActivationWrapper):  # what recomputes is around a compiled block, not in it
-        _compile_regions(next(module.children()), compile_one, whole)
-    elif whole or _is_region(module):
+def _compile_regions(
+    module: nn.Module, compile_one: Callable[[nn.Module], Any], whole: bool = False, units: Set[nn.Module] = frozenset()
+) -> None:
+    inner = next(module.children()) if isinstance(module, torch_private.ActivationWrapper) else None
+    whole = whole or module in units
+    if inner is not None:  # what recomputes is around a compiled block, not in it
+        _compile_regions(inner, compile_one, whole, units)
+    elif whole or _is_region(module) and units.isdisjoint(module.modules()):
         compile_one(module)
     else:
         blocks = is_repeated_blocks(module)
         for child in module.children():
-            _compile_regions(child, compile_one, blocks)
+            _compile_regions(child, compile_one, blocks, units)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Compile a module's regions in place and return it, as fully_shard needs it: its hooks are on the modules.
 
     Args:
-        module: The module to compile; see ``compile_regions`` for what a region is.
+        module: The module to compile; see ``compile_regions`` for what a region is. An innermost unit of ``fully_shard`` is one, too.
         **compile_kwargs: Passed to ``Module.compile``.
     """
-    if torch_private.sharded_units(module):
-        _compile_regions(module, functools.partial(_compile_forward, compile_kwargs))
+    if units := torch_private.sharded_units(module):
+        innermost = {unit for unit in units if unit is not module and len(torch_private.sharded_units(unit)) == 1}
+        _compile_regions(module, functools.partial(_compile_forward, compile_kwargs), units=innermost)
+        if all("forward" not in part.__dict__ for part in module.modules()):
+            warn_user(
+                f"TorchDynamoPlugin(use_regional_compilation=True) compiled nothing of {type(module).__name__}: it has no list of equal blocks, "
+                "and no unit of FSDP2 but single layers. Name its blocks in transformer_cls_names_to_wrap."
+            )
     else:
         compile_regions_deepspeed(module, **compile_kwargs)
     return module

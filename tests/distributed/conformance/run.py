@@ -23,7 +23,7 @@ from distributed.conformance import pairs
 from distributed.conformance.checks import CHECKS, turned_on
 from distributed.conformance.strategies import STRATEGIES
 from distributed.conformance.training import PATIENCE
-from distributed.scripts.harness import CPU, everywhere, say
+from distributed.scripts.harness import ASKED, CPU, everywhere, say
 
 
 def findings(what: str, work: Callable[[], list[str]]) -> list[str]:
@@ -34,7 +34,7 @@ def findings(what: str, work: Callable[[], list[str]]) -> list[str]:
     except Exception as error:  # printed below, and the next check goes on
         mine = [f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-3:])}"]
     found = [f"{what}: rank {rank}: {text}" for rank, texts in enumerate(everywhere(mine)) for text in texts]
-    say(f"{'FAILED' if found else 'ok'} {what} ({time.perf_counter() - started:.2f} s)")
+    say("\n".join([f"{'FAILED' if found else 'ok'} {what} ({time.perf_counter() - started:.2f} s)", *found]))
     return found
 
 
@@ -56,7 +56,7 @@ def check_pairs(names: list[str], folder: str) -> list[str]:
 
 def main(folder: str, *words: str) -> bool:
     gc.freeze()  # collections are many, and pass over what imports have left
-    PartialState(cpu=CPU, timeout=PATIENCE)
+    PartialState(cpu=CPU, timeout=PATIENCE, **ASKED)
     chosen, exchanged = (words[: words.index("--pairs")], words[words.index("--pairs") + 1 :])
     found = []
     for strategy in (STRATEGIES[word] for word in chosen if word not in CHECKS):
@@ -65,7 +65,6 @@ def main(folder: str, *words: str) -> bool:
             with turned_on(strategy):
                 found += findings(f"{strategy.name} {check}", partial(CHECKS[check], strategy))
     found += check_pairs(exchanged, folder)
-    say("\n".join(found))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return bool(found)

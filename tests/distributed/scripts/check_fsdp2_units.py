@@ -45,12 +45,8 @@ def build(blocks=2):
 
 
 def sharding(**options):
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-        **options,
-    )
+    usual = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    return FullyShardedDataParallelPlugin(fsdp_version=2, **{**usual, **options})
 
 
 def batch(number, size=4):
@@ -219,6 +215,36 @@ def check_blocks_are_compiled_one_by_one():
         found, same = trained(backend, **options)
         require_equal(same, weights, (backend, options, found, expected))
         assert found == expected
+
+
+def check_units_are_blocks_wherever_they_are():
+    """Units in a Sequential, with a small list of layers inside, are compiled too; a model without blocks is told of."""
+
+    class Unit(Block):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+
+        def forward(self, x):
+            return super().forward(self.norms[0](x))
+
+    def compiled(model, unit):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True, fullgraph=True)
+        plugin = sharding(transformer_cls_names_to_wrap=[unit])
+        accelerator = fresh_accelerator(fsdp_plugin=plugin, dynamo_plugin=dynamo)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = accelerator.prepare_model(model)
+        accelerator.backward(model(batch(0)).sum())
+        told = [str(item.message) for item in caught if "compiled nothing of" in str(item.message)]
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], told
+
+    found = compiled(nn.Sequential(nn.Linear(4, 8), Unit(), Unit()), "Unit")
+    assert found == (1, []), found
+    graphs, told = compiled(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), "Linear")
+    assert graphs == 0 and "compiled nothing of FSDPSequential" in told[0], told
 
 
 def check_a_block_that_is_compiled_again_and_again_is_named():

@@ -14,6 +14,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 CPU = not torch.cuda.is_available()
+# Ranks that share a GPU meet over gloo, which has to be asked for.
+ASKED = {"backend": os.environ["BACKEND"]} if "BACKEND" in os.environ else {}
 
 
 class Stream(IterableDataset):

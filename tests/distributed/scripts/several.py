@@ -9,11 +9,15 @@ import sys
 import time
 
 import torch
-from harness import say
+from harness import ASKED, CPU, say
+
+from accelerate.state import PartialState
 
 if __name__ == "__main__":
     scripts = [word for word in sys.argv[1:] if word.endswith(".py")]
     words = tuple(sys.argv[1 + len(scripts) :])
+    if ASKED:
+        PartialState(cpu=CPU, **ASKED)
     gc.freeze()  # collections are many, and pass over what imports have left
     for script in scripts:
         start, module = time.monotonic(), importlib.import_module(script.removesuffix(".py"))
