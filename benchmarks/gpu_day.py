@@ -196,6 +196,21 @@ def offload(day: Day) -> Figures:
         return day.compared("big_model", "accelerator", *told, rounds=2)
 
 
+def sharded(day: Day) -> Figures:
+    """Train the transformer of `precisions` under FSDP2, with what is asked for beside a step in turn. Ours alone."""
+    sys.path.append(str(HERE / "cases"))
+    from sharded import KINDS
+
+    figures: Figures = {}
+    for kind in KINDS:
+        try:
+            found = day.case("sharded", kind)
+        except RuntimeError as error:
+            found = {"failed": error.args[0]}
+        figures |= {f"{kind}: {figure}": {"ours": value} for figure, value in found.items()}
+    return figures
+
+
 def estimates(day: Day) -> Figures:
     """Compare the memory that `accelerate plan` says with what the allocator counts."""
     models = ["--models", "llama", *["gpt2", "bert"] * (not REHEARSED)]
@@ -235,6 +250,7 @@ PARTS: dict[str, tuple[str, Callable[[Day], Figures]]] = {
     "tests": ("Tests marked `gpu`", tests),
     "conformance": ("Conformance: every strategy against one process", conformance),
     "precisions": ("Precisions", precisions),
+    "sharded": ("What is asked for beside a step: FSDP2 in bfloat16, one rank", sharded),
     "checkpoints": ("Checkpoints of a state on the device", checkpoints),
     "trainer": ("Checkpoints of transformers' Trainer", trainer),
     "step": ("A training step", lambda day: day.compared("step", rounds=1)),

@@ -98,6 +98,16 @@ def test_two_processes_share_one_gpu_over_gloo():
 
 
 @one_gpu
+def test_two_ranks_of_one_gpu_train_load_and_save():
+    """What gloo moves between tensors of a GPU: replicas, batches, objects, checkpoints. It crashes on gathers of shards."""
+    names = "prepare operations loaders streams saving estimator watching wrappers active_loader collective_errors preemption training"
+    scripts = [f"check_{name}.py" for name in names.split()]
+    ended = by_torchrun("several.py", *scripts, BACKEND="gloo", PYTHONPATH=os.pathsep.join(sys.path))
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
+    assert ended.stdout.count("\ndone check_") == len(scripts), ended.stdout
+
+
+@one_gpu
 def test_two_processes_on_one_gpu_over_nccl_are_errors_that_name_the_way_out(launch):
     how = {"processes": 2, "cpu": False, "succeeds": False, "environment": {"CUDA_VISIBLE_DEVICES": "0"}}
     assert "Ask for at most 1" in launch("share_gpu.py", **how).stderr

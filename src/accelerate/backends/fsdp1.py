@@ -16,7 +16,7 @@ from accelerate.devices import row
 from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import canonical_names, is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency
-from accelerate.parallel.mesh import shard_mesh, take_from_first
+from accelerate.parallel.mesh import check_backend, shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.runtime import torch_private
@@ -224,6 +224,7 @@ def _mesh(accelerator: Run, strategy: Any) -> "DeviceMesh | None":
     # A copy on each machine, unless a mesh says otherwise.
     from torch.distributed.device_mesh import init_device_mesh
 
+    check_backend(accelerator.device)
     world = torch.distributed.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
     if world % local:

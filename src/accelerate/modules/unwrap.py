@@ -277,7 +277,10 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def _compile_regions(
-    module: nn.Module, compile_one: Callable[[nn.Module], Any], whole: bool = False, units: Set[nn.Module] = frozenset()
+    module: nn.Module,
+    compile_one: Callable[[nn.Module], Any],
+    whole: bool = False,
+    units: Set[nn.Module] = frozenset(),
 ) -> None:
     inner = next(module.children()) if isinstance(module, torch_private.ActivationWrapper) else None
     whole = whole or module in units

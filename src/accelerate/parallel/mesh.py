@@ -12,6 +12,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def check_backend(device: torch.device) -> None:
+    """Refuse (ValueError) meshes of accelerators that meet over gloo, whose gathers of their shards end in a segmentation fault. Any rank.
+
+    Seen on one H200 with torch 2.11: replicas (DDP), sequence parallelism beside them and flat shards of FSDP1 work.
+    """
+    if device.type != "cpu" and f"{device.type}:gloo" in torch.distributed.get_backend_config().split(","):
+        raise ValueError(
+            f"backend='gloo' cannot gather what is sharded on {device.type}: torch crashes in its functional collectives. Start one process per "
+            "device and leave the backend to its default, train replicas (DDP), or pass cpu=True to Accelerator."
+        )
+
+
 def submesh(mesh: "DeviceMesh | None", name: str) -> "DeviceMesh | None":
     """Return one dimension of a mesh, a flattened one ("dp_shard_cp") included; None where it is not active."""
     if mesh is None:

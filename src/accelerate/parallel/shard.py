@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import get_module_children_bottom_up
 from accelerate.parallel import consistency
-from accelerate.parallel.mesh import shard_mesh
+from accelerate.parallel.mesh import check_backend, shard_mesh
 from accelerate.precision import four_bit, master, rules
 from accelerate.precision.master import local_part
 from accelerate.runtime import torch_private
@@ -51,6 +51,7 @@ def mesh_of(accelerator: Run) -> "DeviceMesh":
         return shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
     from torch.distributed.device_mesh import init_device_mesh
 
+    check_backend(accelerator.device)
     shape = (torch.distributed.get_world_size(),)
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard",))
 

@@ -186,7 +186,7 @@ def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str)
         dist.destroy_process_group()
         raise ValueError(
             f"The local processes {shared}, which backend={backend!r} does not allow. Start as many processes as there are "
-            "devices, or pass InitProcessGroupKwargs(backend='gloo') (slower) to share them."
+            "devices, or pass InitProcessGroupKwargs(backend='gloo') (slower) to share them, for replicas (DDP) alone."
         )
 
 

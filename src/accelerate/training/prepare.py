@@ -543,6 +543,8 @@ def device_mesh(accelerator: Facade) -> None:
     layout = accelerator.parallelism_config
     if layout is not None and accelerator.torch_device_mesh is None:
         layout._validate_accelerator(accelerator)
+        if layout.tp_enabled or layout.cp_enabled or layout.pp_enabled or layout.dp_shard_enabled:
+            meshes.check_backend(accelerator.device)
         accelerator.state.device_mesh = layout.get_device_mesh(accelerator.device.type)
 
 

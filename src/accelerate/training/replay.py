@@ -121,6 +121,12 @@ class ReplayCheck:
 
     def watch_model(self, model: nn.Module) -> None:
         """Keep what the forwards of a prepared model start from, in the steps that are computed twice."""
+        if self.accelerator.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            # Attention's backward on an H200, for one, adds up in any order.
+            warn_user(
+                f"{REPLAY_EVERY}={self.every} finds kernels that are not deterministic, too, and ends the run. Call `set_seed(seed, "
+                "deterministic=True)` first, so that what it finds is the device."
+            )
         model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -222,8 +228,8 @@ class ReplayCheck:
         seen = {rank: said for rank, said in enumerate(self.accelerator._communicator.gather_object(text)) if said}
         lines = "".join(f"\n  - rank {rank}: {seen[rank]}" for rank in [*seen][:LISTED])
         return ReplayDiffers(
-            f"Step {step}, computed twice from the same state, is not the same on rank {listed([*seen])}:{lines}\nOne rank alone: suspect its "
-            "device. Several: kernels that are not deterministic (`set_seed(seed, deterministic=True)` names them), or a loss that uses "
+            f"Step {step}, computed twice from the same state, is not the same on rank {listed([*seen])}:{lines}\nOne rank of several: suspect "
+            "its device. All: kernels that are not deterministic (`set_seed(seed, deterministic=True)` names them), or a loss that uses "
             "weights or inner values of the model beside its outputs."
         )
 

@@ -192,15 +192,15 @@ def streams_whole_weights(strategy: Strategy) -> list[str]:
         for bucket in run.accelerator.stream_weights(run.model, bucket_bytes=BUCKET):
             if not bucket or len(bucket) > 1 and sum(value.nbytes for value in bucket.values()) > BUCKET:
                 found.append(f"a bucket of {list(bucket)}")
-            got |= bucket
+            got |= {name: value.cpu() for name, value in bucket.items()}
+            own = {parameter.data_ptr() for parameter in run.model.parameters()}
+            found.extend(f"{name} is the model's memory" for name, value in bucket.items() if value.data_ptr() in own)
         if bucket or len(weights.keys() - got.keys()) != 1 or not weights.keys() - got.keys() <= TIED:
             found.append(f"names {sorted(got)}, after them {list(bucket)}")
         found.extend(tensors_apart(got, {name: weights[name] for name in got}, 0.0))
-        own = {parameter.data_ptr() for parameter in run.model.parameters()}
-        found.extend(f"{name} is the model's memory" for name, value in got.items() if value.data_ptr() in own)
         half = {}
         for bucket in run.accelerator.stream_weights(run.model, dtype=torch.bfloat16):
-            half |= bucket
+            half |= {name: value.cpu() for name, value in bucket.items()}
         found.extend(tensors_apart(half, {name: value.bfloat16() for name, value in got.items()}, 0.0))
 
     trace = run.train(at=stream)
@@ -210,10 +210,11 @@ def streams_whole_weights(strategy: Strategy) -> list[str]:
 def runs_alone_on_whole_parameters(strategy: Strategy) -> list[str]:
     """In `whole_parameters` each rank runs forwards of its own number, as the plain model does; the training is the same."""
     run, found = Run(strategy, FEW), []
-    tokens, places, _ = (part[:2] for part in zoo.data(1))
+    device = run.accelerator.device
+    tokens, places, _ = (part[:2].to(device) for part in zoo.data(1))
 
     def compare(step: int) -> None:
-        plain = zoo.build()
+        plain = zoo.build().to(device)
         plain.load_state_dict(everywhere(run.weights())[0])
         with torch.no_grad(), run.accelerator.whole_parameters(run.model) as whole:
             for _ in range(1 if strategy.same_batch > 1 else 1 + run.accelerator.process_index):

@@ -13,6 +13,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchContextParallelConfig
 from accelerate.utils.versions import is_torch_version
 from distributed.conformance.model import MAX_NORM
+from distributed.scripts.harness import CPU
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _arrives(names: tuple[str, ...], slow: bool = False, **how: Any) -> Strategy
     """Return a model sharded by torch alone over a mesh of two ranks a dimension, from which the Accelerator takes its layout."""
 
     def shard(model: nn.Module) -> None:
-        mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+        mesh = init_device_mesh("cpu" if CPU else "cuda", (2,) * len(names), mesh_dim_names=names)
         if "tp" in names:
             styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
             parallelize_module(model, mesh["tp"], {name: styles[word]() for name, word in model._tp_plan.items()})

@@ -1,4 +1,6 @@
 import pytest
+import torch
+from torch import distributed
 
 from accelerate.parallel import mesh as layout
 from accelerate.parallelism_config import ParallelismConfig
@@ -21,3 +23,13 @@ def test_places(rank):
     assert layout.submesh(mesh, "dp_cp").size() == 8
     assert layout.submesh(mesh, "sp") is None
     assert (layout.submesh(mesh, "dp").size(), layout.rank(mesh, "dp")) == (4, rank // 4)
+
+
+def test_accelerators_do_not_share_shards_over_gloo():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layout.check_backend(torch.device("cpu"))
+        with pytest.raises(ValueError, match="backend='gloo' cannot gather what is sharded on cuda"):
+            layout.check_backend(torch.device("cuda", 0))
+    finally:
+        distributed.destroy_process_group()
