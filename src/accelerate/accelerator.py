@@ -426,7 +426,7 @@ class Accelerator(Processes):
         kind = prepare.kind_of(obj)
         if kind is None or (kind == "scheduler") is first_pass:
             return obj
-        if (known := prepare.again(self, obj, kind)) is not None:
+        if (known := prepare.find_prepared(self, obj, kind)) is not None:
             return known
         # Looked up on the instance, because libraries replace these methods there.
         if kind == "loader":

@@ -176,9 +176,9 @@ class AlignDevicesHook(ModelHook):
         if torch.is_inference_mode_enabled():
             # A tensor that is made in inference mode computes in other ways, with other bits, and never works outside of it.
             with torch.inference_mode(False):
-                self._bring_in(module)
+                self._load_weights(module)
         else:
-            self._bring_in(module)
+            self._load_weights(module)
 
     def _places(self, module: nn.Module) -> Iterator[tuple[str, _Place, torch.Tensor]]:
         """Yield what may be elsewhere between forwards: a name below the module, where it is, and the tensor there."""
@@ -191,7 +191,7 @@ class AlignDevicesHook(ModelHook):
                 if tensor is not None and name not in owner._non_persistent_buffers_set:
                     yield prefix + name, (owner, owner._buffers, name), tensor
 
-    def _bring_in(self, module: nn.Module) -> None:
+    def _load_weights(self, module: nn.Module) -> None:
         ahead = self.prefetcher.enter(self) if self.prefetcher is not None else {}
         for name, place, empty in self._places(module):
             value = ahead.get(name)
@@ -211,10 +211,10 @@ class AlignDevicesHook(ModelHook):
                     filled.__dict__.update(empty.__dict__)
                 place[1][place[2]] = filled
             else:
-                filled = self._onload(name, place, value)
+                filled = self._put_weight(name, place, value)
             self._present[name] = (place, filled, empty)
 
-    def _onload(self, name: str, place: _Place, value: torch.Tensor | None) -> torch.Tensor:
+    def _put_weight(self, name: str, place: _Place, value: torch.Tensor | None) -> torch.Tensor:
         owner, table, last = place
         empty, tied = table[last], name in self.tied_params_names
         quantized = value is not None and value.dtype is torch.int8
@@ -247,11 +247,11 @@ class AlignDevicesHook(ModelHook):
 
     def _leave(self, module: nn.Module) -> None:
         if self.offload:
-            self._send_out(module)
+            self._offload_weights(module)
         if self.leads is not None:
             self.leads.end()
 
-    def _send_out(self, module: nn.Module) -> None:
+    def _offload_weights(self, module: nn.Module) -> None:
         for name, ((owner, table, last), filled, empty) in self._present.items():
             now = table.get(last)
             if now is filled and empty.is_meta and filled.dtype is empty.dtype and type(empty) in PLAIN:

@@ -306,7 +306,7 @@ class PartialState(ProcessView):
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         asked = env.value_of("enable_cpu_affinity")
-        if not affinity.bind_as_told(self.local_process_index, self.device.type, asked) and asked:
+        if not affinity.bind_from_env(self.local_process_index, self.device.type, asked) and asked:
             set_numa_affinity(self.local_process_index)
 
     def _prepare_backend(

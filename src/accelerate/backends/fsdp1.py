@@ -13,7 +13,7 @@ from accelerate.checkpoint import low_bit
 from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, is_fsdp1, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
-from accelerate.modules.repoint import named, repoint
+from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import canonical_names, is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import check_backend, shard_mesh, take_from_first
@@ -79,7 +79,7 @@ class FSDP1(Sharded):
             units = {part.module for part in parts if part is not wrapped}
             fsdp_utils.checkpoint_activations(wrapped, plugin, units.__contains__ if units else None)
         if plugin.use_orig_params:
-            repoint(accelerator, wrapped, before)
+            remap_optimizers(accelerator, wrapped, before)
         else:
             _repoint_flat(accelerator, wrapped, before)
         if ignored:

@@ -238,7 +238,7 @@ def merge_fsdp_weights(
                 raise OSError(f"{path} is not what was written, so no shards were deleted.")
             shutil.rmtree(source)
 
-    state.together(lambda: merge() if process.is_main_process else None)
+    state.run_on_all_ranks(lambda: merge() if process.is_main_process else None)
     process.wait_for_everyone()
 
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.load import CheckpointFolder, copy_over
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
-from accelerate.checkpoint.state import is_spread, like, mapped_leaves, part
+from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, mapped_leaves, part
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
 from accelerate.utils.other import load_each
@@ -154,7 +154,7 @@ class CheckpointReader:
                     for file in files:
                         self.reader.fs.hold(os.path.join(self.origin, file))
                 else:
-                    self._early, self._later = {key: like(first) for key, first in firsts.items()}, None
+                    self._early, self._later = {key: empty_on_host_like(first) for key, first in firsts.items()}, None
                     plan, planner, _ = self._planned(self._early)
                     self.reader.read_data(plan, planner)
         return wanted
@@ -425,7 +425,7 @@ def _keeping(state: Any, path: str = "") -> Any:
         return {key: _keeping(value, f"{path}.{key}" if path else key) for key, value in state.items()}
 
     def refuse_shards(value: Any) -> None:
-        if is_spread(value):
+        if is_distributed_tensor(value):
             raise ValueError(
                 f"{path} has shards of a tensor below a key that is no text, which the sharded format cannot hold. Save with "
                 "FULL_STATE_DICT, or use texts as keys."

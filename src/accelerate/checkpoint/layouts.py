@@ -31,7 +31,14 @@ from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import Kind, Layout, ModelState, is_spread, on_all, together
+from accelerate.checkpoint.state import (
+    Kind,
+    Layout,
+    ModelState,
+    gather_from_all_ranks,
+    is_distributed_tensor,
+    run_on_all_ranks,
+)
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, same_tensors, shared_tensor_names
 from accelerate.runtime import torch_private
@@ -293,7 +300,7 @@ def read_model(
             read[name] = mine
             later.append((value, mine))
         else:
-            read[name] = like(mine, value, stored)
+            read[name] = read_like(mine, value, stored)
     load.refuse_misfit(stored.origin, "the model", wrong)
     stored.over(later)
     stored.fill()
@@ -304,11 +311,15 @@ def _shape(value: Any) -> Any:
     return tuple(value.size()) if isinstance(value, torch.Tensor) else "no tensor"
 
 
-def like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> torch.Tensor | None:
+def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> torch.Tensor | None:
     """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards."""
     if value.size() != own.size():
         return None
-    return stored.into(value, state.like(own, value.dtype)) if is_spread(own) else stored.whole(value)
+    return (
+        stored.into(value, state.empty_on_host_like(own, value.dtype))
+        if is_distributed_tensor(own)
+        else stored.whole(value)
+    )
 
 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
@@ -348,7 +359,7 @@ def write(values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layo
         if owns:
             formats.write_torch(os.path.join(folder, name), values)
 
-    together(put)
+    run_on_all_ranks(put)
     if layout == "sharded":
         _publish_shards({kind: values}, os.path.join(folder, shards))
 
@@ -359,10 +370,10 @@ def _publish_shards(values: dict[str, Any], folder: str) -> None:
 
     main = state.rank_and_size()[0] == 0
     storage = LocalStorage(folder)
-    staged = on_all(together(lambda: storage.stage() if main else ""))[0]
+    staged = gather_from_all_ranks(run_on_all_ranks(lambda: storage.stage() if main else ""))[0]
     try:
         dcp.save(values, staged)
-        together(lambda: storage.publish() if main else None)
+        run_on_all_ranks(lambda: storage.publish() if main else None)
     finally:
         storage.discard()
 
@@ -386,7 +397,7 @@ def read_for_model(
         return required(folder, "model", index, prefer).open()
 
     # FSDP1 takes the states by collectives.
-    stored = together(opened) if state.is_fsdp1(model) else opened()
+    stored = run_on_all_ranks(opened) if state.is_fsdp1(model) else opened()
     own = state.model_state(model, **getter)
     over = over and isinstance(folder, CheckpointFolder) and state.is_models_memory(own, model)
     elsewhere = getattr(getattr(model, "holdings", None), "elsewhere", ())

@@ -82,7 +82,7 @@ class ObjectStore(CheckpointStorage):
             return None, []
         return published.manifest, _differences(published.manifest, self._objects.below(published.generation))
 
-    def _looks(self) -> Iterator["_Published"]:
+    def _read_until_stable(self) -> Iterator["_Published"]:
         """Look what is published, and look again as long as another checkpoint replaces it meanwhile."""
         former = None
         for _ in range(_LOOKS):
@@ -146,7 +146,7 @@ class ObjectStore(CheckpointStorage):
         FileNotFoundError for nothing, DamagedCheckpoint for what is not whole, OSError if store or disk refuses.
         """
         try:
-            for published in self._looks():
+            for published in self._read_until_stable():
                 sizes = self._foreign() if published.manifest is None else _sizes(published.manifest)
                 key = (os.getpid(), self.location, published.text, frozenset(sizes.items()))
                 if key not in _copies:

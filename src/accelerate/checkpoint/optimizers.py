@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import load, low_bit, manifest, state
-from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, merged, required
+from accelerate.checkpoint.layouts import Found, Layout, Path, find, merged, read_like, required
 from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.state import is_spread, mapped_leaves, together
+from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves, run_on_all_ranks
 from accelerate.modules.unwrap import match_names
 from accelerate.runtime import torch_private
 
@@ -255,13 +255,13 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
         if not value.dim():
             # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
             return stored.into(value, torch.empty_like(value, device="cpu")) if value.is_meta else load.own_copy(value)
-        if not is_spread(own) and not is_spread(value):
+        if not is_distributed_tensor(own) and not is_distributed_tensor(value):
             made = stored.whole(value) if _may_belong(value.shape, own.shape) else None
         else:
-            made = like(own, value, stored)
+            made = read_like(own, value, stored)
             before = present.get(key)
             if made is None and isinstance(before, torch.Tensor):
-                made = like(before, value, stored)
+                made = read_like(before, value, stored)
         if made is None:
             raise RuntimeError(
                 f"{key} of {name} has the shape {tuple(value.size())} in {stored.origin}, and the parameter {tuple(own.size())}; nothing was loaded. If such "
@@ -327,7 +327,7 @@ def read_for_optimizer(
         stored = found.open()
         return read_optimizer(goal, stored, found), stored
 
-    values, stored = together(read) if flat else read()  # FSDP1 goes on with collectives
+    values, stored = run_on_all_ranks(read) if flat else read()  # FSDP1 goes on with collectives
     return Deferred(state.optimizer_to_load(optimizer, model, values), stored.finish)
 
 

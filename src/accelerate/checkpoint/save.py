@@ -34,9 +34,9 @@ from accelerate.checkpoint.state import (
     LOADERS,
     POSITIONS,
     Common,
-    is_spread,
+    empty_on_host_like,
+    is_distributed_tensor,
     keeps_state,
-    like,
     own_part,
     part,
     quietly,
@@ -399,7 +399,9 @@ class HostBuffers:
     def shell(self, value: torch.Tensor) -> torch.Tensor:
         """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
         spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        return self._take((type(value), *spread, value.size(), value.dtype, part(value).shape), lambda: like(value))
+        return self._take(
+            (type(value), *spread, value.size(), value.dtype, part(value).shape), lambda: empty_on_host_like(value)
+        )
 
     def synchronize(self) -> None:
         """Wait until the copies are complete."""
@@ -435,7 +437,7 @@ class _Snapshot:
         return self._made[id(obj)][1]
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if is_spread(tensor):
+        if is_distributed_tensor(tensor):
             mine, made = part(tensor), self._buffers.shell(tensor)
             if type(mine) is torch.Tensor:
                 own_part(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())

@@ -45,7 +45,7 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def together(work: Callable[[], T]) -> T:
+def run_on_all_ranks(work: Callable[[], T]) -> T:
     """Do something without collectives on every rank; raise its error where it fails, RuntimeError elsewhere."""
     result, error = None, None
     try:
@@ -55,7 +55,7 @@ def together(work: Callable[[], T]) -> T:
     failed = torch.tensor(error is not None)
     if rank_and_size()[1] > 1:  # what went wrong travels only if something did
         failed = comm.for_type(DistributedType.MULTI_CPU).all_reduce(failed, "max")
-    problems = on_all(None if error is None else f"{type(error).__name__}: {error}") if failed else []
+    problems = gather_from_all_ranks(None if error is None else f"{type(error).__name__}: {error}") if failed else []
     if error is not None:
         raise error
     for number, text in enumerate(problems):
@@ -64,7 +64,7 @@ def together(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def on_all(value: Any) -> list[Any]:
+def gather_from_all_ranks(value: Any) -> list[Any]:
     """Return what each rank gives, small and plain data, in the order of ranks. All ranks."""
     size = rank_and_size()[1]
     given = [value] * size
@@ -111,7 +111,7 @@ def is_sharded_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
 
 
-def is_spread(value: Any) -> bool:
+def is_distributed_tensor(value: Any) -> bool:
     """Say whether a value is a tensor that knows the whole while this rank has a part."""
     return is_dtensor(value) or is_sharded_tensor(value)
 
@@ -390,7 +390,7 @@ def _gather_shards(value: Any) -> torch.Tensor | None:
 
 
 @quietly()
-def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty_on_host_like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return new memory of the host for what this rank has of a tensor, with the same knowledge of the whole."""
     dtype = dtype or value.dtype
     if not is_sharded_tensor(value):

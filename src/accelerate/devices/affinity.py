@@ -150,7 +150,7 @@ def _threads() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 
-def bind_as_told(index: int, device_type: str, asked: bool = False) -> bool:
+def bind_from_env(index: int, device_type: str, asked: bool = False) -> bool:
     """Bind this process as the launcher's `--numa_affinity` says, once; return whether that, or `asked`, decides."""
     global _bound
     kind = os.environ.get(VARIABLE, "").strip().lower() or (EXCLUSIVE if asked and device_type == "cpu" else "")

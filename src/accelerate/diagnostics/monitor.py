@@ -116,7 +116,7 @@ class Monitor:
         if not self._waits:
             if self._asks:
                 keys.compare_set("reporter", str(self.rank), "")
-                failure.tell_hang("")
+                failure.write_hang_report("")
                 self._asks, self._question, self._reported = False, None, set()
             return False
         if not self._asks and not self._elected(keys):
@@ -147,7 +147,7 @@ class Monitor:
             self._reported.add(finding.key)
             text = printable(str(finding), LONGEST_REPORT)
             keys.set("report", text)
-            failure.tell_hang(text)
+            failure.write_hang_report(text)
             logger.warning("%s", text)
 
 

@@ -263,7 +263,7 @@ class Agent(OpenAgent):
     def _show_if_it_lingers(self, local: int) -> None:
         """Show the traceback of a process that has failed and does not end."""
         record = _read(self.error_files[local])
-        if record and not record.get("interrupt") and not self._lasts(f"lingers {local}", _LINGERING_S):
+        if record and not record.get("interrupt") and not self._within(f"lingers {local}", _LINGERING_S):
             self.reporter.lingers(record.get("rank", local), record)
 
     def _report(self, result: RunResult) -> None:
@@ -289,7 +289,7 @@ class Agent(OpenAgent):
     def _is_ending(self, statuses: Mapping[int, int | None]) -> bool:
         """Whether some processes have ended as preempted, and the others have time left to do so."""
         ending = {PREEMPTED, None} <= set(statuses.values()) <= {PREEMPTED, 0, None}
-        return ending and self._lasts("ending", ENDING_S)
+        return ending and self._within("ending", ENDING_S)
 
     def _waits_for_cause(self, statuses: Mapping[int, int | None]) -> bool:
         """Whether all that failed lost a connection, and the process which closed it has time left to end."""
@@ -298,9 +298,9 @@ class Agent(OpenAgent):
         records = {local: _read(path) for local, path in self.error_files.items()}
         known = all(records[local] for local, status in statuses.items() if status)
         lost = all(follows(record) for record in records.values() if record)
-        return known and lost and self._lasts("cause", _CAUSE_S)
+        return known and lost and self._within("cause", _CAUSE_S)
 
-    def _lasts(self, state: str, limit: float) -> bool:
+    def _within(self, state: str, limit: float) -> bool:
         """Whether the processes have been in a state for less than a limit."""
         now = time.monotonic()
         return now - self._since.setdefault(state, now) < limit

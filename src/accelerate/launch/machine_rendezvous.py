@@ -467,7 +467,7 @@ class MachineAgent(elastic.Agent):
             return self._failed_here(result)
         if result.state == WorkerState.HEALTHY and elsewhere is not None and not self.restarts_left:
             patience = elastic.ENDING_S if is_preempted(elsewhere) else _FOLLOWING_S
-            if not self._lasts("elsewhere", patience):
+            if not self._within("elsewhere", patience):
                 self._stop_workers(worker_group)
                 raise FailedElsewhere(elsewhere)
         return result

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.config.enums import CustomDtype
-from accelerate.modules.repoint import ties
+from accelerate.modules.optimizer_remap import ties
 from accelerate.modules.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger("accelerate.utils.modeling")

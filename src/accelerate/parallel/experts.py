@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate.modules.repoint import named, repoint
+from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel import consistency
 from accelerate.runtime.run import Run
@@ -47,7 +47,7 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
         consistency.require_same_model(accelerator, model)
         before = named(model)
         split()
-        repoint(accelerator, model, before)
+        remap_optimizers(accelerator, model, before)
         layout.expert_mesh = meshes.get_mesh(("dp_replicate", "efsdp") if layout.dp_replicate_enabled else "efsdp")
     return tuple(objects)
 

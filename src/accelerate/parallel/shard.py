@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.modules.repoint import named, repoint, tie, ties
+from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import get_module_children_bottom_up
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import check_backend, shard_mesh
@@ -164,7 +164,7 @@ def shard(
     _gather_ahead(model, plugin)
     rules.install(model, dict.fromkeys(ruled.values()), accelerator.device.type)
     four_bit.attach(model)
-    repoint(accelerator, model, before)
+    remap_optimizers(accelerator, model, before)
     if ignored:
         consistency.train_alike(accelerator, model, consistency.whole(model))
     return model

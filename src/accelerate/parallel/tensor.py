@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from accelerate._warn import warn_user
 from accelerate.comm.check import same_on_all
-from accelerate.modules.repoint import named, repoint, tie, ties
+from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.parallel.shard import is_sharded
@@ -65,7 +65,7 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
                 if not isinstance(buffer, DTensor):
                     take_from_first(buffer, torch.device(mesh.device_type), mesh.get_group())
         _place_others(model, mesh, keep_plain=accelerator.is_fsdp2)
-        repoint(accelerator, model, before)
+        remap_optimizers(accelerator, model, before)
     return tuple(objects)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from accelerate._warn import warn_user
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.low_bit import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.modules.repoint import followed
+from accelerate.modules.optimizer_remap import remapping
 from accelerate.runtime import storage, traits
 from accelerate.runtime.run import Run
 from accelerate.utils import transformer_engine
@@ -224,7 +224,7 @@ def _convert(
     found = list(_new_models(accelerator, objects))
     for model in found:
         if not engine.converted(model):  # else by its own library, or by the user
-            with followed(accelerator, model):
+            with remapping(accelerator, model):
                 convert(model)
         if not engine.converted(model):
             layers = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -95,7 +95,7 @@ class RunHung(RuntimeError):
     """All ranks have ended themselves because some waited in vain."""
 
 
-def tell_hang(report: str) -> None:
+def write_hang_report(report: str) -> None:
     """Leave the report of ranks that wait where `accelerate diagnose` finds it; an empty one removes it."""
     if _is_rank():
         path = beside(os.environ[ERROR_FILE], HANG)

@@ -16,7 +16,7 @@ class Prepared(Protocol):
     Attributes:
         custom_objects: Those of ``register_for_checkpointing``.
         engines: Wrappers of engines that train: of DeepSpeed.
-        moved: The `modules.repoint.MovedParameters`: what became of parameters that preparing replaced.
+        moved: The `modules.optimizer_remap.MovedParameters`: what became of parameters that preparing replaced.
         sequence_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
         logged: Messages that were logged, and are logged once.
         replicated: Models with the trainable parameters that ranks have whole beside shards; see `parallel.consistency`.

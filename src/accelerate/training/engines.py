@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.backends.deepspeed.engine import is_schedule
 from accelerate.data.loader import PreparedLoader
-from accelerate.training.prepare import again, chain, kind_of, own_states, register
+from accelerate.training.prepare import chain, find_prepared, kind_of, own_states, register
 from accelerate.training.prepared import Facade
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper
 
@@ -34,7 +34,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
         kind = "scheduler" if is_schedule(item) else kind_of(item)
         if kind == "loader":
             made[position] = accelerator._prepare_one(item, first_pass=True)
-        elif kind is not None and (known := again(accelerator, item, kind)) is not None:
+        elif kind is not None and (known := find_prepared(accelerator, item, kind)) is not None:
             made[position] = known
         elif kind in new:
             raise AssertionError(

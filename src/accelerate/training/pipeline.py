@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from accelerate import comm
-from accelerate.checkpoint.state import tied_names, together
+from accelerate.checkpoint.state import run_on_all_ranks, tied_names
 from accelerate.config.enums import FP8BackendType
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
@@ -330,7 +330,7 @@ def prepare_pipeline(
         chains = stages.trace(model, points, inputs, record, count, accelerator.device)
         return chains, inputs, outputs, points
 
-    chains, inputs, outputs, points = together(divided)
+    chains, inputs, outputs, points = run_on_all_ranks(divided)
     given = points, schedule, microbatches, [str(leaf) for leaf in inputs.leaves]
     if not comm.current().is_same(given):
         raise ValueError(
@@ -342,7 +342,7 @@ def prepare_pipeline(
     own = {at: stages.build(chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
     if accelerator.is_fsdp2:
         _shard(accelerator, own)
-    pipeline = together(lambda: Pipeline(accelerator, chains, schedule, microbatches, own))
+    pipeline = run_on_all_ranks(lambda: Pipeline(accelerator, chains, schedule, microbatches, own))
     pipeline.holdings, pipeline._groups = holdings, _groups(holdings, accelerator.torch_device_mesh)
     pipeline._inputs, pipeline._outputs, pipeline._loss = inputs, outputs, loss
     _fill(pipeline, model, own)

@@ -15,7 +15,7 @@ from accelerate.backends.registry import resolve
 from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import FP8BackendType
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
-from accelerate.modules.repoint import follow_any, followed
+from accelerate.modules.optimizer_remap import remap_optimizer, remapping
 from accelerate.modules.unwrap import (
     compile_regions,
     compile_regions_fsdp2,
@@ -211,7 +211,7 @@ def _check_mesh(accelerator: Facade) -> None:
         )
 
 
-def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
+def find_prepared(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
     """Return the registered object of what was prepared before, also by another Accelerator; None to prepare it."""
     registry = accelerator.prepared
     entry = registry.find(obj)
@@ -321,7 +321,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
-    if (known := again(accelerator, model, "model", evaluation_mode)) is not None:
+    if (known := find_prepared(accelerator, model, "model", evaluation_mode)) is not None:
         return known
     if shared := prepared.shared_part(accelerator.prepared, model):
         warn_user(
@@ -348,7 +348,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
     if device_placement and not mapped:
         # torch_xla puts new parameters in a model that it moves.
-        with followed(accelerator, model, same_elements=True):
+        with remapping(accelerator, model, same_elements=True):
             model = model.to(accelerator.device)
     wrapped = model if evaluation_mode else _wrap(accelerator, model)
     wrapped = compile_model(accelerator, wrapped)
@@ -358,7 +358,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     for optimizer in prepared.optimizers():
         registry.moved.follow(optimizer)
     for optimizer in registry.optimizers:
-        follow_any(optimizer.optimizer, prepared.histories(registry))
+        remap_optimizer(optimizer.optimizer, prepared.histories(registry))
     inners = [*chain(wrapped), *given]
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
@@ -417,7 +417,7 @@ def prepare_optimizer(
         raise TypeError(
             f"prepare_optimizer() got optimizer={optimizer!r} ({type(optimizer).__name__}); pass a torch.optim.Optimizer."
         )
-    if (known := again(accelerator, optimizer, "optimizer")) is not None:
+    if (known := find_prepared(accelerator, optimizer, "optimizer")) is not None:
         return known
     if hasattr(optimizer, "fused_backward") and accelerator.num_processes > 1:
         raise NotImplementedError(
@@ -433,7 +433,7 @@ def prepare_optimizer(
 
         muon.share(optimizer)
     with own_states(accelerator):
-        follow_any(optimizer, prepared.histories(accelerator.prepared))
+        remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
     for check in (accelerator._replica_check, accelerator._replay_check):
         if check is not None:
@@ -443,7 +443,7 @@ def prepare_optimizer(
 
 def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
-    if (known := again(accelerator, scheduler, "scheduler")) is not None:
+    if (known := find_prepared(accelerator, scheduler, "scheduler")) is not None:
         return known
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
@@ -468,7 +468,7 @@ def prepare_data_loader(
         build: The ``prepare_data_loader`` function in force, looked up by the facade because users replace it there.
         slice_fn: Cuts a rank's part out of a dispatched batch, or None.
     """
-    if (known := again(accelerator, data_loader, "loader")) is not None:
+    if (known := find_prepared(accelerator, data_loader, "loader")) is not None:
         return known
     if device_placement is None:
         device_placement = accelerator.device_placement and traits.of(accelerator.distributed_type).places_batches

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from accelerate.modules.repoint import MovedParameters
+from accelerate.modules.optimizer_remap import MovedParameters
 from accelerate.runtime.run import Run
 
 _LIVE: "weakref.WeakSet[PreparedObjects]" = weakref.WeakSet()

@@ -334,7 +334,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
     marks = {name: torch.tensor([number]) for number, name in enumerate(names)}
     chosen = {adapter: fsdp_utils.adapter_entries(model, marks, adapter) for adapter in adapters}
     files = {adapter: {key: names[int(mark)] for key, mark in marks.items()} for adapter, marks in chosen.items()}
-    files = states.on_all(files)[0]
+    files = states.gather_from_all_ranks(files)[0]
     wanted = {name for file in files.values() for name in file.values()}
     own = {} if states.is_fsdp1(model) else {canonical_name(name): value for name, value in inner.named_parameters()}
     state, problems = {}, []
@@ -342,7 +342,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
         problems += shard.misfit(name, value, own.get(name, value))
         if accelerator.is_main_process:
             state[name] = value.to("cpu", copy=True)
-    if problems := list(itertools.chain.from_iterable(states.on_all(problems))):
+    if problems := list(itertools.chain.from_iterable(states.gather_from_all_ranks(problems))):
         raise RuntimeError(f"The adapters were not saved: {'; '.join(problems[:5])}.")
 
     def write() -> None:
@@ -350,7 +350,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
             tensors = {key: state[name] for key, name in file.items()}
             _write_adapter(inner, adapter, tensors, os.path.join(folder, adapter if adapter != "default" else ""))
 
-    states.together(write)
+    states.run_on_all_ranks(write)
 
 
 def _write_adapter(inner: nn.Module, adapter: str, tensors: dict[str, torch.Tensor], folder: str) -> None:

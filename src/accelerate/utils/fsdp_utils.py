@@ -16,7 +16,7 @@ from accelerate.checkpoint import layouts, load, low_bit, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
-from accelerate.modules.repoint import ties
+from accelerate.modules.optimizer_remap import ties
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
 from accelerate.parallel import shard
 from accelerate.runtime import torch_private
@@ -391,7 +391,9 @@ def load_fsdp_model(
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = load.with_manifest(input_dir)
-    state, own, _ = states.together(lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter))
+    state, own, _ = states.run_on_all_ranks(
+        lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter)
+    )
     return states.apply_model(model, state, own, setter)
 
 
@@ -456,7 +458,7 @@ def load_fsdp_optimizer(
     """
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = load.with_manifest(input_dir)
-    state = states.together(
+    state = states.run_on_all_ranks(
         lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer).state
     )
     inner = states.inner_optimizer(optimizer)

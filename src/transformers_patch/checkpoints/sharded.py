@@ -17,7 +17,7 @@ from accelerate.utils import fsdp_utils
 def is_split(trainer: Any) -> bool:
     """Say whether ranks have parts of the model in a way that the Trainer does not know: by tensors, experts, or by FSDP2 before it came."""
     knows = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    return not knows and any(map(state.is_spread, trainer.model.parameters()))
+    return not knows and any(map(state.is_distributed_tensor, trainer.model.parameters()))
 
 
 def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
@@ -109,6 +109,6 @@ def engines(trainer: Any) -> dict[str, Callable[..., None]]:
         from accelerate.backends.deepspeed import checkpoint
 
         path = load.with_manifest(folder)
-        state.together(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).finish()
+        state.run_on_all_ranks(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).finish()
 
     return {"deepspeed_load_checkpoint": read} if trainer.is_deepspeed_enabled else {}

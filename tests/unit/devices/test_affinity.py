@@ -121,7 +121,7 @@ def told(monkeypatch, index, device="cpu", asked=False, **environ):
         patched.setattr(affinity, "_bound", 0)
         for name, value in environ.items():
             patched.setenv(name, value)
-        return affinity.bind_as_told(index, device, asked), calls
+        return affinity.bind_from_env(index, device, asked), calls
 
 
 def test_the_variables_of_the_launcher(bound, monkeypatch):

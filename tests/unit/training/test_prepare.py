@@ -68,9 +68,9 @@ def test_a_frozen_model_that_is_trained_later_gets_its_wrapper(monkeypatch):
     for item in given:
         prepare.prepare_model(accelerator, item, None, evaluation_mode=False)
     with pytest.warns(UserWarning, match="already prepared"):
-        assert prepare.again(accelerator, model, "model") is model
+        assert prepare.find_prepared(accelerator, model, "model") is model
     model.requires_grad_(True)
-    wrapped = prepare.again(accelerator, model, "model")
+    wrapped = prepare.find_prepared(accelerator, model, "model")
     assert isinstance(wrapped, Wrapper) and wrapped.module is model
     assert [type(item) for item in accelerator._models] == [Wrapper, Wrapper] and accelerator._models[1] is wrapped
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, ulysses
-from accelerate.checkpoint.state import Entries, Wanted, collected, together
+from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
@@ -255,7 +255,7 @@ class DeepSpeed(Backend):
         import deepspeed
 
         plugin = accelerator.state.deepspeed_plugin
-        together(lambda: check(plugin, model, optimizer, scheduler))
+        run_on_all_ranks(lambda: check(plugin, model, optimizer, scheduler))
         plugin.set_moe_leaf_modules(model)
         if plugin.zero_stage == 3 and is_transformers_available():
             from transformers.integrations import is_deepspeed_zero3_enabled
@@ -520,7 +520,7 @@ def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[s
     if offload in (None, "none") or not config.get("zero_force_ds_cpu_optimizer"):
         return optimizer
     try:
-        mapped = together(lambda: map_pytorch_optim_to_deepspeed(optimizer))
+        mapped = run_on_all_ranks(lambda: map_pytorch_optim_to_deepspeed(optimizer))
     except Exception as error:
         raise RuntimeError(
             f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed could not build its {type(optimizer).__name__} "

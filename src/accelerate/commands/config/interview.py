@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from accelerate.config.options import NEEDS_DEVICES, OPTIONS, PARADIGMS, Option
-from accelerate.config.options.schema import TRUE_OR_FALSE, Chapter, agree, existing_file, json_file, to_bool
+from accelerate.config.options.schema import TRUE_OR_FALSE, Chapter, conditions_met, existing_file, json_file, to_bool
 from accelerate.launch.config_file import FileSettings, Problem, nearest
 from accelerate.launch.hardware import Hardware
 
@@ -135,7 +135,7 @@ class Interview:
 
     def hold(self, chapter: Chapter) -> None:
         """Ask the questions of a chapter, each if it matters."""
-        if not agree(self._answers, chapter.when):
+        if not conditions_met(self._answers, chapter.when):
             return
         if chapter.question is not None:
             default = self.previous.get(chapter.was or "") not in (None, False, "", "no")
@@ -144,7 +144,7 @@ class Interview:
                 return
         asked = [option for option in self.options if option.chapter == chapter.name and option.file_key]
         for option in asked:
-            matters = option.name not in self.values and agree(self._answers, option.when)
+            matters = option.name not in self.values and conditions_met(self._answers, option.when)
             if matters and len(option.offered(self._answers)) != 1:  # a single word leaves no choice
                 self.ask(option.name)
 

@@ -119,7 +119,7 @@ class Option:
 
     def offered(self, answers: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the words that the interview offers beside these answers; none if any text will do."""
-        if self.special_words is not None and agree(answers, self.special_words[0]):
+        if self.special_words is not None and conditions_met(answers, self.special_words[0]):
             return self.special_words[1]
         return tuple(word for word in self.words or self.choices or () if word not in self.corrections)
 
@@ -335,7 +335,7 @@ def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(*spelled)))
 
 
-def agree(answers: Mapping[str, Any], wanted: Answers) -> bool:
+def conditions_met(answers: Mapping[str, Any], wanted: Answers) -> bool:
     """Say whether each answer that is wanted has been given."""
     return all(answers.get(name) in accepted for name, accepted in wanted.items())
 

@@ -88,7 +88,7 @@ class MovedParameters:
                     )
 
 
-def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParameters]) -> None:
+def remap_optimizer(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParameters]) -> None:
     """Let torch's own optimizer follow, whichever Accelerator replaced its parameters; ValueError if none knows."""
     while any(history.follow(optimizer) for history in histories):
         pass  # one Accelerator may have replaced what another one had put there
@@ -112,14 +112,16 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextlib.contextmanager
-def followed(accelerator: Any, model: nn.Module, same_elements: bool = False) -> Iterator[None]:
-    """Let optimizers, prepared and to come, follow parameters that are replaced inside, as `repoint`; ties stay."""
+def remapping(accelerator: Any, model: nn.Module, same_elements: bool = False) -> Iterator[None]:
+    """Let optimizers, prepared and to come, follow parameters that are replaced inside, as `remap_optimizers`; ties stay."""
     before, tied = dict(model.named_parameters(remove_duplicate=False)), ties(model)
     yield
     tie(model, tied)
     after = model.named_parameters(remove_duplicate=False)
     if [*map(id, before.values())] != [id(value) for _, value in after]:
-        repoint(accelerator, model, {canonical_name(name): value for name, value in before.items()}, same_elements)
+        remap_optimizers(
+            accelerator, model, {canonical_name(name): value for name, value in before.items()}, same_elements
+        )
 
 
 def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -141,7 +143,7 @@ def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
             parameters[own] = old if any(value is old for value in now) else now[0]
 
 
-def repoint(
+def remap_optimizers(
     accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], same_elements: bool = False
 ) -> None:
     """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.

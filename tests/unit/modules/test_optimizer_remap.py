@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.modules.repoint import MovedParameters, named, repoint
+from accelerate.modules.optimizer_remap import MovedParameters, named, remap_optimizers
 
 
 def parameters(count):
@@ -67,5 +67,5 @@ def test_a_refusal_leaves_the_replacements_known():
     owner = SimpleNamespace(prepared=SimpleNamespace(moved=MovedParameters(), optimizers=optimizers))
     model.weight = nn.Parameter(model.weight.detach().clone())
     with pytest.raises(ValueError, match="has a state"):
-        repoint(owner, model, before)
+        remap_optimizers(owner, model, before)
     assert owner.prepared.moved.now(before["weight"]) is model.weight
