@@ -496,11 +496,15 @@ def copy_over(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy over each first tensor the second, whose memory may be a mapped file's; OSError if the file cannot be read any more."""
     copies = []
     for target, value in pairs:
-        if not _is_memory(value):
+        # Host memory from its first byte to its last: of a strided view, a file may have more.
+        in_host = type(value) in _PLAIN_TENSORS and value.device.type == "cpu" and value.layout is torch.strided
+        in_host = in_host and not (value.is_conj() or value.is_neg())
+        if not in_host or not (
+            value.is_contiguous() or torch.empty_like(value, device="meta").stride() == value.stride()
+        ):
             target.copy_(value)
-            continue
         # Where the strides are equal, one has gaps only if the other has.
-        if (
+        elif (
             type(target) in _PLAIN_TENSORS
             and (target.shape, target.dtype, target.stride()) == (value.shape, value.dtype, value.stride())
             and target.device.type == "cpu"
@@ -525,14 +529,6 @@ def _new_like(value: torch.Tensor) -> torch.Tensor:
     if memory.nbytes >= LARGE and memory.device.type == "cpu":
         durable.advise(memory.data_ptr(), memory.nbytes, durable.HUGE)
     return memory
-
-
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the host's memory from its first byte to its last: of a strided view, a file may have more."""
-    is_plain = type(tensor) in _PLAIN_TENSORS and not (tensor.is_conj() or tensor.is_neg())
-    if not is_plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return False
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None = None) -> Contents:
