@@ -22,7 +22,6 @@ TRANSFORMERS_TESTS := tests/unit/transformers_patch \
 TORCH_VERSIONS := 2.7.1 2.9.1 2.15.0
 BESIDE_2.7.1   := transformers==4.57.6 torchao==0.11.0
 BESIDE_2.9.1   := transformers==5.0.0 torchao==0.14.1
-BESIDE_2.11.0  := transformers==5.17.0 torchao==0.16.0
 BESIDE_2.15.0  := transformers==5.23.0 torchao==0.18.0
 # Every part of the package in one process, and each strategy, checkpoints and the launcher on several.
 VERSIONS_TESTS := tests/unit tests/architecture $(addprefix tests/distributed/test_,conformance.py checkpoint.py launch.py self_check.py)
