@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
-from accelerate.backends.registry import resolve
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
@@ -98,7 +97,7 @@ class Accumulation:
             _short_window(accelerator, self.models)
         # A rank whose loader ends ends its accumulation step there, while the others' may be open: all have to communicate then.
         if not synchronise and not window.joining and not _syncs_each(accelerator, self.num_items is not None):
-            backend = resolve(accelerator.state)
+            backend = accelerator._backend
             if backend.synchronises:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
@@ -261,7 +260,7 @@ def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: d
     if accelerator.has_lomo_optimizer:
         accelerator.lomo_backward(loss, options.get("learning_rate"))
         return
-    resolve(accelerator.state).backward(accelerator, loss, **options)
+    accelerator._backend.backward(accelerator, loss, **options)
     if accelerator.prepared.replicated:
         consistency.average(accelerator, window.held)
 
@@ -300,7 +299,7 @@ def unscale(accelerator: Facade, optimizer: Any | None) -> None:
 def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Unscale, and clip the gradients to a total norm."""
     unscale(accelerator, None)
-    return resolve(accelerator.state).clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+    return accelerator._backend.clip_grad_norm(accelerator, parameters, max_norm, norm_type)
 
 
 def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
@@ -310,7 +309,7 @@ def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
             f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
         )
     unscale(accelerator, None)
-    resolve(accelerator.state).clip_grad_value(accelerator, parameters, clip_value)
+    accelerator._backend.clip_grad_value(accelerator, parameters, clip_value)
 
 
 @contextlib.contextmanager
@@ -363,7 +362,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
     window = accelerator._window
     window.joining = True
     try:
-        with uneven_ends(), resolve(accelerator.state).join(joinables):
+        with uneven_ends(), accelerator._backend.join(joinables):
             yield
     finally:
         window.joining = False

@@ -365,7 +365,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
 
 def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
     """Let the strategy wrap a model, after what ``prepare`` does first: a model may come to ``prepare_model`` by itself."""
-    backend = resolve(accelerator.state)
+    backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, (model,))
     accelerator._prepare_device_mesh()
     if accelerator.prepared.conditional:

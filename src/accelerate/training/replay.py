@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate._warn import warn_user
-from accelerate.backends.registry import resolve
 from accelerate.comm.check import LISTED, listed
 from accelerate.data import generators
 from accelerate.data.iterable import ends_are_uneven
@@ -192,7 +191,7 @@ class ReplayCheck:
             with contextlib.ExitStack() as held:
                 # Whole gradients of shards would be too large to keep: negative zeros are exchanged there.
                 for model in () if traits.of(accelerator.distributed_type).sharded else models:
-                    held.enter_context(resolve(accelerator.state).no_sync(accelerator, model))
+                    held.enter_context(accelerator._backend.no_sync(accelerator, model))
                 outputs, gradients = [], []
                 for one in passes:
                     for place, tensor in enumerate(one.outputs()):
