@@ -44,6 +44,10 @@ class Communicator:
     def _collect(self, operation: str, argument: str | int | None, data: Any, note: str = "") -> Any:
         tensors: list[torch.Tensor] = []
         structure = outline(data, tensors, operation) + note
+        if any(hasattr(tensor, "to_local") for tensor in tensors):
+            raise ValueError(
+                f"{operation} got a DTensor, of which each rank has a part. Pass tensor.full_tensor() for the whole, or tensor.to_local() for the part."
+            )
         # Scalars travel as vectors.
         ready = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in tensors]
         results = self._exchange(operation, argument, structure, ready)

@@ -6,6 +6,8 @@ from collections import UserDict, namedtuple
 import torch
 import torch.distributed as dist
 from expect import raised
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from accelerate import Accelerator, comm
 from accelerate.process import PartialState
@@ -126,6 +128,10 @@ def check_disagreement() -> None:
             assert ops.gather(torch.tensor([RANK], device=DEVICE)).tolist() == EVERYONE
         assert len(ops.pad_across_processes(torch.ones(2 + RANK, device=DEVICE))) == SIZE + 1
     PartialState().debug = False
+    part = DTensor.from_local(one, init_device_mesh(DEVICE.type, (SIZE,)), [Shard(0)])
+    for call in (ops.gather, ops.reduce, ACCELERATOR.gather_for_metrics):
+        with raised(ValueError, "got a DTensor", "tensor.full_tensor()"):
+            call(part)
 
 
 def check_loops_take_one_collective_a_call() -> None:
