@@ -69,8 +69,8 @@ class Device:
         self.namespace().synchronize()
 
     def empty_cache(self) -> None:
-        """Give cached, unused memory back."""
-        self.namespace().empty_cache()
+        """Give cached, unused memory back, where the module has a call for that: torch does not ask for one."""
+        getattr(self.namespace(), "empty_cache", lambda: None)()
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generators of all devices of this kind."""
@@ -86,11 +86,20 @@ class Device:
 
     def get_rng_state_all(self) -> Any:
         """Return the states of the generators of all devices, in the form that `set_rng_state_all` takes."""
-        return self.namespace().get_rng_state_all()
+        module = self.namespace()
+        if hasattr(module, "get_rng_state_all"):
+            return module.get_rng_state_all()
+        # What torch asks of the module of an added device has no such call.
+        return [module.get_rng_state(torch.device(self.type, index)) for index in range(self.count())]
 
     def set_rng_state_all(self, states: Any) -> None:
         """Set the states of the generators of all devices."""
-        self.namespace().set_rng_state_all(states)
+        module = self.namespace()
+        if hasattr(module, "set_rng_state_all"):
+            module.set_rng_state_all(states)
+        else:
+            for index, state in enumerate(states):
+                module.set_rng_state(state, torch.device(self.type, index))
 
 
 class Lone(Device):
@@ -266,6 +275,21 @@ def detect(cpu: bool = False) -> Device:
 def forget() -> None:
     """Search anew at the next `detect`; for tests, and after devices were hidden or shown."""
     _search.cache_clear()
+
+
+def register(device: Device) -> None:
+    """Add a kind of device that this table does not have, or replace its row; it is looked for before the others.
+
+    Example:
+        >>> from accelerate.devices import Device, register
+        >>> from accelerate.utils import DistributedType
+        >>> toaster = Device("toaster", DistributedType.MULTI_GPU, ("gloo",), None, usable=lambda: False)
+        >>> register(toaster)
+    """
+    others = {name: other for name, other in DEVICES.items() if name != device.type}
+    DEVICES.clear()
+    DEVICES.update({device.type: device, **others})
+    forget()
 
 
 def row(device_type: str) -> Device:

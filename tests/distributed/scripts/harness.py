@@ -9,11 +9,16 @@ from contextlib import contextmanager
 import torch
 from torch.utils.data import IterableDataset
 
+import hosted
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-CPU = not torch.cuda.is_available()
+# Which device the tests are about, if not the usual one: "hosted", of torch's own kind, or "xla".
+DEVICE = os.environ.get("TEST_DEVICE", "")
+if DEVICE == hosted.NAME:
+    hosted.install()
+CPU = not (DEVICE or torch.cuda.is_available())
 # Ranks that share a GPU meet over gloo, which has to be asked for.
 ASKED = {"backend": os.environ["BACKEND"]} if "BACKEND" in os.environ else {}
 
