@@ -37,9 +37,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage_of(memory: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
     """Return the device's storage over memory of the host, which it keeps alive."""
-    made = torch._C._construct_storage_from_data_pointer(
-        memory.data_ptr(), torch.device(NAME, index), memory.nbytes()
-    )
+    made = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), torch.device(NAME, index), memory.nbytes())
     made.memory = memory
     return made
 
@@ -85,7 +83,7 @@ def compute(op, *args, **kwargs):
     return pytree.tree_map(back, result)
 
 
-class own_draws:  # noqa: N801
+class own_draws:
     """A context in which an operation that draws does so from the device's generator."""
 
     def __init__(self, op) -> None:

@@ -29,6 +29,7 @@ class Device:
         usable: says whether a device of this kind is present; imports an installed package at most.
         visible_env: the environment variable that hides devices, if there is one.
         shareable: several processes may use one device through the preferred backend.
+        source: the public document that the names come from.
     """
 
     type: str
@@ -38,6 +39,7 @@ class Device:
     usable: Callable[[], bool]
     visible_env: str | None = None
     shareable: bool = False
+    source: str = ""
 
     def available(self) -> bool:
         """Say whether this machine has such a device; asks anew at every call."""
@@ -154,6 +156,17 @@ class Mps(Lone):
     set_rng_state_all = Device.set_rng_state
 
 
+class Tpu(Device):
+    """Google's TPU by torch's native backend, which gives each process one chip under the index 0."""
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return the device that the backend gave this process."""
+        return self.current()
+
+    def set(self, index: int) -> None:
+        """Do nothing: the backend binds a process to its chip."""
+
+
 class Hpu(Device):
     """Intel Gaudi: processes get their device from the runtime, and the module has no cache to empty."""
 
@@ -226,27 +239,56 @@ class Xla(Device):
 _T, _R = DistributedType, RNGType
 
 
-def _vendor(name: str, backends: tuple[str, ...], visible_env: str | None = None) -> Device:
+def _vendor(name: str, backends: tuple[str, ...], source: str, visible_env: str | None = None) -> Device:
     """Return the row of a device whose names follow from one another."""
     probe = functools.partial(getattr(imports, f"is_{name}_available"), check_device=True)
-    return Device(name, _T[f"MULTI_{name.upper()}"], backends, _R(name), probe, visible_env)
+    return Device(name, _T[f"MULTI_{name.upper()}"], backends, _R(name), probe, visible_env, source=source)
 
 
-# Vendor plug-ins come before CUDA: some of them pose as CUDA devices once they are loaded.
+_TORCH, _DEEPSPEED = (
+    "https://docs.pytorch.org/docs/stable",
+    "https://github.com/deepspeedai/DeepSpeed/blob/master/accelerator",
+)
+# Vendor plug-ins come before CUDA: some of them pose as CUDA devices once they are loaded. torch's native TPU backend has no kind of
+# its own among the recorded ones, nor a word for its generator: it cooperates as GPUs do.
 DEVICES: dict[str, Device] = {
     row.type: row
     for row in (
-        Xla("xla", _T.XLA, ("xla",), _R.XLA, imports.is_torch_xla_available),
-        _vendor("mlu", ("cncl",), "MLU_VISIBLE_DEVICES"),
-        _vendor("sdaa", ("tccl",)),
-        _vendor("musa", ("mccl",), "MUSA_VISIBLE_DEVICES"),
-        _vendor("npu", ("hccl",), "ASCEND_RT_VISIBLE_DEVICES"),
-        Hpu("hpu", _T.MULTI_HPU, ("hccl",), _R.HPU, lambda: imports.is_hpu_available(init_hccl=False)),
-        _vendor("neuron", ("neuron",), "NEURON_RT_VISIBLE_CORES"),
-        Device("cuda", _T.MULTI_GPU, ("nccl", "gloo"), _R.CUDA, torch.cuda.is_available, "CUDA_VISIBLE_DEVICES"),
-        _vendor("xpu", ("xccl", "ccl", "gloo"), "ZE_AFFINITY_MASK"),
-        Mps("mps", _T.NO, (), None, lambda: torch.backends.mps.is_available()),
-        Cpu("cpu", _T.MULTI_CPU, ("gloo", "mpi"), None, lambda: True, shareable=True),
+        Xla(
+            *("xla", _T.XLA, ("xla",), _R.XLA, imports.is_torch_xla_available),
+            source="https://docs.pytorch.org/xla/release/r2.8/index.html",
+        ),
+        Tpu(
+            *("tpu", _T.MULTI_GPU, ("tpu_dist",), None, lambda: imports.has_device("torch_tpu", "tpu")),
+            source="https://docs.cloud.google.com/tpu/docs/pytorch-on-tpu",
+        ),
+        _vendor("mlu", ("cncl",), f"{_DEEPSPEED}/mlu_accelerator.py", "MLU_VISIBLE_DEVICES"),
+        _vendor("sdaa", ("tccl",), f"{_DEEPSPEED}/sdaa_accelerator.py"),
+        _vendor("musa", ("mccl",), "https://github.com/MooreThreads/torch_musa", "MUSA_VISIBLE_DEVICES"),
+        _vendor("npu", ("hccl",), "https://github.com/Ascend/pytorch", "ASCEND_RT_VISIBLE_DEVICES"),
+        Hpu(
+            *("hpu", _T.MULTI_HPU, ("hccl",), _R.HPU, lambda: imports.is_hpu_available(init_hccl=False)),
+            source="https://docs.habana.ai/en/latest/PyTorch/PyTorch_Scaling_Guide/Distributed_Backend_Initialization.html",
+        ),
+        _vendor(
+            *(
+                "neuron",
+                ("neuron",),
+                "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/frameworks/torch/index.html",
+            ),
+            "NEURON_RT_VISIBLE_CORES",
+        ),
+        Device(
+            *("cuda", _T.MULTI_GPU, ("nccl", "gloo"), _R.CUDA, torch.cuda.is_available, "CUDA_VISIBLE_DEVICES"),
+            source=f"{_TORCH}/distributed.html",
+        ),
+        _vendor("xpu", ("xccl", "ccl", "gloo"), f"{_TORCH}/distributed.html", "ZE_AFFINITY_MASK"),
+        Mps("mps", _T.NO, (), None, lambda: torch.backends.mps.is_available(), source=f"{_TORCH}/mps.html"),
+        Cpu(
+            *("cpu", _T.MULTI_CPU, ("gloo", "mpi"), None, lambda: True),
+            shareable=True,
+            source=f"{_TORCH}/distributed.html",
+        ),
     )
 }
 
