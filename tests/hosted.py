@@ -172,4 +172,5 @@ def install() -> None:
     for name in LOWERED:
         aten.impl(name, lowered(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
     _library = everything, aten
-    register(Device(NAME, DistributedType.MULTI_GPU, ("gloo",), None, torch.hosted.is_available))
+    source = "https://docs.pytorch.org/docs/stable/accelerator/index.html"
+    register(Device(NAME, DistributedType.MULTI_GPU, ("gloo",), None, torch.hosted.is_available, source=source))

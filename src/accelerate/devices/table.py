@@ -245,6 +245,7 @@ def _vendor(name: str, backends: tuple[str, ...], source: str, visible_env: str 
     return Device(name, _T[f"MULTI_{name.upper()}"], backends, _R(name), probe, visible_env, source=source)
 
 
+_ASCEND = "https://www.hiascend.com/doc_center/source/zh/Pytorch/700/apiref/apilist"
 _TORCH, _DEEPSPEED = (
     "https://docs.pytorch.org/docs/stable",
     "https://github.com/deepspeedai/DeepSpeed/blob/master/accelerator",
@@ -256,7 +257,7 @@ DEVICES: dict[str, Device] = {
     for row in (
         Xla(
             *("xla", _T.XLA, ("xla",), _R.XLA, imports.is_torch_xla_available),
-            source="https://docs.pytorch.org/xla/release/r2.8/index.html",
+            source="https://github.com/pytorch/xla",
         ),
         Tpu(
             *("tpu", _T.MULTI_GPU, ("tpu_dist",), None, lambda: imports.has_device("torch_tpu", "tpu")),
@@ -265,17 +266,16 @@ DEVICES: dict[str, Device] = {
         _vendor("mlu", ("cncl",), f"{_DEEPSPEED}/mlu_accelerator.py", "MLU_VISIBLE_DEVICES"),
         _vendor("sdaa", ("tccl",), f"{_DEEPSPEED}/sdaa_accelerator.py"),
         _vendor("musa", ("mccl",), "https://github.com/MooreThreads/torch_musa", "MUSA_VISIBLE_DEVICES"),
-        _vendor("npu", ("hccl",), "https://github.com/Ascend/pytorch", "ASCEND_RT_VISIBLE_DEVICES"),
+        _vendor(
+            *("npu", ("hccl",), f"{_ASCEND}/ptaoplist_001442.html"),
+            "ASCEND_RT_VISIBLE_DEVICES",
+        ),
         Hpu(
             *("hpu", _T.MULTI_HPU, ("hccl",), _R.HPU, lambda: imports.is_hpu_available(init_hccl=False)),
             source="https://docs.habana.ai/en/latest/PyTorch/PyTorch_Scaling_Guide/Distributed_Backend_Initialization.html",
         ),
         _vendor(
-            *(
-                "neuron",
-                ("neuron",),
-                "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/frameworks/torch/index.html",
-            ),
+            *("neuron", ("neuron",), "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/index.html"),
             "NEURON_RT_VISIBLE_CORES",
         ),
         Device(
@@ -323,10 +323,11 @@ def register(device: Device) -> None:
     """Add a kind of device that this table does not have, or replace its row; it is looked for before the others.
 
     Example:
-        >>> from accelerate.devices import Device, register
+        >>> from accelerate.devices import DEVICES, Device, register
         >>> from accelerate.utils import DistributedType
-        >>> toaster = Device("toaster", DistributedType.MULTI_GPU, ("gloo",), None, usable=lambda: False)
-        >>> register(toaster)
+        >>> register(Device("oven", DistributedType.MULTI_GPU, ("gloo",), None, usable=lambda: False))
+        >>> DEVICES.pop("oven").backends
+        ('gloo',)
     """
     others = {name: other for name, other in DEVICES.items() if name != device.type}
     DEVICES.clear()
