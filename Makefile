@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-liger test-ray test-trackers test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
+	test-deepspeed test-liger test-ray test-trackers test-xla test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -101,6 +101,15 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	@echo "setting up .venv-ray (once)"
 	$(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[testing,ray]'
+	@touch $@
+
+.venv-xla/.ready: setup.py constraints.txt
+	@echo "setting up .venv-xla (once; several GiB)"
+	$(PYTHON) -m venv .venv-xla
+	grep -vE '^(torch|torchao|transformers)==' constraints.txt > .venv-xla/constraints.txt
+	# The newest pair that there is: torch_xla has had no release since.
+	.venv-xla/bin/python -m pip --disable-pip-version-check install --quiet \
+		-c .venv-xla/constraints.txt -e '.[testing]' torch==2.9.0 torch_xla==2.9.0
 	@touch $@
 
 .venv-liger/.ready: setup.py constraints.txt
@@ -168,6 +177,9 @@ test-trackers: .venv-trackers/.ready ## a real run of each tracker, offline, in 
 test-ray: .venv-ray/.ready ## Ray Train with our Accelerator inside, a worker killed, in an environment of its own: it starts servers
 	PATH="$(CURDIR)/.venv-ray/bin:$$PATH" .venv-ray/bin/python -m pytest -k ray tests/interop/test_examples.py $(ARGS)
 
+test-xla: .venv-xla/.ready ## torch_xla on the processor, one device and two virtual ones, in an environment of its own: it needs torch 2.9
+	PATH="$(CURDIR)/.venv-xla/bin:$$PATH" .venv-xla/bin/python -m pytest tests/interop/test_xla.py $(ARGS)
+
 test-liger: .venv-liger/.ready ## Liger's kernels by Triton's interpreter, in an environment of its own: its Triton would be torch's compiler
 	PATH="$(CURDIR)/.venv-liger/bin:$$PATH" .venv-liger/bin/python -m pytest -k liger tests/interop/test_examples.py $(ARGS)
 
@@ -229,4 +241,4 @@ interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-ray .venv-torch-* .venv-trackers .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-ray .venv-torch-* .venv-trackers .venv-transformers-* .venv-xla .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -27,6 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     asked_for = "gpu" in config.option.markexpr.replace("not gpu", "")
     if not asked_for and any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if os.environ.get("TEST_DEVICE") == "hosted":
+        import hosted
+
+        hosted.install()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -73,6 +73,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate": "is_rich_available",
     },
     "A strategy of your own": {"accelerate.backends.base": "Backend"},
+    "A device of your own": {"accelerate.devices": "Device register"},
 }
 HEAD = """\
 # Reference

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accelerate.devices.table import DEVICES
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 
@@ -180,6 +181,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._scaled_step(closure)
         if self._reduces_on_step:
             gradient_state.is_xla_gradients_synced = False
+            # torch_xla 2.9 gives wrong values where tensors are read one by one while updates in place are still pending.
+            DEVICES["xla"].namespace().mark_step()
         if gradient_state._step_watch is not None:
             gradient_state._step_watch.stepped()
 

@@ -469,7 +469,9 @@ def _take_over(optimizer: Any, read: set[int], former: dict[Any, dict[str, Any]]
     for parameter, state in optimizer.state.items():
         replaced = former.pop(parameter, {})
         for name, value in state.items():
-            if type(value) is not torch.Tensor or value.untyped_storage().data_ptr() not in read:
+            # What was read lies in the host's memory; some devices have no addresses.
+            on_host = type(value) is torch.Tensor and value.device.type == "cpu"
+            if not on_host or value.untyped_storage().data_ptr() not in read:
                 continue
             memory = replaced.pop(name, None)
             if type(memory) is not torch.Tensor or (

@@ -3,4 +3,4 @@
 from accelerate._lazy import front
 
 # `affinity` needs no torch, which `table` imports.
-__getattr__, __dir__, __all__ = front(__name__, {"accelerate.devices.table": "DEVICES Device detect row"}, [])
+__getattr__, __dir__, __all__ = front(__name__, {"accelerate.devices.table": "DEVICES Device detect register row"}, [])

@@ -69,8 +69,8 @@ class Device:
         self.namespace().synchronize()
 
     def empty_cache(self) -> None:
-        """Give cached, unused memory back."""
-        self.namespace().empty_cache()
+        """Give cached, unused memory back, where the module has a call for that: torch does not ask for one."""
+        getattr(self.namespace(), "empty_cache", lambda: None)()
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generators of all devices of this kind."""
@@ -86,11 +86,20 @@ class Device:
 
     def get_rng_state_all(self) -> Any:
         """Return the states of the generators of all devices, in the form that `set_rng_state_all` takes."""
-        return self.namespace().get_rng_state_all()
+        module = self.namespace()
+        if hasattr(module, "get_rng_state_all"):
+            return module.get_rng_state_all()
+        # What torch asks of the module of an added device has no such call.
+        return [module.get_rng_state(torch.device(self.type, index)) for index in range(self.count())]
 
     def set_rng_state_all(self, states: Any) -> None:
         """Set the states of the generators of all devices."""
-        self.namespace().set_rng_state_all(states)
+        module = self.namespace()
+        if hasattr(module, "set_rng_state_all"):
+            module.set_rng_state_all(states)
+        else:
+            for index, state in enumerate(states):
+                module.set_rng_state(state, torch.device(self.type, index))
 
 
 class Lone(Device):
@@ -143,6 +152,17 @@ class Mps(Lone):
 
     get_rng_state_all = Device.get_rng_state
     set_rng_state_all = Device.set_rng_state
+
+
+class Tpu(Device):
+    """Google's TPU by torch's native backend, which gives each process one chip under the index 0."""
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return the device that the backend gave this process."""
+        return self.current()
+
+    def set(self, index: int) -> None:
+        """Do nothing: the backend binds a process to its chip."""
 
 
 class Hpu(Device):
@@ -223,11 +243,13 @@ def _vendor(name: str, backends: tuple[str, ...], visible_env: str | None = None
     return Device(name, _T[f"MULTI_{name.upper()}"], backends, _R(name), probe, visible_env)
 
 
-# Vendor plug-ins come before CUDA: some of them pose as CUDA devices once they are loaded.
+# Vendor plug-ins come before CUDA: some of them pose as CUDA devices once they are loaded. torch's native TPU backend has no kind of
+# its own among the recorded ones, nor a word for its generator: it cooperates as GPUs do.
 DEVICES: dict[str, Device] = {
     row.type: row
     for row in (
         Xla("xla", _T.XLA, ("xla",), _R.XLA, imports.is_torch_xla_available),
+        Tpu("tpu", _T.MULTI_GPU, ("tpu_dist",), None, lambda: imports.has_device("torch_tpu", "tpu")),
         _vendor("mlu", ("cncl",), "MLU_VISIBLE_DEVICES"),
         _vendor("sdaa", ("tccl",)),
         _vendor("musa", ("mccl",), "MUSA_VISIBLE_DEVICES"),
@@ -239,6 +261,19 @@ DEVICES: dict[str, Device] = {
         Mps("mps", _T.NO, (), None, lambda: torch.backends.mps.is_available()),
         Cpu("cpu", _T.MULTI_CPU, ("gloo", "mpi"), None, lambda: True, shareable=True),
     )
+}
+# The public document that the names of each row come from.
+SOURCES = {
+    **dict.fromkeys(("cuda", "xpu", "cpu"), "https://docs.pytorch.org/docs/stable/distributed.html"),
+    "mps": "https://docs.pytorch.org/docs/stable/mps.html",
+    "xla": "https://github.com/pytorch/xla",
+    "tpu": "https://docs.cloud.google.com/tpu/docs/pytorch-on-tpu",
+    "mlu": "https://github.com/deepspeedai/DeepSpeed/blob/master/accelerator/mlu_accelerator.py",
+    "sdaa": "https://github.com/deepspeedai/DeepSpeed/blob/master/accelerator/sdaa_accelerator.py",
+    "musa": "https://github.com/MooreThreads/torch_musa",
+    "npu": "https://www.hiascend.com/doc_center/source/zh/Pytorch/700/apiref/apilist/ptaoplist_001442.html",
+    "hpu": "https://docs.habana.ai/en/latest/PyTorch/PyTorch_Scaling_Guide/Distributed_Backend_Initialization.html",
+    "neuron": "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/index.html",
 }
 
 
@@ -266,6 +301,22 @@ def detect(cpu: bool = False) -> Device:
 def forget() -> None:
     """Search anew at the next `detect`; for tests, and after devices were hidden or shown."""
     _search.cache_clear()
+
+
+def register(device: Device) -> None:
+    """Add a kind of device that this table does not have, or replace its row; it is looked for before the others.
+
+    Example:
+        >>> from accelerate.devices import DEVICES, Device, register
+        >>> from accelerate.utils import DistributedType
+        >>> register(Device("oven", DistributedType.MULTI_GPU, ("gloo",), None, usable=lambda: False))
+        >>> DEVICES.pop("oven").backends
+        ('gloo',)
+    """
+    others = {name: other for name, other in DEVICES.items() if name != device.type}
+    DEVICES.clear()
+    DEVICES.update({device.type: device, **others})
+    forget()
 
 
 def row(device_type: str) -> Device:

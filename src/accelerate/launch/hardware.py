@@ -15,7 +15,9 @@ from accelerate.devices.affinity import usable_cores as usable_cores
 from accelerate.launch.errors import RunError
 
 # Packages that bring a device torch does not know by itself; only torch can then say what is there.
-_PLUGINS = "torch_npu torch_mlu torch_sdaa torch_musa habana_frameworks torch_neuronx intel_extension_for_pytorch"
+_PLUGINS = (
+    "torch_tpu torch_npu torch_mlu torch_sdaa torch_musa habana_frameworks torch_neuronx intel_extension_for_pytorch"
+)
 # Addresses that are set aside for documentation (RFC 5737, RFC 3849): no machine has them, so the way to them is the way out.
 _OUTSIDE = ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9)))
 _NO_DRIVER = 9  # NVML_ERROR_DRIVER_NOT_LOADED: then CUDA does not work either

@@ -30,7 +30,7 @@ AUTOCAST = "_accelerate_autocast"
 ORIGINAL = "_orig_mod"
 
 # The attribute under which each kind of wrapper keeps the module inside it, at whatever depth.
-INNER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+INNER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_module")
 
 # Module path and class of each wrapper that keeps the model under `.module`. They are looked up only among what is
 # imported: a class that was not imported wraps nothing, and importing it (DeepSpeed, say) would take seconds.
@@ -40,6 +40,7 @@ PARALLEL_WRAPPERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine"),
     ("torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel", "XlaFullyShardedDataParallel"),
+    ("torch_xla.experimental.spmd_fully_sharded_data_parallel", "SpmdFullyShardedDataParallel"),
 )
 
 

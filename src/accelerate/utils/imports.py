@@ -148,7 +148,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and torch.backends.mps.is_built() and torch.backends.mps.is_available()
 
 
-def _plugin_device(plugin: str | None, name: str, check_device: bool) -> bool:
+def has_device(plugin: str | None, name: str, check_device: bool = True) -> bool:
     """Tell whether torch has a device module, after importing the plugin that brings it, and whether it is usable."""
     if plugin is not None:
         if importlib.util.find_spec(plugin) is None:
@@ -171,7 +171,7 @@ def _accelerator(name: str, plugin: str | None = None) -> Callable[..., bool]:
     """Return `is_<name>_available` for a device that torch, or a vendor's plugin, brings as the module `torch.<name>`."""
 
     def available(check_device: bool = False) -> bool:
-        return _plugin_device(plugin, name, check_device)
+        return has_device(plugin, name, check_device)
 
     available.__name__ = available.__qualname__ = f"is_{name}_available"
     available.__doc__ = f"Tell whether torch.{name} has a device; `check_device` also makes it answer."
@@ -191,7 +191,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     """Tell whether an Intel Gaudi and its torch bridge are there; `init_hccl` also registers its "hccl" backend."""
     if any(importlib.util.find_spec(name) is None for name in ("habana_frameworks", "habana_frameworks.torch")):
         return False
-    available = _plugin_device("habana_frameworks.torch", "hpu", check_device=False)
+    available = has_device("habana_frameworks.torch", "hpu", check_device=False)
     if available and init_hccl:
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
     return available

@@ -149,7 +149,7 @@ def tensors_apart(have: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         if have[name].shape != wanted[name].shape:
             found.append(f"{name}: shape {tuple(have[name].shape)} instead of {tuple(wanted[name].shape)}")
             continue
-        gap = (have[name].double() - wanted[name].double()).abs().max().item()
+        gap = (have[name].cpu().double() - wanted[name].cpu().double()).abs().max().item()
         if not gap <= tolerance:
             found.append(f"{name}: differs by at most {gap:.2e} (allowed {tolerance:.0e})")
     return sorted(found)

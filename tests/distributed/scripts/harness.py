@@ -1,10 +1,13 @@
 """What the scripts of this folder share: fresh Accelerators, data, a step of training, values of all ranks."""
 
+import importlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.utils.data import IterableDataset
@@ -13,7 +16,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-CPU = not torch.cuda.is_available()
+# Which device the tests are about, if not the usual one: "hosted", of torch's own kind, or "xla".
+DEVICE = os.environ.get("TEST_DEVICE", "")
+if DEVICE == "hosted":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    importlib.import_module("hosted").install()
+if DEVICE == "xla" and os.environ.get("CPU_NUM_DEVICES"):
+    importlib.import_module("torch_xla.runtime").use_spmd()
+CPU = not (DEVICE or torch.cuda.is_available())
 # Ranks that share a GPU meet over gloo, which has to be asked for.
 ASKED = {"backend": os.environ["BACKEND"]} if "BACKEND" in os.environ else {}
 

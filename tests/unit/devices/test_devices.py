@@ -1,7 +1,13 @@
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
-from accelerate.devices import DEVICES, detect, row, table
+from accelerate.devices import DEVICES, Device, detect, register, row, table
+from accelerate.utils import DistributedType
 
 
 def test_environment_chooses_the_device(monkeypatch):
@@ -35,3 +41,53 @@ def test_indices_wrap_around_where_processes_share_devices(monkeypatch):
     assert [cuda.torch_device(i).index for i in range(4)] == [0, 1, 0, 1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cuda.torch_device(1).index == 0
+
+
+def test_every_row_says_where_its_names_are_published():
+    assert [kind for kind, one in DEVICES.items() if not one.source.startswith("https://")] == []
+
+
+@pytest.fixture
+def rows():
+    """The table, which gets its rows back afterwards."""
+    kept = dict(DEVICES)
+    yield DEVICES
+    DEVICES.clear()
+    DEVICES.update(kept)
+
+
+def test_a_registered_device_is_found_before_the_others(rows):
+    toaster = Device("toaster", DistributedType.MULTI_GPU, ("gloo",), None, usable=lambda: True)
+    detect()
+    register(toaster)
+    assert detect() is row("toaster:1") is toaster and next(iter(rows)) == "toaster"
+    register(replace(toaster, usable=lambda: False))
+    assert detect().type != "toaster" and len(rows) == len({*rows})
+
+
+def test_a_module_with_the_functions_that_torch_asks_for_is_enough(rows, monkeypatch):
+    states = {0: torch.zeros(1), 1: torch.ones(1)}
+    module = SimpleNamespace(
+        device_count=lambda: 2,
+        get_rng_state=lambda device: states[device.index],
+        set_rng_state=lambda state, device: states.update({device.index: state}),
+    )
+    monkeypatch.setattr(torch, "cuda", module)  # a type of device that torch knows
+    plain = Device("cuda", DistributedType.MULTI_GPU, ("gloo",), None, usable=lambda: True)
+    saved = plain.get_rng_state_all()
+    plain.set_rng_state_all(saved[::-1])
+    assert [states[0].item(), states[1].item()] == [1, 0]
+    plain.empty_cache()
+
+
+def test_a_tpu_is_the_one_that_its_backend_gave_the_process(monkeypatch):
+    """torch_tpu is not there, so torch's module of it is a stand-in; it has one chip a process, under the index 0."""
+    assert not row("tpu").available()
+    monkeypatch.setitem(sys.modules, "torch_tpu", ModuleType("torch_tpu"))
+    sys.modules["torch_tpu"].__spec__ = ModuleSpec("torch_tpu", None)
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0)
+    monkeypatch.setattr(torch, "tpu", module, raising=False)
+    assert row("tpu").available()
+    monkeypatch.setattr(torch, "device", lambda *words: words)
+    assert row("tpu").torch_device(3) == ("tpu", 0)
+    row("tpu").set(3)
