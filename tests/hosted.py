@@ -172,5 +172,4 @@ def install() -> None:
     for name in LOWERED:
         aten.impl(name, lowered(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
     _library = everything, aten
-    source = "https://docs.pytorch.org/docs/stable/accelerator/index.html"
-    register(Device(NAME, DistributedType.MULTI_GPU, ("gloo",), None, torch.hosted.is_available, source=source))
+    register(Device(NAME, DistributedType.MULTI_GPU, ("gloo",), None, torch.hosted.is_available))
