@@ -1,0 +1,529 @@
+"""The backend: a model, its optimizer and its scheduler become one engine of Megatron core, whose call is a whole training step."""
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accelerate.backends.base import Backend
+from accelerate.backends.megatron.models import Row, Translation, chosen
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
+from accelerate.checkpoint.save import SavePlan
+from accelerate.checkpoint.state import Entries, Wanted, collected, tied_again, together
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.config.megatron import MegatronLMPlugin
+from accelerate.parallel.mesh import take_from_first
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.runtime.run import Run
+from accelerate.utils.megatron_lm import (
+    GPTTrainStep,
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+)
+from accelerate.utils.operations import send_to_device
+
+# Which of core's layouts an optimizer is saved in: one that other numbers of ranks read.
+_LAYOUT = {"distrib_optim_sharding_type": "fully_reshardable"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MegatronEngine(nn.Module):
+    """A model of transformers cut by Megatron core, with its optimizer and schedule.
+
+    In training mode a call takes a whole step on all of a batch's micro-batches: forward and backward passes, clipping, optimizer, scheduler;
+    else the forward passes alone. It returns the loss, the mean over all data-parallel replicas, on every rank.
+
+    Args:
+        accelerator: The Accelerator.
+        model: Of transformers; it gives its weights away, and stays as a model without any ("meta").
+        optimizer: Of torch, for parameters of the model; None for evaluation alone.
+        scheduler: A `MegatronLMDummyScheduler`, a torch scheduler of the optimizer, or None.
+    """
+
+    def __init__(self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.transformer.module import Float16Module
+
+        super().__init__()
+        self.plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
+        self.device, self.groups = accelerator.device, parallel_state
+        self.translation = together(lambda: Translation(self.plugin, model))
+        dtype = _DTYPES.get(accelerator.mixed_precision, torch.float32)
+        self.core = core = self.translation.build(self.plugin, dtype).to(self.device)
+        given = dict(model.named_parameters(remove_duplicate=False))
+        numbers = {id(one): number for number, group in enumerate(getattr(optimizer, "param_groups", ())) for one in group["params"]}
+        self._load_weights(given)
+        trained = together(lambda: self._groups_of(given, numbers))
+        wrapped = core if dtype is torch.float32 else Float16Module(core.config, core)
+        arguments = self.translation.arguments
+        averaging = chosen(DistributedDataParallelConfig, arguments, grad_reduce_in_fp32=True)
+        self.module = DistributedDataParallel(core.config, averaging, wrapped) if optimizer is not None else wrapped
+        self.optimizer = self.scheduler = self._followed = None
+        if optimizer is not None:
+            self._build_optimizer(optimizer, trained)
+            self._build_scheduler(optimizer, scheduler)
+            core.config.finalize_model_grads_func = finalize_model_grads
+            core.config.grad_scale_func = self.optimizer.scale_loss
+            core.config.no_sync_func = self.module.no_sync
+            for group in optimizer.param_groups:
+                group["params"] = [nn.Parameter(torch.empty(0)) for _ in group["params"][:1]]
+            optimizer.state.clear()
+        kind = self.plugin.custom_train_step_class or GPTTrainStep
+        self.train_step_handler = kind(accelerator, arguments, **self.plugin.custom_train_step_kwargs or {})
+        self.grad_norm: float | None = None
+        self.step_was_skipped = False
+        # Which stage has each of core's parameters, the first of several.
+        stages: list[Any] = [None] * dist.get_world_size(self._pipeline)
+        dist.all_gather_object(stages, list(self._own), group=self._pipeline)
+        self._stage_of = {name: stage for stage in reversed(range(len(stages))) for name in stages[stage]}
+        model.to("meta")
+        getattr(model, "tie_weights", lambda: None)()
+        self.__dict__["source"] = model  # no module of this one: it has no weights
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    @property
+    def _pipeline(self) -> Any:
+        return self.groups.get_pipeline_model_parallel_group()
+
+    @property
+    def _own(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, the layers counted through all stages."""
+        found, shift = {}, 0
+        for name, parameter in self.core.named_parameters():
+            before, layers, after = name.partition("decoder.layers.")
+            if layers:
+                number, _, rest = after.partition(".")
+                shift = self.core.decoder.layers[int(number)].layer_number - 1
+                name = f"{layers}{shift}.{rest}"
+            found[name] = parameter
+        return found
+
+    def _load_weights(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's parts of the weights that rank 0 has. All ranks."""
+        own, rank = self._own, self.groups.get_tensor_model_parallel_rank()
+        for (row, name), theirs in self.translation.named():
+            with torch.no_grad():
+                whole = [given[one].detach().to(self.device) for one in theirs]
+                for one in whole:
+                    take_from_first(one, self.device)
+                if name in own:
+                    packed, parameter = row.pack(whole, self.translation.sizes), own[name]
+                    parameter.copy_(packed.chunk(self.plugin.tp_degree, _cut(parameter))[rank] if _is_cut(parameter) else packed)
+
+    def _groups_of(self, given: Mapping[str, torch.Tensor], numbers: Mapping[int, int]) -> dict[str, int]:
+        """Return the optimizer's group of each of core's parameters; those that it does not train get no gradients."""
+        found = {}
+        for (_, name), theirs in self.translation.named():
+            groups = {numbers.get(id(given[one])) if given[one].requires_grad else None for one in theirs}
+            if len(groups) > 1:
+                raise ValueError(f"{theirs} are one parameter of Megatron core. Put them into one group of the optimizer.")
+            number = groups.pop()
+            if name in self._own:
+                self._own[name].requires_grad_(number is not None)
+                found[name] = number
+        if numbers and set(found.values()) == {None} and self.plugin.pp_degree == 1:
+            raise ValueError("The optimizer holds no parameter of the model. Make it from model.parameters() of the model as it is now.")
+        return found
+
+    def _build_optimizer(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, int]) -> None:
+        from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+        from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+
+        arguments = self.translation.arguments
+        arguments.update(min_lr=self.plugin.min_lr)
+        config = chosen(OptimizerConfig, arguments, params_dtype=self.core.config.params_dtype)
+        names = {id(parameter): name for name, parameter in self._own.items()}
+        overrides = {}
+        for number, group in enumerate(optimizer.param_groups):
+            predicate = ParamWithNamePredicate(f"group {number}", lambda one, _, n=number: groups[names[id(one)]] == n)
+            # Core tells groups apart by the two factors when it loads a checkpoint; its scheduler multiplies by the second.
+            overrides[ParamKey(with_name_predicate=predicate)] = {
+                **{"max_lr": group["lr"], "lr_mult": group["lr"] / (config.lr or 1.0), "min_lr": self.plugin.min_lr},
+                "wd_mult": group["weight_decay"] / config.weight_decay if config.weight_decay else group["weight_decay"],
+                "given_group": number,
+            }
+        self.optimizer = get_megatron_optimizer(config, [self.module], config_overrides=overrides)
+        self._followed = optimizer
+        self._follow()
+
+    def _build_scheduler(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        if not isinstance(scheduler, MegatronLMDummyScheduler):
+            self._followed = optimizer if scheduler is not None else None
+            return
+        self.plugin.set_scheduler_args(scheduler)
+        plugin, found, self._followed = self.plugin, self.plugin.megatron_lm_default_args, None
+        decay = self.translation.arguments["weight_decay"] or 1.0
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=optimizer.defaults["lr"],
+            min_lr=plugin.min_lr,
+            lr_warmup_steps=found["lr_warmup_iters"],
+            lr_decay_steps=found["lr_decay_iters"],
+            lr_decay_style=plugin.lr_decay_style,
+            start_wd=decay if plugin.start_weight_decay is None else plugin.start_weight_decay,
+            end_wd=decay if plugin.end_weight_decay is None else plugin.end_weight_decay,
+            wd_incr_steps=found["lr_decay_iters"],
+            wd_incr_style=plugin.weight_decay_incr_style,
+        )
+
+    def _follow(self) -> None:
+        """Let core's groups have the rates of the optimizer that was given, which a torch scheduler changes."""
+        if self._followed is not None:
+            for group in self.optimizer.param_groups:
+                if "given_group" in group:
+                    theirs = self._followed.param_groups[group["given_group"]]
+                    group.update(lr=theirs["lr"], weight_decay=theirs["weight_decay"])
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def forward(self, **batch: Any) -> Any:
+        """Take a step in training mode, else evaluate; return transformers' output with the loss. All ranks."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        figures = self.train_step(**batch) if self.training and torch.is_grad_enabled() else self.eval_step(**batch)
+        return CausalLMOutput(loss=figures.get("lm loss", next(iter(figures.values()))))
+
+    def train_step(self, **batch: Any) -> dict[str, torch.Tensor]:
+        """Take a whole step on a batch, and return the figures of the step's loss function. All ranks."""
+        if self.optimizer is None:
+            raise ValueError("This model was prepared without an optimizer. Prepare both in one call, or call model.eval().")
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        figures = self._run(batch, forward_only=False)
+        self._follow()
+        stepped, self.grad_norm, _ = self.optimizer.step()
+        self.step_was_skipped = not stepped
+        if stepped and self.scheduler is not None:
+            self.scheduler.step(increment=1)
+        return figures
+
+    @torch.no_grad()
+    def eval_step(self, **batch: Any) -> dict[str, torch.Tensor]:
+        """Evaluate a batch, and return the figures of the step's loss function. All ranks."""
+        return self._run(batch, forward_only=True)
+
+    def _run(self, batch: Mapping[str, torch.Tensor], forward_only: bool) -> dict[str, torch.Tensor]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not batch or not all(isinstance(value, torch.Tensor) for value in batch.values()):
+            raise ValueError(f"A model of Megatron-LM is called with tensors by name, model(**batch), and got {list(batch)}.")
+        cut = {name: value.chunk(self.plugin.num_micro_batches) for name, value in batch.items()}
+        batches = [send_to_device(dict(zip(cut, values, strict=True)), self.device) for values in zip(*cut.values(), strict=True)]
+        rows, length = next(iter(batches[0].values())).shape[:2]
+        if length % self.plugin.tp_degree and self.plugin.sequence_parallelism:
+            raise ValueError(
+                f"Sequences of {length} tokens are not cut over tp_degree={self.plugin.tp_degree} ranks. Pad them to a multiple, or set "
+                "sequence_parallelism=False."
+            )
+        found = get_forward_backward_func()(
+            forward_step_func=self.train_step_handler.get_forward_step_func(),
+            data_iterator=iter(batches),
+            model=[self.module],
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+        return self._reduced(found)
+
+    def _reduced(self, found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the mean of each figure over micro-batches and replicas: of sums and counts, or of means. All ranks."""
+        figures: list[Any] = [None]
+        if found:
+            sums = {name: torch.stack([one[name].float() for one in found]).sum(0) for name in found[0]}
+            for name, value in sums.items():
+                dist.all_reduce(value, group=self.groups.get_data_parallel_group())
+                count = len(found) * self.groups.get_data_parallel_world_size() if value.dim() == 0 else value[1].clamp(min=1)
+                sums[name] = (value if value.dim() == 0 else value[0]) / count
+            figures = [{name: value.item() for name, value in sums.items()}]
+        if self.plugin.pp_degree == 1:
+            return sums
+        dist.broadcast_object_list(figures, self.groups.get_pipeline_model_parallel_last_rank(), group=self._pipeline)
+        return {name: torch.tensor(value, device=self.device) for name, value in figures[0].items()}
+
+    def megatron_generate(self, *inputs: Any, **options: Any) -> Any:
+        """Refuse: core generates by engines of its own, for GPUs. Any rank.
+
+        Raises:
+            NotImplementedError: always; the message says how to generate.
+        """
+        raise NotImplementedError(
+            "megatron_generate: core's inference engines need CUDA and a tokenizer of its own. Load accelerator.get_state_dict(model) into the "
+            "transformers model, and call its `generate`."
+        )
+
+    # -- weights and checkpoints ---------------------------------------------------------------------------------
+
+    def entries(self, wanted: Wanted) -> Entries:
+        """Yield the wanted entries of the transformers model's state dict, each whole. All ranks, in step."""
+        own, like, again = self._own, self.source.state_dict(), tied_again(self.source)
+        here = self.groups.get_pipeline_model_parallel_rank()
+        for (row, name), theirs in self.translation.named():
+            if name not in self._stage_of or not any(wanted(one) and one not in again for one in theirs):
+                continue
+            stage = self._stage_of[name]
+            if stage == here:
+                parts = self._whole(row, own[name])
+            else:
+                parts = [torch.empty(like[one].shape, dtype=self.core.config.params_dtype, device=self.device) for one in theirs]
+            for one, value in zip(theirs, parts, strict=True):
+                if self.plugin.pp_degree > 1:
+                    dist.broadcast(value, dist.get_global_rank(self._pipeline, stage), group=self._pipeline)
+                if wanted(one):
+                    yield one, value
+
+    def _whole(self, row: Row, parameter: nn.Parameter) -> list[torch.Tensor]:
+        value = parameter.detach()
+        if _is_cut(parameter) and self.plugin.tp_degree > 1:
+            parts = [torch.empty_like(value) for _ in range(self.plugin.tp_degree)]
+            dist.all_gather(parts, value.contiguous(), group=self.groups.get_tensor_model_parallel_group())
+            value = torch.cat(parts, _cut(parameter))
+        return row.unpack(value, self.translation.sizes)
+
+    def sharded_state(self, optimizer: bool, loading: bool) -> dict[str, Any]:
+        """Return what core saves and loads: weights, and with `optimizer` its state and that of the scheduler. All ranks."""
+        state: dict[str, Any] = {"model": self.core.sharded_state_dict()}
+        if optimizer and self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=_LAYOUT)
+            if self.scheduler is not None:
+                state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load_sharded(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take what core has loaded for `sharded_state`. All ranks."""
+        self.core.load_state_dict(state["model"], strict=strict)
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        elif self.optimizer is not None:
+            self.optimizer.reload_model_params()
+        if self.scheduler is not None and "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _cut(parameter: nn.Parameter) -> int:
+    return parameter.partition_dim
+
+
+# The backend ---------------------------------------------------------------------------------------------------------
+
+
+class MegatronLM(Backend):
+    """Tensor, pipeline and data parallelism of Megatron core.
+
+    Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2104.04473
+    """
+
+    name = "megatron"
+    saves_shards = True
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
+        """Return no scaler, as core has its own; make core's groups and the layout of the ranks. The Accelerator calls it first, all ranks.
+
+        Raises:
+            ImportError: megatron-core is not installed.
+            NotImplementedError: the plugin has a setting that core has no use for here.
+            ValueError: the numbers of ranks do not fit, or another layout was asked for.
+        """
+        state, plugin = accelerator.state, accelerator.state.megatron_lm_plugin
+        plugin.refuse_unused()
+        try:
+            from megatron.core import parallel_state
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        except ImportError as error:
+            raise ImportError("MegatronLMPlugin needs Megatron core: pip install megatron-core.") from error
+        if not dist.is_initialized() or state.num_processes % (plugin.tp_degree * plugin.pp_degree):
+            raise ValueError(
+                f"tp_degree={plugin.tp_degree} x pp_degree={plugin.pp_degree} needs a multiple of {plugin.tp_degree * plugin.pp_degree} processes "
+                f"that cooperate, and {state.num_processes} run. Start the script with `accelerate launch --num_processes ...`."
+            )
+        if state.parallelism_config is not None and state.parallelism_config is not getattr(plugin, "_layout", None):
+            raise ValueError("parallelism_config beside MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and leave it out.")
+        replicas = state.num_processes // (plugin.tp_degree * plugin.pp_degree)
+        sizes = (plugin.tp_degree, plugin.pp_degree)
+        made = parallel_state.model_parallel_is_initialized()
+        if made and sizes != (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()):
+            parallel_state.destroy_model_parallel()
+            made = False
+        if not made:
+            parallel_state.initialize_model_parallel(*sizes)
+            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+        # What reads data, gathers metrics and steps schedules asks the same of every layout.
+        plugin._layout = state.parallelism_config = ParallelismConfig(tp_size=sizes[0], pp_size=sizes[1], dp_replicate_size=replicas)
+        state.device_mesh = plugin._layout.get_device_mesh(accelerator.device.type)
+
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
+        """Refuse accumulation, which the number of micro-batches is, and data sets of Megatron's own script. All ranks."""
+        if accelerator.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} with Megatron-LM, whose step takes num_micro_batches at once. "
+                "Set MegatronLMPlugin(num_micro_batches=...), and leave it at 1."
+            )
+        for obj in objects:
+            if isinstance(obj, MegatronLMDummyDataLoader):
+                obj.build_train_valid_test_data_iterators(accelerator)
+
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
+        """Always: the engine runs the model."""
+        return True
+
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
+        """Refuse a model by itself: an engine is made of it and its optimizer, in one `prepare`."""
+        raise ValueError("Megatron-LM makes one engine of a model and its optimizer. Pass both to `prepare` in one call.")
+
+    def batches(self, accelerator: Run, loader: Any) -> Any:
+        """Return a loader whose batch has the micro-batches of a step, each of the batch size that was given.
+
+        Raises:
+            ValueError: it has no batch size of its own.
+        """
+        count = accelerator.state.megatron_lm_plugin.num_micro_batches
+        if count == 1:
+            return loader
+        plain = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
+        if not plain or isinstance(loader.dataset, IterableDataset):
+            raise ValueError(
+                f"num_micro_batches={count} takes so many batches at once from a torch DataLoader with a batch_size, and got a "
+                f"{type(loader).__name__}. Pass such a loader, or set num_micro_batches=1."
+            )
+        names = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers"
+        options = {name: getattr(loader, name) for name in names.split()}
+        return DataLoader(
+            loader.dataset, loader.batch_size * count, sampler=copy.copy(loader.sampler), drop_last=loader.drop_last, **options
+        )
+
+    def engine(self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks."""
+        plugin = accelerator.state.megatron_lm_plugin
+        if optimizer is not None:
+            together(lambda: plugin.set_optimizer_type(optimizer))
+        sizes = [getattr(loader, "total_batch_size", None) for loader in loaders]
+        sizes = [size // plugin._layout.data_parallel_size // plugin.num_micro_batches for size in sizes if isinstance(size, int)]
+        plugin.set_training_args((min if plugin.is_train_batch_min else max)(sizes) if sizes else 1, plugin._layout.data_parallel_size)
+        engine = MegatronEngine(accelerator, model, optimizer, scheduler)
+        if optimizer is None:
+            return engine, None, None
+        wrapped = MegatronLMOptimizerWrapper(engine.optimizer)
+        if engine.scheduler is not None:
+            scheduler = MegatronLMSchedulerWrapper(engine.scheduler, wrapped)
+        return engine, wrapped, scheduler
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the transformers model, which has no weights while its engine trains. Any rank, alone."""
+        return model.source if isinstance(model, MegatronEngine) else super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def owns_state(self, model: nn.Module) -> bool:
+        """Whether it is an engine, which saves and loads its optimizer with its weights."""
+        return isinstance(model, MegatronEngine)
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def backward(self, accelerator: Run, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Nothing: the engine has taken the whole step when the model was called."""
+
+    def clip_grad_norm(self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
+        given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        for model in accelerator.prepared.models:
+            if isinstance(model, MegatronEngine) and any(id(one) in given for one in model.parameters()):
+                return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
+        raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+        """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
+        return model.entries(wanted) if isinstance(model, MegatronEngine) else super().whole_tensors(accelerator, model, wanted)
+
+    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state dict under the names of transformers. All ranks."""
+        if not isinstance(model, MegatronEngine):
+            return super().model_state(accelerator, model, unwrap)
+        state = collected(model.entries(bool), model.source, everywhere=True)
+        return {name: state[name] for name in model.source.state_dict()}
+
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: SavePlan, index: int, **options: Any) -> None:
+        """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        model, place = accelerator.prepared.models[index], os.path.join(folder.folder, _folder(index))
+        os.makedirs(place, exist_ok=True)
+        accelerator.wait_for_everyone()
+        dist_checkpointing.save(model.sharded_state(not model.plugin.no_save_optim, False), place)
+        states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
+        folder.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
+
+    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+        """Compare an engine with what core wrote, and return what loads that, its optimizer included. All ranks load."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        place = os.path.join(folder, _folder(index))
+        if not os.path.isdir(place):
+            raise FileNotFoundError(
+                f"{folder!r} has no {_folder(index)}: Megatron-LM did not write it. Load it with the strategy that did, save_model, and load those "
+                "weights into the transformers model before prepare."
+            )
+        if isinstance(folder, CheckpointFolder):
+            folder.check(dict.fromkeys(name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")), shared=True)
+        stored = dist_checkpointing.load_tensors_metadata(place)
+        own = {one.key: one for one in model.core.sharded_state_dict().values() if isinstance(one, ShardedTensor)}
+        refuse_misfit(
+            place,
+            type(model.source).__name__,
+            [
+                f"{name} has {stored[name].global_shape if name in stored else 'no value'} in the checkpoint and {one.global_shape} in the engine"
+                for name, one in own.items()
+                if name not in stored or stored[name].global_shape != one.global_shape
+            ],
+        )
+        return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))
+
+    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+        """Nothing: the engine's part has it."""
+
+    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
+        """Nothing: the engine's part has it."""
+
+    def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
+        """Return the schedulers that no engine saves."""
+        return [item for item in accelerator.prepared.schedulers if not isinstance(item, MegatronLMSchedulerWrapper)]
+
+
+def _folder(index: int) -> str:
+    return manifest.indexed("megatron_model", index, "")
+
+
+def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
+    """Let core load what it has written. All ranks."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    engine.load_sharded(dist_checkpointing.load(engine.sharded_state(not engine.plugin.no_load_optim, True), place), strict)
+    file = os.path.join(place, f"rng_{rank}_states.pt")
+    if os.path.isfile(file):
+        get_cuda_rng_tracker().set_states(torch.load(file, weights_only=True))

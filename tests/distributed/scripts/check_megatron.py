@@ -1,0 +1,123 @@
+"""Megatron core on this machine's processors: it trains as plain torch does, gives weights back, saves and goes on."""
+
+import copy
+import os
+import warnings
+
+import cuda_on_cpu  # noqa: F401  first: core asks for its device when it is imported
+import torch
+from expect import raised
+from harness import everywhere, fresh_accelerator, rank, shared_folder, world
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
+
+USUAL = ("check_",)
+STEPS, MICRO, LENGTH, VOCABULARY = 4, 2, 16, 61
+warnings.filterwarnings("ignore", module="megatron")
+
+
+def llama(**options):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return made(LlamaForCausalLM, LlamaConfig(**sizes | heads | options))
+
+
+def gpt2(**options):
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return made(GPT2LMHeadModel, GPT2Config(**sizes | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) | options))
+
+
+def made(kind, config):
+    torch.manual_seed(3 + rank())  # each rank has other weights: those of rank 0 count
+    model = kind(config)
+    for one in model.parameters():  # norms and biases that are no ones and zeros
+        one.data.add_(0.02 * torch.randn_like(one))
+    return model
+
+
+def rows():
+    """Return the data set; the labels of some tokens do not count."""
+    draw = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, VOCABULARY, (64, LENGTH), generator=draw)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.2, -100)
+    return [{"input_ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]
+
+
+def adamw(model):
+    decayed = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() < 2]
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=5e-3, weight_decay=0.1)
+
+
+def plain(model, steps=STEPS, *, replicas, rate=lambda step: 1.0, count=2):
+    """Train rank 0's model in plain torch, on the batches of all replicas; the losses, and the weights."""
+    for one in model.state_dict().values():
+        torch.distributed.broadcast(one, 0)
+    optimizer, data = adamw(model), rows()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    size, losses = MICRO * count * replicas, []
+    for step in range(steps):
+        batch = torch.utils.data.default_collate(data[size * step : size * (step + 1)])
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def prepared(model, schedule=None, mixed_precision="no", **plugin):
+    settings = {"gradient_clipping": 1.0, "num_micro_batches": 2, **plugin}
+    accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(**settings), mixed_precision=mixed_precision)
+    optimizer = adamw(model)
+    given = [schedule(optimizer)] if schedule else []
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(rows(), batch_size=MICRO), *given)
+
+
+def train(accelerator, model, optimizer, loader, scheduler=None, steps=STEPS):
+    model.train()
+    losses = []
+    for _, batch in zip(range(steps), loader, strict=False):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def near(found, wanted, within=1e-4):
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted), set(found) ^ set(wanted)
+        found, wanted = (torch.cat([value.flatten().float() for value in one.values()]) for one in (found, wanted))
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), atol=within, rtol=within)
+
+
+def equal_to_plain(build, replicas=1, **plugin):
+    losses, weights = plain(build(), replicas=replicas)
+    model = build()
+    accelerator, *objects = prepared(model, **plugin)
+    found = train(accelerator, *objects)
+    near(found, losses)
+    state = accelerator.get_state_dict(objects[0])
+    near(state, weights)
+    assert everywhere([round(one, 6) for one in found]) == [[round(one, 6) for one in found]] * world()
+    assert accelerator.unwrap_model(objects[0]) is model
+    accelerator.free_memory()
+
+
+def check_tensor_parallel_llama():
+    equal_to_plain(llama, tp_degree=2)
+    equal_to_plain(lambda: llama(tie_word_embeddings=True), tp_degree=2, sequence_parallelism=True)
+
+
+def check_tensor_parallel_gpt2():
+    equal_to_plain(gpt2, tp_degree=2, use_distributed_optimizer=True)
