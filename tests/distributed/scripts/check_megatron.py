@@ -102,7 +102,7 @@ def near(found, wanted, within=1e-4):
 
 
 def equal_to_plain(build, replicas=1, **plugin):
-    losses, weights = plain(build(), replicas=replicas)
+    losses, weights = plain(build(), replicas=replicas, count=plugin.get("num_micro_batches", 2))
     model = build()
     accelerator, *objects = prepared(model, **plugin)
     found = train(accelerator, *objects)
@@ -121,3 +121,94 @@ def check_tensor_parallel_llama():
 
 def check_tensor_parallel_gpt2():
     equal_to_plain(gpt2, tp_degree=2, use_distributed_optimizer=True)
+
+
+def check_pipeline():
+    equal_to_plain(llama, pp_degree=2, num_micro_batches=4)
+    equal_to_plain(gpt2, pp_degree=2)  # its embeddings are on the first stage and on the last
+
+
+def check_data_parallel():
+    equal_to_plain(llama, replicas=2)
+    equal_to_plain(llama, replicas=2, use_distributed_optimizer=True, recompute_activations=True)
+
+
+def four_ranks():
+    equal_to_plain(llama, tp_degree=2, pp_degree=2, sequence_parallelism=True)
+    equal_to_plain(llama, replicas=2, pp_degree=2, use_distributed_optimizer=True)
+    resumes(tp_degree=2, pp_degree=2, use_distributed_optimizer=True)
+
+
+def check_schedules():
+    """A torch scheduler and Megatron's own: a rise over two steps, then a linear fall to nothing after six."""
+    rate = lambda step: min(step / 2, 1 - (step - 2) / 4) if step else 0.0  # noqa: E731
+    losses, _ = plain(llama(), replicas=1, rate=rate)
+    for schedule in (
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
+        lambda optimizer: MegatronLMDummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2),
+    ):
+        accelerator, *objects = prepared(llama(), schedule, tp_degree=2)
+        near(train(accelerator, *objects), losses)
+        assert all(one == 0.005 * rate(STEPS) for one in objects[-1].get_last_lr()), objects[-1].get_last_lr()
+        accelerator.free_memory()
+
+
+def resumes(**plugin):
+    """A run that goes on from a checkpoint is the one that was not interrupted."""
+    schedule = lambda optimizer: MegatronLMDummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=2)  # noqa: E731
+    with shared_folder() as folder:
+        accelerator, *objects = prepared(llama(), schedule, **plugin)
+        losses = train(accelerator, *objects)
+        place = os.path.join(folder, "checkpoint")
+        accelerator.save_state(place)
+        batch = next(iter(objects[2]))
+        losses.append(objects[0](**batch).loss.item())
+        wanted = accelerator.get_state_dict(objects[0])
+        accelerator.free_memory()
+        accelerator, *objects = prepared(llama(initializer_range=0.5), schedule, **plugin)
+        accelerator.load_state(place)
+        near(objects[0](**batch).loss.item(), losses[-1], 0)
+        near(accelerator.get_state_dict(objects[0]), wanted, 0)
+        accelerator.free_memory()
+
+
+def check_it_goes_on_from_a_checkpoint():
+    resumes(tp_degree=2)
+    resumes(pp_degree=2)
+    resumes(use_distributed_optimizer=True)
+
+
+def check_another_division_goes_on():
+    with shared_folder() as folder:
+        accelerator, *objects = prepared(llama(), tp_degree=2, use_distributed_optimizer=True)
+        train(accelerator, *objects)
+        accelerator.save_state(folder + "/checkpoint")
+        wanted, batch = accelerator.get_state_dict(objects[0]), next(iter(objects[2]))
+        loss = objects[0](**batch).loss.item()
+        after = accelerator.get_state_dict(objects[0])
+        accelerator.free_memory()
+        accelerator, *objects = prepared(llama(), pp_degree=2, use_distributed_optimizer=True)
+        accelerator.load_state(folder + "/checkpoint")
+        near(accelerator.get_state_dict(objects[0]), wanted, 0)
+        near(objects[0](**batch).loss.item(), loss)
+        near(accelerator.get_state_dict(objects[0]), after)
+        accelerator.free_memory()
+
+
+def check_weights_come_back_bit_for_bit():
+    for build, plugin in ((llama, {"tp_degree": 2}), (gpt2, {"tp_degree": 2}), (llama, {"pp_degree": 2}), (gpt2, {"pp_degree": 2})):
+        model = build()
+        for one in model.state_dict().values():
+            torch.distributed.broadcast(one, 0)
+        before = copy.deepcopy(model.state_dict())
+        accelerator, engine, *_ = prepared(model, **plugin)
+        state = accelerator.get_state_dict(engine)
+        assert list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
+        with shared_folder() as folder:
+            bare = accelerator.unwrap_model(engine)
+            bare.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=state)
+            accelerator.save_model(engine, folder + "/weights")
+            accelerator.wait_for_everyone()
+            loaded = type(bare).from_pretrained(folder).state_dict()
+            assert all(torch.equal(loaded[name], before[name]) for name in before)
+        accelerator.free_memory()

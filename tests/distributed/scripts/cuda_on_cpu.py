@@ -34,3 +34,15 @@ torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *arguments, 
 torch.cuda.manual_seed = lambda seed: None
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)  # the host's generator is its GPU's
 CudaOnCpu().__enter__()
+
+from megatron.core.tensor_parallel.random import CheckpointFunction  # noqa: E402  it asks for the device at its import
+
+_backward = CheckpointFunction.backward
+
+
+def _backward_on_host(context, *gradients):
+    with CudaOnCpu():  # autograd leaves modes behind, and a backward pass that recomputes makes tensors
+        return _backward(context, *gradients)
+
+
+CheckpointFunction.backward = staticmethod(_backward_on_host)
