@@ -31,8 +31,6 @@ from accelerate.utils.megatron_lm import (
 )
 from accelerate.utils.operations import send_to_device
 
-# Which of core's layouts an optimizer is saved in: one that other numbers of ranks read.
-_LAYOUT = {"distrib_optim_sharding_type": "fully_reshardable"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -184,13 +182,13 @@ class MegatronEngine(nn.Module):
             wd_incr_style=plugin.weight_decay_incr_style,
         )
 
-    def _follow(self) -> None:
-        """Let core's groups have the rates of the optimizer that was given, which a torch scheduler changes."""
-        if self._followed is not None:
-            for group in self.optimizer.param_groups:
-                if "given_group" in group:
-                    theirs = self._followed.param_groups[group["given_group"]]
-                    group.update(lr=theirs["lr"], weight_decay=theirs["weight_decay"])
+    def _follow(self, back: bool = False) -> None:
+        """Let core's groups have the rates of the optimizer that was given, which a torch scheduler changes; or `back`, after loading."""
+        for group in self.optimizer.param_groups if self._followed is not None else ():
+            if "given_group" in group:
+                theirs = self._followed.param_groups[group["given_group"]]
+                source, target = (group, theirs) if back else (theirs, group)
+                target.update(lr=source["lr"], weight_decay=source["weight_decay"])
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -302,20 +300,45 @@ class MegatronEngine(nn.Module):
         """Return what core saves and loads: weights, and with `optimizer` its state and that of the scheduler. All ranks."""
         state: dict[str, Any] = {"model": self.core.sharded_state_dict()}
         if optimizer and self.optimizer is not None:
-            state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=_LAYOUT)
+            plain = [_begun(part.optimizer) for part in self.optimizer.chained_optimizers]
+            # What any division reads, core loads into Apex's and Transformer Engine's Adam alone.
+            layout = "dp_reshardable" if any(plain) else "fully_reshardable"
+            found = {"distrib_optim_sharding_type": layout}
+            state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=found)
+            bound = layout == "dp_reshardable" and self.plugin.use_distributed_optimizer
+            state["divided"] = [self.plugin.tp_degree, self.plugin.pp_degree] if bound else None
             if self.scheduler is not None:
                 state["scheduler"] = self.scheduler.state_dict()
         return state
 
-    def load_sharded(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    @torch.no_grad()
+    def load_sharded(self, state: Mapping[str, Any], optimizer: bool, strict: bool = True) -> None:
         """Take what core has loaded for `sharded_state`. All ranks."""
         self.core.load_state_dict(state["model"], strict=strict)
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        elif self.optimizer is not None:
+        if self.optimizer is None:
+            return
+        if not optimizer:
             self.optimizer.reload_model_params()
+            return
+        self.optimizer.load_state_dict(state["optimizer"])
+        for part in self.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups if _begun(part.optimizer) else ():
+                # Core gives the states of torch's Adam one count together, or none.
+                for one in group["params"] if "step" in group else ():
+                    part.optimizer.state[one]["step"] = torch.tensor(float(group["step"]))
+        self._follow(back=True)
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _begun(optimizer: Any) -> bool:
+    """Give torch's Adam the states that its first step makes, which core wants to be there; return whether it is one."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return False
+    for parameter in (one for group in optimizer.param_groups for one in group["params"] if one not in optimizer.state):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    return True
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
@@ -372,8 +395,10 @@ class MegatronLM(Backend):
             parallel_state.initialize_model_parallel(*sizes)
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
         # What reads data, gathers metrics and steps schedules asks the same of every layout.
-        plugin._layout = state.parallelism_config = ParallelismConfig(tp_size=sizes[0], pp_size=sizes[1], dp_replicate_size=replicas)
-        state.device_mesh = plugin._layout.get_device_mesh(accelerator.device.type)
+        plugin._layout = state.parallelism_config = layout = ParallelismConfig()
+        for axis, size in (("tp", sizes[0]), ("pp", sizes[1]), ("dp_replicate", replicas)):
+            layout._set_size(axis, size)
+        state.device_mesh = layout.get_device_mesh(accelerator.device.type)
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse accumulation, which the number of micro-batches is, and data sets of Megatron's own script. All ranks."""
@@ -501,6 +526,12 @@ class MegatronLM(Backend):
                 if name not in stored or stored[name].global_shape != one.global_shape
             ],
         )
+        divided, own = dist_checkpointing.load_common_state_dict(place).get("divided"), [model.plugin.tp_degree, model.plugin.pp_degree]
+        if divided not in (None, own) and not model.plugin.no_load_optim:
+            raise RuntimeError(
+                f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {own}; nothing was loaded. Without Apex or "
+                "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
+            )
         return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
@@ -523,7 +554,8 @@ def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    engine.load_sharded(dist_checkpointing.load(engine.sharded_state(not engine.plugin.no_load_optim, True), place), strict)
+    optimizer = not engine.plugin.no_load_optim
+    engine.load_sharded(dist_checkpointing.load(engine.sharded_state(optimizer, loading=True), place), optimizer, strict)
     file = os.path.join(place, f"rng_{rank}_states.pt")
     if os.path.isfile(file):
         get_cuda_rng_tracker().set_states(torch.load(file, weights_only=True))

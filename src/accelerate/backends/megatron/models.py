@@ -28,13 +28,19 @@ class Sizes:
         ranks: how many share a layer.
         groups: of heads, each with one key and one value.
         queries: of each group.
-        vocabulary: tokens of the model, without those that fill up the last rank's part.
+        vocabulary: tokens of the model.
+        filled: rows for them, a number that many numbers of ranks divide, so that another one reads a checkpoint.
     """
 
     ranks: int
     groups: int
     queries: int
     vocabulary: int
+
+    @property
+    def filled(self) -> int:  # noqa: D102  said above
+        unit = math.lcm(128, self.ranks)
+        return math.ceil(self.vocabulary / unit) * unit
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def _unpack_heads(whole: torch.Tensor, sizes: Sizes) -> Tensors:
 
 
 def _pack_vocabulary(parts: Tensors, sizes: Sizes) -> torch.Tensor:
-    return nn.functional.pad(parts[0], (0, 0, 0, -parts[0].shape[0] % sizes.ranks))
+    return nn.functional.pad(parts[0], (0, 0, 0, sizes.filled - sizes.vocabulary))
 
 
 _PACK: dict[str, Callable[[Tensors, Sizes], torch.Tensor]] = {
@@ -244,18 +250,18 @@ class Translation:
         layer = get_gpt_layer_local_spec(normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         block = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), Norm)
-        part = math.ceil(self.sizes.vocabulary / self.sizes.ranks)
         made = GPTModel(
             config,
             block,
-            part * self.sizes.ranks,
+            self.sizes.filled,
             self.arguments["max_position_embeddings"],
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=self.tied,
             **self.extra,
         )
-        # Rows that fill up the last part are no tokens: nothing is to be predicted there.
+        # Rows that fill up are no tokens: nothing is to be predicted there.
+        part = self.sizes.filled // self.sizes.ranks
         beyond = (parallel_state.get_tensor_model_parallel_rank() + 1) * part - self.sizes.vocabulary
         if made.post_process and beyond > 0:
             made.output_layer.register_forward_hook(partial(_hide, min(beyond, part)))
@@ -264,5 +270,5 @@ class Translation:
 
 def _hide(count: int, module: nn.Module, inputs: Any, output: Any) -> Any:
     logits, bias = output
-    hidden = torch.full_like(logits[..., -count:], torch.finfo(logits.dtype).min)
-    return torch.cat([logits[..., :-count], hidden], dim=-1), bias
+    logits[..., -count:] = torch.finfo(logits.dtype).min
+    return logits, bias
