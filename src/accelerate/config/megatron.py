@@ -84,7 +84,8 @@ def _parser(model_type: str) -> Parser:
 
     parse.__name__ = parse.__qualname__ = f"parse_{model_type.replace('megatron-', '')}_config"
     parse.__doc__ = f"""Read the sizes of a {model_type} into the plugin's `megatron_lm_default_args`{
-        "" if model_type in _SIZES else ". It is not trained here: a NotImplementedError"}."""
+        "" if model_type in _SIZES else ". It is not trained here: a NotImplementedError"
+    }."""
     return add_model_config_to_megatron_parser(model_type)(parse)
 
 
@@ -335,7 +336,9 @@ class MegatronLMPlugin:
         arguments, replicas = self.megatron_lm_default_args, getattr(self, "data_parallel_size", 1)
         decay = self.lr_decay_iters or -(-(scheduler.total_num_steps or 0) // replicas) or self.train_iters
         if not decay:
-            raise ValueError("MegatronLMDummyScheduler needs total_num_steps, or MegatronLMPlugin(lr_decay_iters=...).")
+            raise ValueError(
+                "MegatronLMDummyScheduler needs total_num_steps, or MegatronLMPlugin(lr_decay_iters=...)."
+            )
         warmup = self.lr_warmup_iters
         if warmup is None:
             counted = -(-scheduler.warmup_num_steps // replicas)
@@ -344,4 +347,6 @@ class MegatronLMPlugin:
 
     def set_tensorboard_logging_options(self) -> None:
         """Refuse what only Megatron-LM's own training script writes: a NotImplementedError."""
-        raise NotImplementedError("set_all_logging_options belongs to megatron.training. " + _UNUSED["tensorboard_dir"])
+        raise NotImplementedError(
+            "set_all_logging_options belongs to megatron.training. " + _UNUSED["tensorboard_dir"]
+        )

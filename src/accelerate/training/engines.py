@@ -98,7 +98,9 @@ def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, 
     made, new = _sorted(accelerator, objects, "Megatron-LM")
     if not new:
         return tuple(made)
-    model, optimizer, scheduler = (objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler"))
+    model, optimizer, scheduler = (
+        objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler")
+    )
     loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
     with own_states(accelerator):
         engine, wrapped, scheduler = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)

@@ -167,7 +167,9 @@ def _next_tokens(data_iterator: Any) -> tuple[Any, ...]:
             "pass custom_get_batch_function to MegatronLMPlugin."
         )
     if padding is not None and bool((padding[:, 1:] > padding[:, :-1]).any()):
-        raise ValueError("attention_mask hides tokens before others that count. Pad on the right: padding_side='right'.")
+        raise ValueError(
+            "attention_mask hides tokens before others that count. Pad on the right: padding_side='right'."
+        )
     labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return tokens, labels.clamp(min=0), (labels != -100).float(), None, positions

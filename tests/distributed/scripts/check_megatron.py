@@ -26,7 +26,10 @@ def llama(**options):
 
 def gpt2(**options):
     sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-    return made(GPT2LMHeadModel, GPT2Config(**sizes | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) | options))
+    return made(
+        GPT2LMHeadModel,
+        GPT2Config(**sizes | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) | options),
+    )
 
 
 def made(kind, config):
@@ -187,9 +190,13 @@ def check_it_goes_on_from_a_checkpoint():
 
 def check_another_division_goes_on():
     with shared_folder() as folder:
-        for number, (distributed, other) in enumerate(((False, {"pp_degree": 2}), (True, {"tp_degree": 2}), (False, {}))):
+        for number, (distributed, other) in enumerate(
+            ((False, {"pp_degree": 2}), (True, {"tp_degree": 2}), (False, {}))
+        ):
             place = f"{folder}/{number}"
-            accelerator, *objects = prepared(llama(), tp_degree=1 if distributed else 2, use_distributed_optimizer=distributed)
+            accelerator, *objects = prepared(
+                llama(), tp_degree=1 if distributed else 2, use_distributed_optimizer=distributed
+            )
             train(accelerator, *objects, steps=2)
             accelerator.save_state(place)
             wanted, batch = accelerator.get_state_dict(objects[0]), rows_of(4)
@@ -215,7 +222,12 @@ def rows_of(count):
 
 
 def check_weights_come_back_bit_for_bit():
-    for build, plugin in ((llama, {"tp_degree": 2}), (gpt2, {"tp_degree": 2}), (llama, {"pp_degree": 2}), (gpt2, {"pp_degree": 2})):
+    for build, plugin in (
+        (llama, {"tp_degree": 2}),
+        (gpt2, {"tp_degree": 2}),
+        (llama, {"pp_degree": 2}),
+        (gpt2, {"pp_degree": 2}),
+    ):
         model = build()
         for one in model.state_dict().values():
             torch.distributed.broadcast(one, 0)

@@ -38,7 +38,7 @@ class Sizes:
     vocabulary: int
 
     @property
-    def filled(self) -> int:  # noqa: D102  said above
+    def filled(self) -> int:
         unit = math.lcm(128, self.ranks)
         return math.ceil(self.vocabulary / unit) * unit
 
@@ -84,7 +84,9 @@ _PACK: dict[str, Callable[[Tensors, Sizes], torch.Tensor]] = {
     "vocabulary": _pack_vocabulary,
     "heads": _pack_heads,
     # A rank has its part of each, one after the other.
-    "gated": lambda parts, sizes: torch.cat([one for pair in zip(*(p.chunk(sizes.ranks) for p in parts)) for one in pair]),
+    "gated": lambda parts, sizes: torch.cat(
+        [p.chunk(sizes.ranks)[rank] for rank in range(sizes.ranks) for p in parts]
+    ),
     "joined heads": lambda parts, sizes: _pack_heads(list(parts[0].chunk(3)), sizes),
 }
 _UNPACK: dict[str, Callable[[torch.Tensor, Sizes], Tensors]] = {
@@ -107,9 +109,13 @@ def _llama(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
     scaled = kind == "llama3" and all(rope.get(name) == value for name, value in fixed.items())
     _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False)
     if not scaled and kind != "default":
-        raise NotImplementedError(f"rope_parameters={rope}: Megatron core has the types 'default' and 'llama3' with {fixed}.")
+        raise NotImplementedError(
+            f"rope_parameters={rope}: Megatron core has the types 'default' and 'llama3' with {fixed}."
+        )
     options = {
-        **{"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False},
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
         "activation_func": nn.functional.silu,
     }
     extra = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
@@ -154,7 +160,11 @@ def _gpt2(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
         for end in ("weight", "bias"):
             rows.append(Row(f"{core}{name}.{end}", (f"{layer}{theirs}.{end}",), kind, turned and end == "weight"))
     rows += [Row(f"decoder.final_layernorm.{end}", (f"transformer.ln_f.{end}",)) for end in ("weight", "bias")]
-    return options, {"position_embedding_type": "learned_absolute"}, [*rows, Row("output_layer.weight", ("lm_head.weight",), "vocabulary")]
+    return (
+        options,
+        {"position_embedding_type": "learned_absolute"},
+        [*rows, Row("output_layer.weight", ("lm_head.weight",), "vocabulary")],
+    )
 
 
 # By the type of a model: what core's configuration is told, what GPTModel is told, and the rows.
@@ -214,7 +224,9 @@ class Translation:
         self.tied = bool(getattr(config, "tie_word_embeddings", True))
         known = {name for _, names in self.named() for name in names}
         if others := sorted(model.state_dict().keys() ^ known):
-            raise ValueError(f"{type(model).__name__} is no plain decoder with a head: {others[:5]}. Pass the ...ForCausalLM or ...LMHeadModel.")
+            raise ValueError(
+                f"{type(model).__name__} is no plain decoder with a head: {others[:5]}. Pass the ...ForCausalLM or ...LMHeadModel."
+            )
 
     def named(self) -> Iterator[tuple[tuple[Row, str], list[str]]]:
         """Yield each row with core's name, the layers counted through all stages, and the names of theirs."""
@@ -237,14 +249,21 @@ class Translation:
         custom = plugin.custom_train_step_class or plugin.custom_loss_function
         arguments["calculate_per_token_loss"] = plugin.calculate_per_token_loss and not custom
         # Lengths are exchanged among stages, so that batches may differ; fused kernels need Apex or a compiler, and can be asked for.
-        unfused = ("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion", "masked_softmax_fusion")
+        unfused = (
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+            "gradient_accumulation_fusion",
+            "masked_softmax_fusion",
+        )
         config = chosen(
             TransformerConfig,
             arguments,
             **self.options,
             **dict.fromkeys((*unfused, "persist_layer_norm"), False),
-            **{"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
-            **{"params_dtype": dtype, "pipeline_dtype": dtype},
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",  # it asks for this beside variable lengths, also without experts
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
             num_layers_in_last_pipeline_stage=plugin.decoder_last_pipeline_num_layers,
         )
         layer = get_gpt_layer_local_spec(normalization=config.normalization)
