@@ -148,7 +148,9 @@ class MegatronEngine(nn.Module):
             predicate = ParamWithNamePredicate(f"group {number}", lambda one, _, n=number: groups[names[id(one)]] == n)
             # Core tells groups apart by the two factors when it loads a checkpoint; its scheduler multiplies by the second.
             overrides[ParamKey(with_name_predicate=predicate)] = {
-                "max_lr": group["lr"], "lr_mult": group["lr"] / (config.lr or 1.0), "min_lr": self.plugin.min_lr,
+                "max_lr": group["lr"],
+                "lr_mult": group["lr"] / (config.lr or 1.0),
+                "min_lr": self.plugin.min_lr,
                 "wd_mult": group["weight_decay"] / config.weight_decay
                 if config.weight_decay
                 else group["weight_decay"],
