@@ -243,3 +243,31 @@ def check_weights_come_back_bit_for_bit():
             loaded = type(bare).from_pretrained(folder).state_dict()
             assert all(torch.equal(loaded[name], before[name]) for name in before)
         accelerator.free_memory()
+
+
+def check_bf16_is_near():
+    losses, _ = plain(llama(), replicas=1)
+    for plugin in ({}, {"use_distributed_optimizer": True, "pp_degree": 1, "tp_degree": 2}):
+        accelerator, *objects = prepared(llama(), mixed_precision="bf16", **{"tp_degree": 2, **plugin})
+        assert accelerator.scaler is None
+        near(train(accelerator, *objects), losses, 0.02)
+        accelerator.free_memory()
+
+
+def check_what_is_refused():
+    accelerator, engine, optimizer, loader = prepared(llama(), tp_degree=2)
+    with raised(NotImplementedError, "get_state_dict"):
+        engine.megatron_generate()
+    with raised(ValueError, "labels"):
+        engine(input_ids=torch.zeros(2, LENGTH, dtype=torch.long))
+    accelerator.free_memory()
+    with raised(ValueError, "num_micro_batches"):
+        prepared_with_steps = fresh_accelerator(
+            megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), gradient_accumulation_steps=2
+        )
+        prepared_with_steps.prepare(llama())
+    with raised(ValueError, "tp_degree=3"):
+        fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
+    engine = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2)).prepare(llama())
+    whole = plain(llama(), steps=1, replicas=1, count=2)[0][0]
+    near(engine.eval()(**rows_of(2 * MICRO)).loss.item(), whole)

@@ -29,7 +29,6 @@ class Sizes:
         groups: of heads, each with one key and one value.
         queries: of each group.
         vocabulary: tokens of the model.
-        filled: rows for them, a number that many numbers of ranks divide, so that another one reads a checkpoint.
     """
 
     ranks: int
@@ -39,6 +38,7 @@ class Sizes:
 
     @property
     def filled(self) -> int:
+        """Rows for the vocabulary: many numbers of ranks divide them, so that another one reads a checkpoint."""
         unit = math.lcm(128, self.ranks)
         return math.ceil(self.vocabulary / unit) * unit
 
