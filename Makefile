@@ -39,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-liger test-ray test-trackers test-xla test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
+	test-deepspeed test-liger test-megatron test-ray test-trackers test-xla test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -89,6 +89,14 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	# Its build script looks for torch.
 	.venv-deepspeed/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation \
 		-c constraints.txt -e '.[deepspeed]'
+	@touch $@
+
+.venv-megatron/.ready: setup.py constraints.txt
+	@echo "setting up .venv-megatron (once)"
+	$(PYTHON) -m venv .venv-megatron
+	.venv-megatron/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[testing,transformers]'
+	# Without what it depends on: torch is there.
+	.venv-megatron/bin/python -m pip --disable-pip-version-check install --quiet --no-deps megatron-core==0.16.1
 	@touch $@
 
 .venv-trackers/.ready: setup.py constraints.txt
@@ -180,6 +188,9 @@ test-ray: .venv-ray/.ready ## Ray Train with our Accelerator inside, a worker ki
 test-xla: .venv-xla/.ready ## torch_xla on the processor, one device and two virtual ones, in an environment of its own: it needs torch 2.9
 	PATH="$(CURDIR)/.venv-xla/bin:$$PATH" .venv-xla/bin/python -m pytest tests/interop/test_xla.py $(ARGS)
 
+test-megatron: .venv-megatron/.ready ## Megatron core on CPU processes, in an environment of its own
+	PATH="$(CURDIR)/.venv-megatron/bin:$$PATH" .venv-megatron/bin/python -m pytest tests/distributed/test_megatron.py $(ARGS)
+
 test-liger: .venv-liger/.ready ## Liger's kernels by Triton's interpreter, in an environment of its own: its Triton would be torch's compiler
 	PATH="$(CURDIR)/.venv-liger/bin:$$PATH" .venv-liger/bin/python -m pytest -k liger tests/interop/test_examples.py $(ARGS)
 
@@ -241,4 +252,4 @@ interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-deepspeed .venv-peer-* .venv-ray .venv-torch-* .venv-trackers .venv-transformers-* .venv-xla .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-deepspeed .venv-megatron .venv-peer-* .venv-ray .venv-torch-* .venv-trackers .venv-transformers-* .venv-xla .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

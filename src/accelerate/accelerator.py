@@ -660,8 +660,9 @@ class Accelerator(Processes):
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""
-        backends.load("megatron")  # refuses: this version does not have it
-        return prepare.in_order(self, args)
+        from accelerate.training import engines
+
+        return engines.prepare_megatron(self, args)
 
     def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
         """Convert the models among the objects to Transformer Engine."""

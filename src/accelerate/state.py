@@ -198,6 +198,8 @@ class AcceleratorState(ProcessView):
             elif not any(entry.selected for entry in plugin.values()):
                 self.select_deepspeed_plugin(next(iter(plugin)))
             return
+        if name == "megatron_lm_plugin":
+            os.environ.setdefault(flag, _MIRRORED)  # `is_megatron_lm_available` looks there
         if self._mixed_precision != PrecisionType.NO.value:
             plugin.set_mixed_precision(self._mixed_precision)
         setattr(self, name, plugin)
@@ -247,7 +249,7 @@ class AcceleratorState(ProcessView):
         `reset_partial_state` does the same for `PartialState`: needed for another device, backend or process count.
         """
         storage.accelerator.renew()
-        for flag in (BY_NAME[switch].env for switch in ("use_fsdp", "use_deepspeed")):
+        for flag in (BY_NAME[switch].env for switch in ("use_fsdp", "use_deepspeed", "use_megatron_lm")):
             if os.environ.get(flag) == _MIRRORED:
                 del os.environ[flag]
         if reset_partial_state:

@@ -57,6 +57,10 @@ class Backend:
         """Return the model as it trains under this strategy. All ranks."""
         return model
 
+    def batches(self, accelerator: Run, loader: Any) -> Any:
+        """Return the loader that is prepared in the place of one that was given. All ranks."""
+        return loader
+
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The settings of Megatron-LM, which this version does not run: its plugin can be made and read, and what completes it raises."""
+"""The settings of Megatron-LM: its plugin, and what reads the sizes of a model for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,39 +42,58 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return register
 
 
-def _later(what: str) -> NotImplementedError:
-    instead = "FullyShardedDataParallelPlugin, or ParallelismConfig(tp_size=...) for tensor parallelism"
-    return NotImplementedError(f"{what} completes a run of Megatron-LM, which is not available yet. Use {instead}.")
+# What each kind of model says of itself: Megatron's names of its sizes, and those in transformers' configuration.
+_SIZES = {
+    "llama": {
+        **dict.fromkeys(("hidden_size", "num_attention_heads", "max_position_embeddings"), ""),
+        "num_layers": "num_hidden_layers",
+        "ffn_hidden_size": "intermediate_size",
+        "num_query_groups": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "layernorm_epsilon": "rms_norm_eps",
+        "orig_vocab_size": "vocab_size",
+    },
+    "gpt2": {
+        "num_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "ffn_hidden_size": "n_inner",
+        "layernorm_epsilon": "layer_norm_epsilon",
+        "orig_vocab_size": "vocab_size",
+    },
+}
 
 
-@add_model_config_to_megatron_parser("megatron-bert")
-def parse_bert_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a BERT. Not available yet: a NotImplementedError."""
-    raise _later("parse_bert_config")
+def unknown_model(model_type: str) -> NotImplementedError:
+    """Return what is raised for a kind of model that Megatron core does not train here."""
+    return NotImplementedError(
+        f"Megatron-LM trains models of the types {', '.join(_SIZES)} here, and this one is a {model_type!r}. Train it with "
+        "FullyShardedDataParallelPlugin, or ParallelismConfig(tp_size=...) for tensor parallelism."
+    )
 
 
-@add_model_config_to_megatron_parser("gpt2")
-def parse_gpt2_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a GPT-2. Not available yet: a NotImplementedError."""
-    raise _later("parse_gpt2_config")
+def _parser(model_type: str) -> Parser:
+    def parse(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
+        if model_type not in _SIZES:
+            raise unknown_model(model_type)
+        arguments, config = megatron_lm_plugin.megatron_lm_default_args, model.config
+        for name, theirs in _SIZES[model_type].items():
+            arguments[name] = getattr(config, theirs or name, None)
+        arguments.update(megatron_lm_plugin.other_megatron_args or {})
+
+    parse.__name__ = parse.__qualname__ = f"parse_{model_type.replace('megatron-', '')}_config"
+    parse.__doc__ = f"""Read the sizes of a {model_type} into the plugin's `megatron_lm_default_args`{
+        "" if model_type in _SIZES else ". It is not trained here: a NotImplementedError"
+    }."""
+    return add_model_config_to_megatron_parser(model_type)(parse)
 
 
-@add_model_config_to_megatron_parser("t5")
-def parse_t5_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a T5. Not available yet: a NotImplementedError."""
-    raise _later("parse_t5_config")
-
-
-@add_model_config_to_megatron_parser("llama")
-def parse_llama_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a Llama. Not available yet: a NotImplementedError."""
-    raise _later("parse_llama_config")
-
-
-@add_model_config_to_megatron_parser("glm4_moe")
-def parse_glm4_moe_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-    """Read the sizes of a GLM-4.5 mixture of experts. Not available yet: a NotImplementedError."""
-    raise _later("parse_glm4_moe_config")
+parse_bert_config = _parser("megatron-bert")
+parse_gpt2_config = _parser("gpt2")
+parse_t5_config = _parser("t5")
+parse_llama_config = _parser("llama")
+parse_glm4_moe_config = _parser("glm4_moe")
 
 
 # Fields that options stand for, and the defaults that the option table does not have.
@@ -86,6 +105,21 @@ _DEFAULTS = {
     **dict.fromkeys(("recompute_activations", "use_distributed_optimizer", "sequence_parallelism"), False),
     **dict.fromkeys(("attention_backend", "attention_softmax_in_fp32"), True),
     **dict.fromkeys(("calculate_per_token_loss", "use_rotary_position_embeddings"), True),
+}
+# Settings of Megatron-LM's own training script, or of models that are not trained here, and what does the same.
+_UNUSED = {
+    "use_custom_fsdp": "Use FullyShardedDataParallelPlugin.",
+    "context_parallel_size": "Use ParallelismConfig(cp_size=...).",
+    "expert_model_parallel_size expert_tensor_parallel_size": "Use ParallelismConfig(ep_size=...).",
+    "eod_mask_loss": "Give tokens that do not count the label -100.",
+    "pipeline_model_parallel_split_rank num_layers_per_virtual_pipeline_stage": "Set pp_degree alone.",
+    "train_samples lr_decay_samples lr_warmup_samples": "Count steps: lr_decay_iters, lr_warmup_iters.",
+    "encoder_seq_length decoder_seq_length": "Sequences have the length that a batch gives them.",
+    "megatron_dataset_flag custom_megatron_datasets_provider_function": "Pass torch's DataLoader to prepare.",
+    "custom_model_provider_function custom_prepare_model_function": "Pass a transformers model to prepare.",
+    "no_wd_decay_cond scale_lr_cond lr_mult": "Give the torch optimizer groups of parameters, each with its lr and weight_decay.",
+    "return_logits": "Load get_state_dict(model) into the transformers model, and call that.",
+    "tensorboard_dir": "Pass log_with='tensorboard' to the Accelerator.",
 }
 # Fields that are arguments of Megatron-LM, and what it calls some of them.
 _FIELDS = (
@@ -106,9 +140,9 @@ _RENAMED = {
 class MegatronLMPlugin:
     """How Megatron-LM runs the training.
 
-    This version has no Megatron-LM: a plugin can be made and its settings read, and `Accelerator` refuses it. The `set_*`
-    methods, which complete `megatron_lm_default_args` while objects are prepared, raise a NotImplementedError. A field of the first two groups that is None falls back to the environment variable MEGATRON_LM_<FIELD>,
-    which `accelerate launch` sets.
+    It trains on `megatron-core` of the registry; what only Megatron-LM's own training script has is refused. `prepare` completes
+    `megatron_lm_default_args` by the `set_*` methods. A field of the first two groups that is None falls back to the environment variable
+    MEGATRON_LM_<FIELD>, which `accelerate launch` sets.
 
     Parallelism: `tp_degree`, `pp_degree`, `context_parallel_size`, `expert_model_parallel_size`,
     `expert_tensor_parallel_size` (ranks per dimension, 1 by default), `num_micro_batches` (per pipeline step),
@@ -133,7 +167,8 @@ class MegatronLMPlugin:
     `custom_prepare_model_function`, `custom_megatron_datasets_provider_function`, `custom_get_batch_function`,
     `custom_loss_function`.
 
-    `other_megatron_args`: further arguments by Megatron-LM's names; they win.
+    `other_megatron_args`: further arguments by the names of core's `TransformerConfig`, `OptimizerConfig` and
+    `DistributedDataParallelConfig`; they win.
 
     Raises:
         ValueError: a variable or argument cannot be read.
@@ -230,34 +265,88 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def _resolve_recomputation(self) -> None:
+        self._recomputes = self.recompute_activations or self.recompute_granularity is not None
         if self.recompute_granularity is None:
             self.recompute_granularity = "selective" if self.recompute_activations else "full"
         if self.recompute_granularity == "full":  # a method and a number of layers exist for this one only
             self.recompute_method = "uniform" if self.recompute_method is None else self.recompute_method
             self.recompute_num_layers = 1 if self.recompute_num_layers is None else self.recompute_num_layers
 
-    # -- while objects are prepared, which this version cannot do: each is a NotImplementedError ------------------
+    # -- while objects are prepared -------------------------------------------------------------------------------
+
+    def refuse_unused(self) -> None:
+        """Refuse settings that Megatron core has no use for here.
+
+        Raises:
+            NotImplementedError: one is set; the message says what does the same.
+        """
+        for names, instead in _UNUSED.items():
+            for name in names.split():
+                value = getattr(self, name)
+                if value not in (None, False, type(self).__dataclass_fields__[name].default, _DEFAULTS.get(name)):
+                    raise NotImplementedError(f"MegatronLMPlugin({name}={value!r}) is not possible here. {instead}")
 
     def set_network_size_args(self, model: "nn.Module", batch_data: Batch = None) -> None:
-        """Read the network's sizes from the model's configuration. Not available yet: a NotImplementedError."""
-        raise _later("set_network_size_args")
+        """Read the network's sizes from the model's configuration.
+
+        Raises:
+            NotImplementedError: this kind of model is not trained here.
+        """
+        kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+        if kind not in MODEL_CONFIGS_TO_MEGATRON_PARSERS:
+            raise unknown_model(kind)
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS[kind](self, model, batch_data)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Switch on fp16 or bf16. Not available yet: a NotImplementedError."""
-        raise _later("set_mixed_precision")
+        """Switch on fp16 or bf16; ValueError for another one."""
+        if mixed_precision not in ("fp16", "bf16"):
+            raise ValueError(f"mixed_precision={mixed_precision!r} with Megatron-LM: use 'bf16', 'fp16' or 'no'.")
+        self.megatron_lm_default_args[mixed_precision] = True
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Set the batch sizes. Not available yet: a NotImplementedError."""
-        raise _later("set_training_args")
+        """Set the batch sizes: of a micro-batch, and of all data-parallel replicas in one step."""
+        self.data_parallel_size, self.micro_batch_size = dp_degree, micro_batch_size
+        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
+            self.megatron_lm_default_args[name] = getattr(self, name)
 
     def set_optimizer_type(self, optimizer: "Optimizer") -> None:
-        """Take over the kind and options of a torch optimizer. Not available yet: a NotImplementedError."""
-        raise _later("set_optimizer_type")
+        """Take over the kind and options of a torch optimizer.
+
+        Raises:
+            ValueError: it is none of Adam, AdamW and SGD, or has options that Megatron's do not have.
+        """
+        kind, options = type(optimizer).__name__, dict(getattr(optimizer, "defaults", {}))
+        changed = [name for name in ("amsgrad", "maximize", "nesterov", "dampening") if options.get(name)]
+        if kind not in ("Adam", "AdamW", "SGD") or changed:
+            raise ValueError(
+                f"Megatron-LM trains with Adam, AdamW or SGD of torch.optim, and got {kind}({', '.join(changed)}). Pass one of these."
+            )
+        found = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
+        if kind == "SGD":
+            found |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}
+        else:
+            decoupled = kind == "AdamW" or bool(options.get("decoupled_weight_decay"))
+            found |= {"optimizer": "adam", "adam_eps": options["eps"], "decoupled_weight_decay": decoupled}
+            found |= dict(zip(("adam_beta1", "adam_beta2"), options["betas"], strict=True))
+        self.megatron_lm_default_args.update(found)
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take over the lengths of a `MegatronLMDummyScheduler`. Not available yet: a NotImplementedError."""
-        raise _later("set_scheduler_args")
+        """Take over the lengths of a `MegatronLMDummyScheduler`, which counts batches of one process; the plugin's own win."""
+        arguments, replicas = self.megatron_lm_default_args, getattr(self, "data_parallel_size", 1)
+        decay = self.lr_decay_iters or -(-(scheduler.total_num_steps or 0) // replicas) or self.train_iters
+        if not decay:
+            raise ValueError(
+                "MegatronLMDummyScheduler needs total_num_steps, or MegatronLMPlugin(lr_decay_iters=...)."
+            )
+        warmup = self.lr_warmup_iters
+        if warmup is None:
+            counted = -(-scheduler.warmup_num_steps // replicas)
+            warmup = counted if self.lr_warmup_fraction is None else int(self.lr_warmup_fraction * decay)
+        arguments.update(lr_decay_iters=decay, lr_warmup_iters=warmup)
 
     def set_tensorboard_logging_options(self) -> None:
-        """Switch on what Megatron-LM can write to TensorBoard. Not available yet: a NotImplementedError."""
-        raise _later("set_tensorboard_logging_options")
+        """Refuse what only Megatron-LM's own training script writes: a NotImplementedError."""
+        raise NotImplementedError(
+            "set_all_logging_options belongs to megatron.training. " + _UNUSED["tensorboard_dir"]
+        )

@@ -34,6 +34,7 @@ class Traits:
     xla: bool = False
     sharded: bool = False
     deepspeed: bool = False
+    megatron: bool = False
 
 
 _ENGINE = Traits(custom_device_placement=True, scales_loss=False, clips_by_value=False)
@@ -43,7 +44,7 @@ _ROWS: dict[DistributedType, Traits] = {
     DistributedType.NO: Traits(distributed=False, torch_distributed=False),
     DistributedType.FSDP: Traits(custom_device_placement=True, clips_by_value=False, sharded=True),
     DistributedType.DEEPSPEED: replace(_ENGINE, deepspeed=True),
-    DistributedType.MEGATRON_LM: replace(_ENGINE, places_batches=False),
+    DistributedType.MEGATRON_LM: replace(_ENGINE, places_batches=False, megatron=True),
     DistributedType.XLA: Traits(reduces_on_step=True, torch_distributed=False, xla=True),
 }
 

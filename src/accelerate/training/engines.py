@@ -10,6 +10,7 @@ from accelerate.data.loader import PreparedLoader
 from accelerate.training.prepare import chain, find_prepared, kind_of, own_states, register
 from accelerate.training.prepared import Facade
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper
+from accelerate.utils.megatron_lm import MegatronLMSchedulerWrapper
 
 
 def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
@@ -29,27 +30,9 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
             f"{sizes} of parallelism_config with DeepSpeed, whose ZeRO stages shard over all processes. Set it to 1; sequences are shared with "
             "sp_size and sp_backend='deepspeed'. With FSDP each size is possible, and sp_backend='torch'."
         )
-    made, new = list(objects), {}
-    for position, item in enumerate(objects):
-        kind = "scheduler" if is_schedule(item) else kind_of(item)
-        if kind == "loader":
-            made[position] = accelerator._prepare_one(item, first_pass=True)
-        elif kind is not None and (known := find_prepared(accelerator, item, kind)) is not None:
-            made[position] = known
-        elif kind in new:
-            raise AssertionError(
-                f"prepare() got two new {kind}s: {type(objects[new[kind]]).__name__} and {type(item).__name__}. DeepSpeed makes one engine "
-                "of a model, its optimizer and its scheduler: call prepare once for each model."
-            )
-        elif kind is not None:
-            new[kind] = position
+    made, new = _sorted(accelerator, objects, "DeepSpeed")
     if not new:
         return tuple(made)
-    if "model" not in new:
-        raise ValueError(
-            f"prepare() got a new {next(iter(new))} without its model. DeepSpeed makes one engine of them: pass the model, its "
-            "optimizer and its scheduler in one call."
-        )
     if accelerator._exact_accumulation:
         raise ValueError(
             "GradientAccumulationPlugin(exact=True) is not possible with DeepSpeed, whose engine divides each loss by "
@@ -78,6 +61,56 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
         for position, item in enumerate(objects):
             if kind_of(item) == "loader":
                 made[position] = accelerator.deepspeed_ulysses_dl_adapter(made[position], engine)
+    return tuple(made)
+
+
+def _sorted(accelerator: Facade, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
+    """Prepare loaders and what was prepared before; return all in order, and where a new model, optimizer and scheduler are."""
+    made, new = list(objects), {}
+    for position, item in enumerate(objects):
+        kind = "scheduler" if is_schedule(item) else kind_of(item)
+        if kind == "loader":
+            made[position] = accelerator._prepare_one(item, first_pass=True)
+        elif kind is not None and (known := find_prepared(accelerator, item, kind)) is not None:
+            made[position] = known
+        elif kind in new:
+            raise AssertionError(
+                f"prepare() got two new {kind}s: {type(objects[new[kind]]).__name__} and {type(item).__name__}. {engine} makes one engine "
+                "of a model, its optimizer and its scheduler: call prepare once for each model."
+            )
+        elif kind is not None:
+            new[kind] = position
+    if new and "model" not in new:
+        raise ValueError(
+            f"prepare() got a new {next(iter(new))} without its model. {engine} makes one engine of them: pass the model, its "
+            "optimizer and its scheduler in one call."
+        )
+    return made, new
+
+
+def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine of Megatron core. All ranks.
+
+    Raises:
+        AssertionError: There are two new models, optimizers or schedulers.
+        ValueError: An optimizer or a scheduler comes without its model.
+    """
+    made, new = _sorted(accelerator, objects, "Megatron-LM")
+    if not new:
+        return tuple(made)
+    model, optimizer, scheduler = (
+        objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler")
+    )
+    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
+    with own_states(accelerator):
+        engine, wrapped, scheduler = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
+    made[new["model"]] = register(accelerator, "model", engine, model)
+    if wrapped is not None:
+        made[new["optimizer"]] = register(accelerator, "optimizer", wrapped, wrapped.optimizer, optimizer)
+    if isinstance(scheduler, MegatronLMSchedulerWrapper):
+        made[new["scheduler"]] = register(accelerator, "scheduler", scheduler, objects[new["scheduler"]])
+    elif scheduler is not None:
+        made[new["scheduler"]] = accelerator._prepare_one(scheduler)
     return tuple(made)
 
 

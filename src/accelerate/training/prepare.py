@@ -33,6 +33,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import conditional, prepared
 from accelerate.training.prepared import Entry, Facade
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from accelerate.utils.megatron_lm import MegatronLMDummyScheduler
 from accelerate.utils.memory import release_memory
 
 _PLAIN = (str, bytes, int, float, complex)
@@ -40,7 +41,7 @@ _CLASSES = {
     "loader": DataLoader,
     "model": nn.Module,
     "optimizer": (torch.optim.Optimizer, DummyOptim),
-    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler),
+    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
 }
 _LISTS = {"model": "models", "optimizer": "optimizers", "scheduler": "schedulers", "loader": "dataloaders"}
 _WOULD_HAVE = {
@@ -90,6 +91,8 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
                 f"device_placement={device_placement} has no effect with DeepSpeed, whose engine places the model. Leave it out."
             )
         result = accelerator._prepare_deepspeed(*objects)
+    elif traits.of(accelerator.distributed_type).megatron:
+        result = accelerator._prepare_megatron_lm(*objects)
     else:
         if accelerator.fp8_enabled and accelerator.fp8_backend is FP8BackendType.MSAMP:
             objects = accelerator._prepare_msamp(*objects, device_placement=device_placement)
@@ -483,7 +486,7 @@ def prepare_data_loader(
     divided = {name: value for name, value in divided.items() if value is not usual[name]}
     with own_states(accelerator):
         wrapped = build(
-            data_loader,
+            accelerator._backend.batches(accelerator, data_loader),
             accelerator.device,
             num_processes=accelerator.num_processes,
             process_index=accelerator.process_index,

@@ -291,8 +291,7 @@ def is_megatron_lm_available() -> bool:
     if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False) or importlib.util.find_spec("megatron") is None:
         return False
     try:
-        recent = compare_versions("megatron-core", ">=", "0.8.0")
-        return recent and importlib.util.find_spec("megatron.training") is not None
+        return compare_versions("megatron-core", ">=", "0.8.0")
     except ImportError as error:
         warnings.warn(f"Megatron-LM cannot be used, although ACCELERATE_USE_MEGATRON_LM is set: {error}.")
         return False

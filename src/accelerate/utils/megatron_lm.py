@@ -1,24 +1,20 @@
-"""What stands for Megatron-LM's objects: placeholders for its scheduler and data, and the contract of a training step."""
+"""What stands for Megatron-LM's objects: placeholders for its scheduler and data, training steps, and wrappers around what an engine steps."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from accelerate.config.megatron import unknown_model
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.imports import is_megatron_lm_available
 
 
-def _later(what: str) -> NotImplementedError:
-    hint = "" if is_megatron_lm_available() else " Megatron-LM is not installed here either."
-    return NotImplementedError(
-        f"{what} is not available yet.{hint} MegatronLMPlugin can be configured, and a subclass of AbstractTrainStep can be "
-        "passed as custom_train_step_class; to train now, use FSDP or DeepSpeed."
-    )
-
-
 class MegatronLMDummyDataLoader:
-    """Stands for Megatron-LM's own data sets, until `prepare` builds loaders from them.
+    """Stands for Megatron-LM's own data sets, which `prepare` refuses: megatron-core of the registry does not read their settings.
 
     Args:
         dataset_kwargs: arguments by Megatron-LM's names, such as `data_path`, `splits_string` and `seq_length`.
@@ -32,36 +28,27 @@ class MegatronLMDummyDataLoader:
         self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
 
     def set_megatron_data_args(self) -> None:
-        """Write the arguments into Megatron-LM's global ones; an ImportError without Megatron-LM.
+        """Refuse what belongs to Megatron-LM's own training script: a NotImplementedError."""
+        raise _no_data_sets()
 
-        Every rank calls it, after Megatron-LM was initialised.
-        """
-        if not is_megatron_lm_available():
-            raise ImportError("MegatronLMDummyDataLoader needs Megatron-LM; install it, or use a torch DataLoader.")
-        from megatron.training import get_args
-
-        arguments = get_args()
-        for name, value in self.dataset_args.items():
-            setattr(arguments, name, value)
-
-    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Callable[[Any], tuple[Any, ...]]:
-        """Return the function that builds training, validation and test sets.
-
-        Raises:
-            NotImplementedError: there is no function of the user, and the built-in ones are not available yet.
-        """
-        provider = accelerator.state.megatron_lm_plugin.custom_megatron_datasets_provider_function
-        if provider is None:
-            raise _later("Building Megatron-LM's data sets without custom_megatron_datasets_provider_function")
-        return provider
+    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
+        """Refuse what belongs to Megatron-LM's own training script: a NotImplementedError."""
+        raise _no_data_sets()
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
-        """Return the three data iterators: for now, always a NotImplementedError."""
-        raise _later("Iterating over Megatron-LM's data sets")
+        """Refuse what belongs to Megatron-LM's own training script: a NotImplementedError."""
+        raise _no_data_sets()
+
+
+def _no_data_sets() -> NotImplementedError:
+    return NotImplementedError(
+        "Megatron-LM's own data sets belong to megatron.training, which megatron-core of the registry has not. Pass a torch DataLoader to "
+        "prepare; megatron.core.datasets.gpt_dataset.GPTDataset can be its data set."
+    )
 
 
 class MegatronLMDummyScheduler:
-    """Stands for Megatron-LM's scheduler, until `prepare` replaces it.
+    """Stands for Megatron-LM's scheduler, until `prepare` replaces it by core's `OptimizerParamScheduler`.
 
     Args:
         optimizer: the optimizer it belongs to.
@@ -105,24 +92,14 @@ class AbstractTrainStep(ABC):
         """Return a function from a model's output to the loss and the figures to log."""
 
 
-class _MissingStep(AbstractTrainStep):
-    """A step that is not available yet: it cannot be made."""
+class BertTrainStep(AbstractTrainStep):
+    """The step of a BERT model, which is not trained here: a NotImplementedError."""
 
     def __init__(self, accelerator: Any, args: Any) -> None:
-        raise _later(type(self).__name__)
+        raise unknown_model("bert")
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function from a data iterator to a micro-batch."""
-
-    def get_loss_func(self, accelerator: Any) -> Callable:
-        """Return the loss of the next token."""
-
-    def get_forward_step_func(self) -> Callable:
-        """Return the forward step."""
-
-
-class BertTrainStep(_MissingStep):
-    """The step of a BERT model. Not available yet: a NotImplementedError."""
 
     def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable:
         """Return the loss of masked words and sentence order, or of a classification."""
@@ -131,12 +108,84 @@ class BertTrainStep(_MissingStep):
         """Return the forward step."""
 
 
-class GPTTrainStep(_MissingStep):
-    """The step of a GPT model. Not available yet: a NotImplementedError."""
+class GPTTrainStep(AbstractTrainStep):
+    """The step of a decoder: the loss of the next token.
+
+    A step of one's own derives from it, calls `self.get_batch` and `self.loss_func`, and is passed as `custom_train_step_class`.
+
+    Args:
+        accelerator: The Accelerator.
+        args: `megatron_lm_default_args` of the plugin.
+        kwargs: `custom_train_step_kwargs`, for a class of one's own.
+
+    Attributes:
+        get_batch: from a data iterator to tokens, labels, the mask of the loss, None (attention is causal) and positions.
+        loss_func: from the mask of the loss and the losses of tokens to a loss and the figures to log.
+    """
+
+    def __init__(self, accelerator: Any, args: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__("GPTTrainStep")
+        self.accelerator, self.args = accelerator, args
+        self.get_batch = self.get_batch_func(accelerator, False)
+        self.loss_func = self.get_loss_func(accelerator)
+        self.forward_step = self.get_forward_step_func()
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Any], Any]:
+        """Return the plugin's function, or one for batches with "input_ids", "labels" and "attention_mask"."""
+        return accelerator.state.megatron_lm_plugin.custom_get_batch_function or _next_tokens
+
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return the plugin's function, or the mean over tokens: of the whole step with `calculate_per_token_loss`, else of a micro-batch."""
+        plugin = accelerator.state.megatron_lm_plugin
+
+        def loss_of_tokens(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> Any:
+            total, count = (output_tensor.float() * loss_mask).sum(), loss_mask.sum()
+            if plugin.calculate_per_token_loss:
+                return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
+            mean = total / count.clamp(min=1)
+            return mean, {"lm loss": mean.detach().clone()}
+
+        return plugin.custom_loss_function or loss_of_tokens
+
+    def get_forward_step_func(self) -> Callable[[Any, torch.nn.Module], tuple[Any, Callable]]:
+        """Return the function that runs a stage on a micro-batch."""
+
+        def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[Any, Callable]:
+            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            return model(tokens, position_ids, attention_mask, labels=labels), partial(self.loss_func, loss_mask)
+
+        return forward_step
 
 
-class T5TrainStep(_MissingStep):
-    """The step of a T5 model. Its masks work; the step is not available yet: a NotImplementedError."""
+def _next_tokens(data_iterator: Any) -> tuple[Any, ...]:
+    """Return a micro-batch as Megatron wants it: labels at the place that predicts them, and which of them count."""
+    batch = next(data_iterator)
+    tokens, padding = batch["input_ids"], batch.get("attention_mask")
+    if "labels" not in batch or batch.keys() - {"input_ids", "labels", "attention_mask"}:
+        raise ValueError(
+            f"The batch has {sorted(batch)}, and a GPT of Megatron core takes input_ids, labels and attention_mask. Change the collate_fn, or "
+            "pass custom_get_batch_function to MegatronLMPlugin."
+        )
+    if padding is not None and bool((padding[:, 1:] > padding[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask hides tokens before others that count. Pad on the right: padding_side='right'."
+        )
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return tokens, labels.clamp(min=0), (labels != -100).float(), None, positions
+
+
+class T5TrainStep(BertTrainStep):
+    """The step of a T5 model, which is not trained here. Its masks work."""
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        raise unknown_model("t5")
+
+    def get_loss_func(self, accelerator: Any) -> Callable:
+        """Return the loss of the next token."""
+
+    def get_forward_step_func(self) -> Callable:
+        """Return the forward step."""
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -153,6 +202,30 @@ class T5TrainStep(_MissingStep):
     def get_enc_dec_mask(attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device) -> torch.Tensor:
         """Return the mask from decoder to encoder: (batch, decoder, encoder sequence), True where *forbidden*."""
         return (~attention_mask.to(device).bool()).unsqueeze(1).expand(-1, dec_seq_length, -1)
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """The optimizer of a `MegatronEngine`, which steps it and clears gradients: these calls do nothing here."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine clears gradients before its step."""
+
+    def step(self, closure: Callable | None = None) -> None:
+        """Do nothing: the engine stepped when the model was called."""
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """Megatron core's scheduler, which a `MegatronEngine` steps: these calls do nothing here."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine stepped when the model was called."""
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the parameter groups."""
+        return [group["lr"] for group in self.scheduler.optimizer.param_groups]
 
 
 def avg_losses_across_data_parallel_group(losses: Iterable[torch.Tensor]) -> torch.Tensor:

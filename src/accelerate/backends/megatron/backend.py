@@ -1,0 +1,277 @@
+"""The backend: core's groups at the beginning, engines at `prepare`, their files in a checkpoint."""
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accelerate.backends.base import Backend
+from accelerate.backends.megatron.engine import MegatronEngine
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
+from accelerate.checkpoint.save import SavePlan
+from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.runtime.run import Run
+from accelerate.utils.megatron_lm import (
+    MegatronLMDummyDataLoader,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+)
+
+
+class MegatronLM(Backend):
+    """Tensor, pipeline and data parallelism of Megatron core.
+
+    Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2104.04473
+    """
+
+    name = "megatron"
+    saves_shards = True
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
+        """Return no scaler, as core has its own; make core's groups and the layout of the ranks. The Accelerator calls it first, all ranks.
+
+        Raises:
+            ImportError: megatron-core is not installed.
+            NotImplementedError: the plugin has a setting that core has no use for here.
+            ValueError: the numbers of ranks do not fit, or another layout was asked for.
+        """
+        state, plugin = accelerator.state, accelerator.state.megatron_lm_plugin
+        plugin.refuse_unused()
+        try:
+            from megatron.core import parallel_state
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        except ImportError as error:
+            raise ImportError("MegatronLMPlugin needs Megatron core: pip install megatron-core.") from error
+        if not dist.is_initialized() or state.num_processes % (plugin.tp_degree * plugin.pp_degree):
+            raise ValueError(
+                f"tp_degree={plugin.tp_degree} x pp_degree={plugin.pp_degree} needs a multiple of {plugin.tp_degree * plugin.pp_degree} processes "
+                f"that cooperate, and {state.num_processes} run. Start the script with `accelerate launch --num_processes ...`."
+            )
+        if state.parallelism_config is not None and state.parallelism_config is not getattr(plugin, "_layout", None):
+            raise ValueError(
+                "parallelism_config beside MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and leave it out."
+            )
+        replicas = state.num_processes // (plugin.tp_degree * plugin.pp_degree)
+        sizes = (plugin.tp_degree, plugin.pp_degree)
+        made = parallel_state.model_parallel_is_initialized()
+        if made and sizes != (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        ):
+            parallel_state.destroy_model_parallel()
+            made = False
+        if not made:
+            parallel_state.initialize_model_parallel(*sizes)
+            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+        # What reads data, gathers metrics and steps schedules asks the same of every layout.
+        plugin._layout = state.parallelism_config = layout = ParallelismConfig()
+        for axis, size in (("tp", sizes[0]), ("pp", sizes[1]), ("dp_replicate", replicas)):
+            layout._set_size(axis, size)
+        state.device_mesh = layout.get_device_mesh(accelerator.device.type)
+
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
+        """Refuse accumulation, which the number of micro-batches is, and data sets of Megatron's own script. All ranks."""
+        if accelerator.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} with Megatron-LM, whose step takes num_micro_batches at once. "
+                "Set MegatronLMPlugin(num_micro_batches=...), and leave it at 1."
+            )
+        for obj in objects:
+            if isinstance(obj, MegatronLMDummyDataLoader):
+                obj.build_train_valid_test_data_iterators(accelerator)
+
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
+        """Always: the engine runs the model."""
+        return True
+
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
+        """Refuse a model by itself: an engine is made of it and its optimizer, in one `prepare`."""
+        raise ValueError(
+            "Megatron-LM makes one engine of a model and its optimizer. Pass both to `prepare` in one call."
+        )
+
+    def batches(self, accelerator: Run, loader: Any) -> Any:
+        """Return a loader whose batch has the micro-batches of a step, each of the batch size that was given.
+
+        Raises:
+            ValueError: it has no batch size of its own.
+        """
+        count = accelerator.state.megatron_lm_plugin.num_micro_batches
+        if count == 1:
+            return loader
+        plain = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
+        if not plain or isinstance(loader.dataset, IterableDataset):
+            raise ValueError(
+                f"num_micro_batches={count} takes so many batches at once from a torch DataLoader with a batch_size, and got a "
+                f"{type(loader).__name__}. Pass such a loader, or set num_micro_batches=1."
+            )
+        names = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers"
+        options = {name: getattr(loader, name) for name in names.split()}
+        return DataLoader(
+            loader.dataset,
+            loader.batch_size * count,
+            sampler=copy.copy(loader.sampler),
+            drop_last=loader.drop_last,
+            **options,
+        )
+
+    def engine(
+        self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
+    ) -> tuple[Any, Any, Any]:
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks."""
+        plugin = accelerator.state.megatron_lm_plugin
+        if optimizer is not None:
+            run_on_all_ranks(lambda: plugin.set_optimizer_type(optimizer))
+        sizes = [getattr(loader, "total_batch_size", None) for loader in loaders]
+        sizes = [
+            size // plugin._layout.data_parallel_size // plugin.num_micro_batches
+            for size in sizes
+            if isinstance(size, int)
+        ]
+        plugin.set_training_args(
+            (min if plugin.is_train_batch_min else max)(sizes) if sizes else 1, plugin._layout.data_parallel_size
+        )
+        engine = MegatronEngine(accelerator, model, optimizer, scheduler)
+        if optimizer is None:
+            return engine, None, None
+        wrapped = MegatronLMOptimizerWrapper(engine.optimizer)
+        if engine.scheduler is not None:
+            scheduler = MegatronLMSchedulerWrapper(engine.scheduler, wrapped)
+        return engine, wrapped, scheduler
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the transformers model, which has no weights while its engine trains. Any rank, alone."""
+        return (
+            model.source
+            if isinstance(model, MegatronEngine)
+            else super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        )
+
+    def owns_state(self, model: nn.Module) -> bool:
+        """Whether it is an engine, which saves and loads its optimizer with its weights."""
+        return isinstance(model, MegatronEngine)
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def backward(self, accelerator: Run, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Nothing: the engine has taken the whole step when the model was called."""
+
+    def clip_grad_norm(
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
+        given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        for model in accelerator.prepared.models:
+            if isinstance(model, MegatronEngine) and any(id(one) in given for one in model.parameters()):
+                return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
+        raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+        """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
+        return (
+            model.entries(wanted)
+            if isinstance(model, MegatronEngine)
+            else super().whole_tensors(accelerator, model, wanted)
+        )
+
+    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state dict under the names of transformers. All ranks."""
+        if not isinstance(model, MegatronEngine):
+            return super().model_state(accelerator, model, unwrap)
+        state = collected(model.entries(bool), model.source, everywhere=True)
+        return {name: state[name] for name in model.source.state_dict()}
+
+    def save_model(
+        self, accelerator: Run, state: dict[str, Any], folder: SavePlan, index: int, **options: Any
+    ) -> None:
+        """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        model, place = accelerator.prepared.models[index], os.path.join(folder.folder, _folder(index))
+        os.makedirs(place, exist_ok=True)
+        accelerator.wait_for_everyone()
+        dist_checkpointing.save(model.sharded_state(not model.plugin.no_save_optim, False), place)
+        states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
+        folder.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
+
+    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+        """Compare an engine with what core wrote, and return what loads that, its optimizer included. All ranks load."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        place = os.path.join(folder, _folder(index))
+        if not os.path.isdir(place):
+            raise FileNotFoundError(
+                f"{folder!r} has no {_folder(index)}: Megatron-LM did not write it. Load it with the strategy that did, save_model, and load those "
+                "weights into the transformers model before prepare."
+            )
+        if isinstance(folder, CheckpointFolder):
+            folder.check(
+                dict.fromkeys(name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")),
+                shared=True,
+            )
+        stored = dist_checkpointing.load_tensors_metadata(place)
+        own = {one.key: one for one in model.core.sharded_state_dict().values() if isinstance(one, ShardedTensor)}
+        refuse_misfit(
+            place,
+            type(model.source).__name__,
+            [
+                f"{name} has {stored[name].global_shape if name in stored else 'no value'} in the checkpoint and {one.global_shape} in the engine"
+                for name, one in own.items()
+                if name not in stored or stored[name].global_shape != one.global_shape
+            ],
+        )
+        divided, own = (
+            dist_checkpointing.load_common_state_dict(place).get("divided"),
+            [model.plugin.tp_degree, model.plugin.pp_degree],
+        )
+        if divided not in (None, own) and not model.plugin.no_load_optim:
+            raise RuntimeError(
+                f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {own}; nothing was loaded. Without Apex or "
+                "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
+            )
+        return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))
+
+    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+        """Nothing: the engine's part has it."""
+
+    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
+        """Nothing: the engine's part has it."""
+
+    def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
+        """Return the schedulers that no engine saves."""
+        return [item for item in accelerator.prepared.schedulers if not isinstance(item, MegatronLMSchedulerWrapper)]
+
+
+def _folder(index: int) -> str:
+    return manifest.indexed("megatron_model", index, "")
+
+
+def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
+    """Let core load what it has written. All ranks."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    optimizer = not engine.plugin.no_load_optim
+    engine.load_sharded(
+        dist_checkpointing.load(engine.sharded_state(optimizer, loading=True), place), optimizer, strict
+    )
+    file = os.path.join(place, f"rng_{rank}_states.pt")
+    if os.path.isfile(file):
+        get_cuda_rng_tracker().set_states(torch.load(file, weights_only=True))

@@ -1,0 +1,273 @@
+"""Megatron core on this machine's processors: it trains as plain torch does, gives weights back, saves and goes on."""
+
+import copy
+import os
+import warnings
+
+import cuda_on_cpu  # noqa: F401  first: core asks for its device when it is imported
+import torch
+from expect import raised
+from harness import everywhere, fresh_accelerator, rank, shared_folder, world
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
+
+USUAL = ("check_",)
+STEPS, MICRO, LENGTH, VOCABULARY = 4, 2, 16, 61
+warnings.filterwarnings("ignore", module="megatron")
+
+
+def llama(**options):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return made(LlamaForCausalLM, LlamaConfig(**sizes | heads | options))
+
+
+def gpt2(**options):
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return made(
+        GPT2LMHeadModel,
+        GPT2Config(**sizes | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) | options),
+    )
+
+
+def made(kind, config):
+    torch.manual_seed(3 + rank())  # each rank has other weights: those of rank 0 count
+    model = kind(config)
+    for one in model.parameters():  # norms and biases that are no ones and zeros
+        one.data.add_(0.02 * torch.randn_like(one))
+    return model
+
+
+def rows():
+    """Return the data set; the labels of some tokens do not count."""
+    draw = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, VOCABULARY, (64, LENGTH), generator=draw)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.2, -100)
+    return [{"input_ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]
+
+
+def adamw(model):
+    decayed = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() < 2]
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=5e-3, weight_decay=0.1)
+
+
+def plain(model, steps=STEPS, *, replicas, rate=lambda step: 1.0, count=2):
+    """Train rank 0's model in plain torch, on the batches of all replicas; the losses, and the weights."""
+    for one in model.state_dict().values():
+        torch.distributed.broadcast(one, 0)
+    optimizer, data = adamw(model), rows()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    size, losses = MICRO * count * replicas, []
+    for step in range(steps):
+        batch = torch.utils.data.default_collate(data[size * step : size * (step + 1)])
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def prepared(model, schedule=None, mixed_precision="no", **plugin):
+    settings = {"gradient_clipping": 1.0, "num_micro_batches": 2, **plugin}
+    accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(**settings), mixed_precision=mixed_precision)
+    optimizer = adamw(model)
+    given = [schedule(optimizer)] if schedule else []
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(rows(), batch_size=MICRO), *given)
+
+
+def train(accelerator, model, optimizer, loader, scheduler=None, steps=STEPS):
+    model.train()
+    losses = []
+    for _, batch in zip(range(steps), loader, strict=False):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def near(found, wanted, within=1e-4):
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted), set(found) ^ set(wanted)
+        found, wanted = (torch.cat([value.flatten().float() for value in one.values()]) for one in (found, wanted))
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), atol=within, rtol=within)
+
+
+def equal_to_plain(build, replicas=1, **plugin):
+    losses, weights = plain(build(), replicas=replicas, count=plugin.get("num_micro_batches", 2))
+    model = build()
+    accelerator, *objects = prepared(model, **plugin)
+    found = train(accelerator, *objects)
+    near(found, losses)
+    state = accelerator.get_state_dict(objects[0])
+    near(state, weights)
+    assert everywhere([round(one, 6) for one in found]) == [[round(one, 6) for one in found]] * world()
+    assert accelerator.unwrap_model(objects[0]) is model
+    accelerator.free_memory()
+
+
+def check_tensor_parallel_llama():
+    equal_to_plain(llama, tp_degree=2)
+    equal_to_plain(lambda: llama(tie_word_embeddings=True), tp_degree=2, sequence_parallelism=True)
+
+
+def check_tensor_parallel_gpt2():
+    equal_to_plain(gpt2, tp_degree=2, use_distributed_optimizer=True)
+
+
+def check_pipeline():
+    equal_to_plain(llama, pp_degree=2, num_micro_batches=4)
+    equal_to_plain(gpt2, pp_degree=2)  # its embeddings are on the first stage and on the last
+
+
+def check_data_parallel():
+    equal_to_plain(llama, replicas=2)
+    equal_to_plain(llama, replicas=2, use_distributed_optimizer=True, recompute_activations=True)
+
+
+def four_ranks():
+    equal_to_plain(llama, tp_degree=2, pp_degree=2, sequence_parallelism=True)
+    equal_to_plain(llama, replicas=2, pp_degree=2, use_distributed_optimizer=True)
+    resumes(tp_degree=2, pp_degree=2, use_distributed_optimizer=True)
+
+
+def check_schedules():
+    """A torch scheduler and Megatron's own: a rise over two steps, then a linear fall to nothing after six."""
+    rate = lambda step: min(step / 2, 1 - (step - 2) / 4) if step else 0.0  # noqa: E731
+    losses, _ = plain(llama(), replicas=1, rate=rate)
+    for schedule in (
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
+        lambda optimizer: MegatronLMDummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2),
+    ):
+        accelerator, *objects = prepared(llama(), schedule, tp_degree=2)
+        near(train(accelerator, *objects), losses)
+        assert all(one == 0.005 * rate(STEPS) for one in objects[-1].get_last_lr()), objects[-1].get_last_lr()
+        accelerator.free_memory()
+
+
+def rising(optimizer):
+    return MegatronLMDummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=2)
+
+
+def falling(optimizer):  # each rate is made of the one before
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def resumes(schedule=rising, **plugin):
+    """A run that goes on from a checkpoint is the one that was not interrupted."""
+    with shared_folder() as folder:
+        accelerator, *objects = prepared(llama(), schedule, **plugin)
+        losses = train(accelerator, *objects)
+        place = os.path.join(folder, "checkpoint")
+        accelerator.save_state(place)
+        batch = next(iter(objects[2]))
+        losses.append(objects[0](**batch).loss.item())
+        wanted = accelerator.get_state_dict(objects[0])
+        accelerator.free_memory()
+        accelerator, *objects = prepared(llama(initializer_range=0.5), schedule, **plugin)
+        accelerator.load_state(place)
+        near(objects[0](**batch).loss.item(), losses[-1], 0)
+        near(accelerator.get_state_dict(objects[0]), wanted, 0)
+        accelerator.free_memory()
+
+
+def check_it_goes_on_from_a_checkpoint():
+    resumes(tp_degree=2)
+    resumes(falling, pp_degree=2)
+    resumes(use_distributed_optimizer=True)
+
+
+def check_another_division_goes_on():
+    with shared_folder() as folder:
+        for number, (distributed, other) in enumerate(
+            ((False, {"pp_degree": 2}), (True, {"tp_degree": 2}), (False, {}))
+        ):
+            place = f"{folder}/{number}"
+            accelerator, *objects = prepared(
+                llama(), tp_degree=1 if distributed else 2, use_distributed_optimizer=distributed
+            )
+            train(accelerator, *objects, steps=2)
+            accelerator.save_state(place)
+            wanted, batch = accelerator.get_state_dict(objects[0]), rows_of(4)
+            loss = objects[0](**batch).loss.item()
+            after = accelerator.get_state_dict(objects[0])
+            accelerator.free_memory()
+            accelerator, *objects = prepared(llama(), **other)
+            if distributed:
+                with raised(RuntimeError, "no_load_optim=True"):
+                    accelerator.load_state(place)
+                objects[0].plugin.no_load_optim = True
+            accelerator.load_state(place)
+            near(accelerator.get_state_dict(objects[0]), wanted, 0)
+            if not distributed:
+                near(objects[0](**batch).loss.item(), loss)
+                near(accelerator.get_state_dict(objects[0]), after)
+            accelerator.free_memory()
+
+
+def rows_of(count):
+    """Return one batch, the same on all ranks."""
+    return torch.utils.data.default_collate(rows()[:count])
+
+
+def check_weights_come_back_bit_for_bit():
+    for build, plugin in (
+        (llama, {"tp_degree": 2}),
+        (gpt2, {"tp_degree": 2}),
+        (llama, {"pp_degree": 2}),
+        (gpt2, {"pp_degree": 2}),
+    ):
+        model = build()
+        for one in model.state_dict().values():
+            torch.distributed.broadcast(one, 0)
+        before = copy.deepcopy(model.state_dict())
+        accelerator, engine, *_ = prepared(model, **plugin)
+        state = accelerator.get_state_dict(engine)
+        assert list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
+        with shared_folder() as folder:
+            bare = accelerator.unwrap_model(engine)
+            bare.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=state)
+            accelerator.save_model(engine, folder + "/weights")
+            accelerator.wait_for_everyone()
+            loaded = type(bare).from_pretrained(folder).state_dict()
+            assert all(torch.equal(loaded[name], before[name]) for name in before)
+        accelerator.free_memory()
+
+
+def check_bf16_is_near():
+    losses, _ = plain(llama(), replicas=1)
+    for plugin in ({}, {"use_distributed_optimizer": True, "pp_degree": 1, "tp_degree": 2}):
+        accelerator, *objects = prepared(llama(), mixed_precision="bf16", **{"tp_degree": 2, **plugin})
+        assert accelerator.scaler is None
+        near(train(accelerator, *objects), losses, 0.02)
+        accelerator.free_memory()
+
+
+def check_what_is_refused():
+    accelerator, engine, optimizer, loader = prepared(llama(), tp_degree=2)
+    with raised(NotImplementedError, "get_state_dict"):
+        engine.megatron_generate()
+    with raised(ValueError, "labels"):
+        engine(input_ids=torch.zeros(2, LENGTH, dtype=torch.long))
+    accelerator.free_memory()
+    with raised(ValueError, "num_micro_batches"):
+        prepared_with_steps = fresh_accelerator(
+            megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), gradient_accumulation_steps=2
+        )
+        prepared_with_steps.prepare(llama())
+    with raised(ValueError, "tp_degree=3"):
+        fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
+    engine = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2)).prepare(llama())
+    whole = plain(llama(), steps=1, replicas=1, count=2)[0][0]
+    near(engine.eval()(**rows_of(2 * MICRO)).loss.item(), whole)
