@@ -238,37 +238,44 @@ def documents():
     return [[{"input_ids": [1] * lengths[number]} for number in row] for row in sampler][:ROWS]
 
 
+def packed():
+    return [PackingCollator(ROW)(row) for row in documents()]
+
+
+def padded():
+    """Return as many batches of the same documents as they come, each padded to the longest, in lengths that ranks can divide."""
+    every, batches = [one for row in documents() for one in row], []
+    for number in range(ROWS):
+        mine = every[number::ROWS]
+        rows = [PackingCollator(-(-max(len(one["input_ids"]) for one in mine) // 4) * 4)([one]) for one in mine]
+        batches.append({name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+        batches[-1]["position_ids"][:] = torch.arange(len(batches[-1]["position_ids"][0]))  # padding is no document
+    return batches
+
+
 TOKENS = sum(len(one["input_ids"]) for row in documents() for one in row)
-
-
-def padded(row):
-    """Return the same documents, each in a row of its own, of a length that ranks can divide."""
-    rows = [PackingCollator(-(-max(len(one["input_ids"]) for one in row) // 4) * 4)([one]) for one in row]
-    return {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
 
 
 def causal():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).train()
 
 
-def of_documents(collate):
-    """Return the time of a step with the documents of a row, whose tokens two ranks share."""
+def of_documents(batches):
+    """Return the time of a step with a batch of documents, whose tokens two ranks share."""
     AcceleratorState._reset_state()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(cp_size=2))
     model = causal()
     model, optimizer = accelerator.prepare(model, adamw(model))
-    batches = [collate(row) for row in documents()]
     remaining = []
 
     def step():
         remaining.extend([] if remaining else batches)
         batch = {name: value.clone() for name, value in remaining.pop().items()}
         ids, places, labels = batch["input_ids"], batch["position_ids"], shift_labels(batch["labels"])
-        # Without a document per row the positions say nothing, and attention is that of whole rows.
         with accelerator.maybe_context_parallel([ids, places, labels], [1, 1, 1]):
             logits = model(input_ids=ids, position_ids=places, use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -283,11 +290,11 @@ def of_documents(collate):
 
 
 def packed_rows():
-    return of_documents(PackingCollator(ROW))
+    return of_documents(packed())
 
 
 def padded_rows():
-    return of_documents(padded)
+    return of_documents(padded())
 
 
 # -- whole weights --

@@ -26,7 +26,7 @@ from accelerate.data_loader import PackingCollator, TokenBudgetSampler
 from accelerate.parallel.sequence import aggregate_loss, shift_labels
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
-STEPS, HALF, CLIP, DECAY = 20, 10, 0.25, 0.8
+STEPS, HALF, DECAY = 20, 10, 0.8
 WIDTH, WORDS, ROWS, LENGTH = 8, 40, 8, 32
 
 
@@ -73,6 +73,7 @@ class Feature:
     batches = 2  # of a step
     whole_batches = False  # whether a rank reads whole batches, or its rows of each
     loss_bound = norm_bound = weight_bound = 1e-5
+    clip = 0.25  # smaller than most norms of gradients
 
     def options(self):
         return {"fsdp_plugin": sharding(transformer_cls_names_to_wrap=["Block"])}
@@ -189,7 +190,7 @@ class Language(Feature):
 
 
 class Adapters(Language):
-    needs = "peft"
+    needs, clip = "peft", 0.1
 
     def model(self):
         from peft import LoraConfig, get_peft_model
@@ -422,7 +423,7 @@ def by_plain_torch(feature):
             parts.append(feature.loss(call, batch) * count / sum(counts))
             parts[-1].backward()
         losses.append(sum(parts).item())
-        norms.append(nn.utils.clip_grad_norm_(trained(model), CLIP).item())
+        norms.append(nn.utils.clip_grad_norm_(trained(model), feature.clip).item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -452,7 +453,7 @@ def by_ranks(feature, start, save_to=None, load_from=None):
             loss = feature.loss(model, batch, accelerator)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), feature.clip)))
             optimizer.step()
             if accelerator.sync_gradients:
                 scheduler.step()
