@@ -65,7 +65,7 @@ EXTRAS = {
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
     "ray": ["ray[train]"],
-    "benchmarks": ["matplotlib", "transformers>=4.46"],
+    "benchmarks": ["matplotlib", "peft", "transformers>=4.46"],
     "sagemaker": ["sagemaker>=2,<3", "boto3"],
     "rich": ["rich"],
     "completion": ["argcomplete"],

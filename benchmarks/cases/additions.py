@@ -1,22 +1,29 @@
-"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, Muon, pipelines, replays; beside plain torch."""
+"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, Muon, pipelines, replays, packed
+rows, weights and adapters that are made whole; beside plain torch. additions.py [ROUNDS [WORD ...]]: those that have one of the words.
+"""
 
 import json
 import os
 import statistics
+import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.data_loader import PackingCollator, TokenBudgetSampler
 from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, aggregate_loss, shift_labels
 
 STEPS, ROUNDS, WIDTH = 30, 12, 512
 warnings.simplefilter("ignore")
@@ -33,12 +40,12 @@ class Model(nn.Module):
         return self.layers(inputs if more is None else self.optional(more))
 
 
-def milliseconds(step):
-    for number in range(-5, STEPS):
+def milliseconds(step, steps=STEPS):
+    for number in range(-5, steps):
         if not number:
             begun = time.perf_counter()
         step()
-    return (time.perf_counter() - begun) / STEPS * 1000
+    return (time.perf_counter() - begun) / steps * 1000
 
 
 def stepping(model, optimizer, backward, loss_of=lambda output: output.square().mean(), after=lambda: None, **more):
@@ -218,28 +225,167 @@ def muon():
     return under_fsdp2(matrices(), orthogonal, min_num_params=WIDTH)
 
 
+# -- packed rows --
+
+ROW, ROWS = 1024, 4
+
+
+def documents():
+    """Return the documents of each row, of 12 to 740 tokens, half of them below 100."""
+    lengths = torch.randn(ROWS * 12, generator=torch.Generator().manual_seed(0)).mul(0.9).add(4.6).exp()
+    lengths = lengths.int().clamp(12, 740).tolist()
+    sampler = TokenBudgetSampler(lengths, ROW, packed=True)
+    return [[{"input_ids": [1] * lengths[number]} for number in row] for row in sampler][:ROWS]
+
+
+def packed():
+    return [PackingCollator(ROW)(row) for row in documents()]
+
+
+def padded():
+    """Return as many batches of the same documents as they come, each padded to the longest, in lengths that ranks can divide."""
+    every, batches = [one for row in documents() for one in row], []
+    for number in range(ROWS):
+        mine = every[number::ROWS]
+        rows = [PackingCollator(-(-max(len(one["input_ids"]) for one in mine) // 4) * 4)([one]) for one in mine]
+        batches.append({name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+        batches[-1]["position_ids"][:] = torch.arange(len(batches[-1]["position_ids"][0]))  # padding is no document
+    return batches
+
+
+TOKENS = sum(len(one["input_ids"]) for row in documents() for one in row)
+
+
+def causal():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).train()
+
+
+def of_documents(batches):
+    """Return the time of a step with a batch of documents, whose tokens two ranks share."""
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(cp_size=2))
+    model = causal()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    remaining = []
+
+    def step():
+        remaining.extend([] if remaining else batches)
+        batch = {name: value.clone() for name, value in remaining.pop().items()}
+        ids, places, labels = batch["input_ids"], batch["position_ids"], shift_labels(batch["labels"])
+        with accelerator.maybe_context_parallel([ids, places, labels], [1, 1, 1]):
+            logits = model(input_ids=ids, position_ids=places, use_cache=False).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            accelerator.backward(aggregate_loss(loss, (labels != -100).sum(), accelerator.torch_device_mesh["cp"]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    taken = milliseconds(step, 2 * ROWS)
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return taken
+
+
+def packed_rows():
+    return of_documents(packed())
+
+
+def padded_rows():
+    return of_documents(padded())
+
+
+# -- whole weights --
+
+
+def prepared_shards(model):
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    return accelerator, accelerator.prepare(model)
+
+
+def of_shards(work, model):
+    accelerator, model = prepared_shards(model)
+    with tempfile.TemporaryDirectory() as folder:
+        taken = milliseconds(lambda: work(accelerator, model, Path(folder, str(dist.get_rank()))), 5)
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return taken
+
+
+def wide():
+    return nn.Sequential(*(nn.Linear(4 * WIDTH, WIDTH) for _ in range(16)))  # 64 MiB
+
+
+def stream():
+    return of_shards(lambda accelerator, model, _: [None for _ in accelerator.stream_weights(model)], wide())
+
+
+def whole_of_torch():
+    options = StateDictOptions(full_state_dict=True)
+    return of_shards(lambda _, model, __: get_model_state_dict(model, options=options), wide())
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
+    return get_peft_model(layers, LoraConfig(r=16, target_modules=r"\d+", init_lora_weights=False))
+
+
+def adapter():
+    return of_shards(lambda accelerator, model, folder: accelerator.save_adapter(model, folder.parent), adapted())
+
+
+def adapter_of_peft():
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+    def save(_, model, folder):
+        state = get_model_state_dict(model, options=options)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder, state_dict=state)
+        dist.barrier()
+
+    return of_shards(save, adapted())
+
+
 KINDS = {
-    "a moving average of the weights under DDP": (average, average_of_torch),
-    "a module that ranks may leave out, FSDP2": (conditional, sharded_of_torch),
-    "gradients through a gather": (gather, gather_of_torch),
-    "norms in float32 by name, FSDP2 in bf16": (precision_by_name, precision_of_torch),
-    "Muon on shards of FSDP2": (muon, muon_of_torch),
-    "a pipeline of two stages, 1F1B": (pipeline, pipeline_of_torch),
-    "every tenth step computed twice, DDP": (replayed, replicas_of_torch),
+    "step with a moving average of the weights under DDP": (average, average_of_torch),
+    "step with a module that ranks may leave out, FSDP2": (conditional, sharded_of_torch),
+    "step with gradients through a gather": (gather, gather_of_torch),
+    "step with norms in float32 by name, FSDP2 in bf16": (precision_by_name, precision_of_torch),
+    "step with Muon on shards of FSDP2": (muon, muon_of_torch),
+    "step with a pipeline of two stages, 1F1B": (pipeline, pipeline_of_torch),
+    "step with every tenth step computed twice, DDP": (replayed, replicas_of_torch),
+    "step with packed rows, context parallelism": (packed_rows, padded_rows),
+    "all weights by stream_weights, FSDP2": (stream, whole_of_torch),
+    "save_adapter, FSDP2": (adapter, adapter_of_peft),
 }
+BESIDE = {padded_rows: "padded", adapter_of_peft: "torch's gathering and PEFT's save_pretrained"}
 
 
 def main():
+    rounds, *words = [*sys.argv[1:], ROUNDS][: max(1, len(sys.argv) - 1)]
+    chosen = {name: pair for name, pair in KINDS.items() if not words or any(word in name for word in words)}
     Accelerator(cpu=True)  # the process group
     times = {}
-    for number in range(ROUNDS):
-        for name, pair in KINDS.items():
+    for number in range(int(rounds)):
+        for name, pair in chosen.items():
             for kind in pair if number % 2 else reversed(pair):
                 times.setdefault((name, kind), []).append(kind())
     figures = {}
-    for name, (ours, theirs) in KINDS.items():
+    for name, (ours, theirs) in chosen.items():
         mine, plain = (statistics.median(times[name, kind]) for kind in (ours, theirs))
-        figures |= {f"step with {name} (ms)": mine, f"the same / plain torch ({name})": mine / plain}
+        what = name.removeprefix("step with ")
+        figures |= {f"{name} (ms)": mine, f"the same / {BESIDE.get(theirs, 'plain torch')} ({what})": mine / plain}
+        if theirs is padded_rows:
+            figures |= {
+                f"tokens a second, {kind}": TOKENS / ROWS / time * 1000
+                for kind, time in (("packed", mine), ("padded", plain))
+            }
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(figures))
 

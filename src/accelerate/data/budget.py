@@ -166,8 +166,9 @@ def _pack(lengths: Any, max_tokens: int, ranks: int) -> tuple[Any, list[tuple[in
 class PackingCollator:
     """Puts the documents of a batch one behind the other into one row of a fixed length, as causal models of transformers read them.
 
-    They attend within the documents that `position_ids` show, if there is no `attention_mask`; so do the ranks that share a sequence by
-    `cp_size` or `sp_size`, for which the length must divide. What is left of the row is a document of padding without labels.
+    They attend within the documents that `position_ids` show, if there is no `attention_mask` and no cache (`use_cache=False`); so do the
+    ranks that share a sequence by `cp_size` or `sp_size`, for which the length must divide. What is left of the row is a document of
+    padding without labels.
 
     Args:
         max_tokens: the length of a row.
