@@ -294,6 +294,13 @@ class _Unpickler(pickle.Unpickler):
     _RECORDS = ("StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata")
     _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     _UNUSED = {"_MEM_FORMAT_ENCODING", "_get_layout", *_PATHS}  # functions that return nothing stand for these
+    _PLANS = (
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    )  # which Megatron core keeps there
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -303,6 +310,9 @@ class _Unpickler(pickle.Unpickler):
         records["TensorProperties"] = _Properties
         self._classes = {name: type(name, (record,), {}) for name, record in records.items()}
         self._classes |= {"Size": torch.Size, "OrderedDict": dict}
+        self._classes |= {
+            name: type(name, (), {"__new__": lambda own, *_: object.__new__(own)}) for name in self._PLANS
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in ("torch", "collections", "pathlib"):

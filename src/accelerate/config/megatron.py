@@ -79,7 +79,8 @@ def _parser(model_type: str) -> Parser:
             raise unknown_model(model_type)
         arguments, config = megatron_lm_plugin.megatron_lm_default_args, model.config
         for name, theirs in _SIZES[model_type].items():
-            arguments[name] = getattr(config, theirs or name, None)
+            optional = theirs in ("num_key_value_heads", "head_dim", "n_inner")
+            arguments[name] = getattr(config, theirs or name, *[None] * optional)
         arguments.update(megatron_lm_plugin.other_megatron_args or {})
 
     parse.__name__ = parse.__qualname__ = f"parse_{model_type.replace('megatron-', '')}_config"
@@ -326,8 +327,7 @@ class MegatronLMPlugin:
         if kind == "SGD":
             found |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}
         else:
-            decoupled = kind == "AdamW" or bool(options.get("decoupled_weight_decay"))
-            found |= {"optimizer": "adam", "adam_eps": options["eps"], "decoupled_weight_decay": decoupled}
+            found |= {"optimizer": "adam", "adam_eps": options["eps"]}
             found |= dict(zip(("adam_beta1", "adam_beta2"), options["betas"], strict=True))
         self.megatron_lm_default_args.update(found)
 

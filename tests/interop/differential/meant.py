@@ -71,6 +71,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "", "variables.<*_ACCELERATE_USE_FSDP|partial_ACCELERATE_USE_DEEPSPEED>(*"),
         ("ImportError", None, "variables.*_ACCELERATE_USE_DEEPSPEED(*"),
         ("ImportError", None, "variables.*_ACCELERATE_USE_MEGATRON_LM(*"),
+        ("ValueError", None, "variables.fp8_ACCELERATE_USE_MEGATRON_LM(*"),
         ("NotImplementedError", None,
          "numerics.<parsed|own_parser|optimizer_settings|training_settings>(*",
          "plugins.MegatronLMPlugin_set_all_logging_options(*"),

@@ -1,6 +1,7 @@
 """The backend: core's groups at the beginning, engines at `prepare`, their files in a checkpoint."""
 
 import copy
+import io
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.backends.base import Backend
 from accelerate.backends.megatron.engine import MegatronEngine
 from accelerate.checkpoint import manifest
+from accelerate.checkpoint.dcp import read_metadata
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
@@ -226,6 +229,7 @@ class MegatronLM(Backend):
                 dict.fromkeys(name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")),
                 shared=True,
             )
+        _refuse_code(place)
         stored = dist_checkpointing.load_tensors_metadata(place)
         own = {one.key: one for one in model.core.sharded_state_dict().values() if isinstance(one, ShardedTensor)}
         refuse_misfit(
@@ -261,6 +265,16 @@ class MegatronLM(Backend):
 
 def _folder(index: int) -> str:
     return manifest.indexed("megatron_model", index, "")
+
+
+def _refuse_code(place: str) -> None:
+    """Raise for metadata and objects whose pickles name anything but plain records and tensors: core reads them without a look. Any rank."""
+    metadata = read_metadata(place)
+    for index, where in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            with open(os.path.join(place, where.relative_path), "rb") as file:
+                file.seek(where.offset)
+                torch.load(io.BytesIO(file.read(where.length)), weights_only=True)
 
 
 def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:

@@ -141,7 +141,9 @@ class MegatronEngine(nn.Module):
 
         arguments = self.translation.arguments
         arguments.update(min_lr=self.plugin.min_lr)
-        config = chosen(OptimizerConfig, arguments, params_dtype=self.core.config.params_dtype)
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
+        more = {"params_dtype": self.core.config.params_dtype, "decoupled_weight_decay": decoupled}
+        config = chosen(OptimizerConfig, arguments, **more)
         names = {id(parameter): name for name, parameter in self._own.items()}
         overrides = {}
         for number, group in enumerate(optimizer.param_groups):
