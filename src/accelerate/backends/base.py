@@ -41,6 +41,8 @@ class Backend:
     replicates: ClassVar[bool] = False
     # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
     saves_shards: ClassVar[bool] = False
+    # What `whole_tensors` has gathered is nobody else's memory, and stays; tensors that the model has whole are its own.
+    gathers_anew: ClassVar[bool] = False
     # Which arguments of `save_state` reach `save_model`.
     save_options: ClassVar[tuple[str, ...]] = ()
 

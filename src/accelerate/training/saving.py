@@ -30,6 +30,7 @@ from accelerate.modules.unwrap import canonical_name, canonical_names, clean_sta
 from accelerate.optimizer import settle_scaler
 from accelerate.parallel import shard
 from accelerate.precision import four_bit
+from accelerate.precision.master import local_part
 from accelerate.training import averages
 from accelerate.training.prepared import Facade
 from accelerate.utils import fsdp_utils, other
@@ -269,6 +270,8 @@ def stream_weights(
     # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
     scales = canonical_names(four_bit.scales(accelerator._backend.unwrap_model(model)))
     packed = tuple([name.rpartition(".")[0] for name in scales])
+    inner = (*model.parameters(), *model.buffers()) if accelerator._backend.gathers_anew else ()
+    own = {local_part(tensor).data_ptr() for tensor in inner}
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, value in accelerator._backend.whole_tensors(accelerator, model):
@@ -280,7 +283,7 @@ def stream_weights(
             yield bucket
             bucket.clear()  # the caller's variable would hold its memory while the next one is filled
             size = 0
-        bucket[name] = value.detach().to(kept, copy=True)
+        bucket[name] = value.detach().to(kept, copy=not own or value.data_ptr() in own)
         size += bucket[name].nbytes
     if bucket:
         yield bucket
