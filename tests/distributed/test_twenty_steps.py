@@ -4,18 +4,12 @@ import re
 
 import pytest
 
-pytest.importorskip("transformers")
-
-# One of each kind where the kinds cost seconds; all of them are in the slow test.
-QUICK = (
-    "conditional, FSDP2",
-    "LoRA, FSDP2",
-    "packed rows, context parallelism",
-    "Muon",
-    "module_precision",
-    "EMA",
-    "contrastive loss",
-    "TokenBudgetSampler",
+# Those that need no library, and take the fewest seconds; all of them are in the slow test.
+QUICK = ("conditional, FSDP2", "Muon", "EMA", "contrastive loss")
+ALL = (
+    *("conditional, DDP", "LoRA, FSDP2", "LoRA, tensor parallelism", "8-bit AdamW", "module_precision"),
+    *("packed rows, context parallelism", "packed rows, sequence parallelism", "TokenBudgetSampler"),
+    *QUICK,
 )
 SCRIPT = "twenty_steps.py"
 
@@ -37,4 +31,4 @@ def test_all_on_two_processes_and_others_and_from_each_to_the_others(launch, tmp
     for processes, phases, source in ((2, "train", 2), (others, "train,resume", 2), (2, "resume", others)):
         done = launch(SCRIPT, str(tmp_path), phases, str(source), processes=processes, cpu=True)
         for phase in phases.split(","):
-            assert passed(done, phase) >= {*QUICK, "8-bit AdamW"}, (processes, phase)
+            assert passed(done, phase) == set(ALL), (processes, phase)
