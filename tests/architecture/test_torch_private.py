@@ -24,7 +24,7 @@ ALLOWED = {
         "_exit _getframe _current_frames _current_exceptions _register_atexit _actions _SubParsersAction _ArgumentGroup "
         "_ActionsContainer _action_groups _format_usage _format_action_invocation _fields _replace _get_value _option_string_actions _inheriting"
     ),
-    "transformers, datasets, PEFT": "_no_split_modules _tie_weights _attn_implementation _tp_plan _resolve_parallel_plans _distributed _ex_iterable",
+    "transformers, datasets, PEFT": "_no_split_modules _tie_weights _attn_implementation _tp_plan _pp_stage _resolve_parallel_plans _distributed _ex_iterable",
     "torchao": "_new_buffer",
     "DeepSpeed, in backends/deepspeed": (
         "_get_zero_param_shapes _hp_mapping _reassign_or_swap_out_partitioned_parameters "

@@ -78,9 +78,10 @@ class PipelineParallel(Sharded):
                     raise ValueError(
                         f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Leave it out, or set pp_size=1."
                     )
-        known = {id(parameter) for model in _pipelines(accelerator) for parameter in model.parameters()}
+        found = *_pipelines(accelerator), *(obj for obj in objects if hasattr(obj, "holdings"))
+        known = {id(parameter) for model in found for parameter in model.parameters()}
         for obj in objects:
-            if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None:
+            if isinstance(obj, nn.Module) and not hasattr(obj, "holdings") and accelerator.prepared.find(obj) is None:
                 raise ValueError(
                     f"pp_size={layout.pp_size}, but {type(obj).__name__} is a whole model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
                     "pipeline.parameters(), and prepare that; a model that does not train goes to prepare_model(model, evaluation_mode=True)."

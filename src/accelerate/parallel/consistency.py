@@ -156,7 +156,7 @@ def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.
 
     Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.
     """
-    if dist.get_world_size() == 1 or any(known is model for known, _ in accelerator.prepared.replicated):
+    if dist.get_world_size() == 1 or any(known is model for known, *_ in accelerator.prepared.replicated):
         return
     sums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
     sums = dict(zip(parameters, torch.stack(sums).tolist() if sums else [], strict=True))
@@ -170,7 +170,7 @@ def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.
         own = sorted({*first, *sums} - same)
     replicated = {name: parameter for name, parameter in parameters.items() if name not in own}
     if replicated:
-        accelerator.prepared.replicated.append((model, list(replicated.values())))
+        accelerator.prepared.replicated.append((model, list(replicated.values()), None))
     if replicated and dist.get_rank() == 0:
         logger.warning(
             f"{len(replicated)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(replicated))!r} for one: "
@@ -185,13 +185,13 @@ def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.
 
 @torch.no_grad()
 def average(accelerator: Run, held: Collection[int]) -> None:
-    """Average gradients over all ranks, but those of models that `no_sync` holds, by id. All ranks.
+    """Average gradients over the ranks that have them, but those of models that `no_sync` holds, by id. All ranks.
 
     Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
     """
-    average_gradients(
-        [p for model, parameters in accelerator.prepared.replicated if id(model) not in held for p in parameters]
-    )
+    for model, parameters, group in accelerator.prepared.replicated:
+        if id(model) not in held:
+            average_gradients(parameters, group)
 
 
 @torch.no_grad()

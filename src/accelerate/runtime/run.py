@@ -19,7 +19,8 @@ class Prepared(Protocol):
         moved: The `modules.optimizer_remap.MovedParameters`: what became of parameters that preparing replaced.
         sequence_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
         logged: Messages that were logged, and are logged once.
-        replicated: Models with the trainable parameters that ranks have whole beside shards; see `parallel.consistency`.
+        replicated: Models with the trainable parameters that ranks have whole beside shards, and those ranks' process group (None: all);
+            see `parallel.consistency`.
     """
 
     models: list[nn.Module]
@@ -31,7 +32,7 @@ class Prepared(Protocol):
     moved: Any
     sequence_context: Any
     logged: set[str]
-    replicated: list[tuple[nn.Module, list[nn.Parameter]]]
+    replicated: list[tuple[nn.Module, list[nn.Parameter], Any]]
 
     def find(self, obj: Any) -> Any | None:
         """Return the entry that an object belongs to, as the prepared one or as what that was made from."""

@@ -18,6 +18,7 @@ from accelerate.config.enums import FP8BackendType
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
 from accelerate.parallel.batches import Inputs, Outputs
+from accelerate.parallel.holdings import Holdings
 from accelerate.parallel.mesh import shard_mesh, submesh
 from accelerate.precision import master
 from accelerate.runtime.torch_private import pytree
@@ -30,33 +31,6 @@ from accelerate.utils.versions import is_torch_version
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 # What may be left from an earlier exchange: the gradient of a parameter that several ranks have is their sum.
 _SUMMED = "_accelerate_summed"
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """Which ranks of a pipeline have which parameters and buffers, by the names of the user's model.
-
-    Attributes:
-        tensors: Of the whole model, each once, on the meta device.
-        holders: Places in the pipeline that have each of them, in order.
-        place: This rank's place in the pipeline.
-        ranks: The ranks of this pipeline, and their process group.
-        ties: Groups of names that mean one parameter.
-        elsewhere: Names in the whole model's state that this rank's part does not have.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    holders: Mapping[str, tuple[int, ...]]
-    place: int
-    ranks: Sequence[int]
-    group: Any
-    ties: list[list[str]]
-    elsewhere: frozenset[str]
-
-    @property
-    def repeated(self) -> list[str]:
-        """The names of what this rank has and an earlier one, too."""
-        return [name for name, places in self.holders.items() if self.place in places[1:]]
 
 
 @dataclass
@@ -343,7 +317,7 @@ def prepare_pipeline(
     if accelerator.is_fsdp2:
         _shard(accelerator, own)
     pipeline = run_on_all_ranks(lambda: Pipeline(accelerator, chains, schedule, microbatches, own))
-    pipeline.holdings, pipeline._groups = holdings, _groups(holdings, accelerator.torch_device_mesh)
+    pipeline.holdings, pipeline._groups = holdings, holdings.make_groups(accelerator.torch_device_mesh)
     pipeline._inputs, pipeline._outputs, pipeline._loss = inputs, outputs, loss
     _fill(pipeline, model, own)
     return prepare.register(accelerator, "model", pipeline, model)
@@ -470,15 +444,3 @@ def _shard(accelerator: Facade, own: Mapping[int, stages.Stage]) -> None:
     mesh = shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
     for stage in own.values():
         fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-def _groups(holdings: Holdings, mesh: Any) -> dict[str, Any]:
-    """Make the process groups of what several ranks have. All ranks, also those of other pipelines."""
-    columns = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, len(holdings.ranks)).tolist()
-    made: dict[tuple[int, ...], Any] = {tuple(range(len(holdings.ranks))): holdings.group}
-    for places in sorted({places for places in holdings.holders.values() if len(places) > 1} - made.keys()):
-        for column in columns:
-            group = dist.new_group([column[place] for place in places])
-            if column == list(holdings.ranks):
-                made[places] = group
-    return {name: made[places] for name, places in holdings.holders.items() if places in made}

@@ -149,13 +149,16 @@ def own_states(accelerator: Facade) -> Iterator[None]:
 
 def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
     """Let the run follow the layout of models that arrive sharded, which are those that it has not sharded itself."""
-    known = accelerator.prepared
-    if models := [
-        obj for obj in objects if isinstance(obj, nn.Module) and known.find(obj) is None and model_has_dtensor(obj)
-    ]:
+    new = [obj for obj in objects if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None]
+    if models := [model for model in new if model_has_dtensor(model)]:
         from accelerate.parallel import adopt
 
         adopt.adopt(accelerator, models)
+    for model in new:
+        if hasattr(model, "_pp_stage"):  # what transformers leaves in a pipeline
+            from accelerate.parallel import arrived_stages
+
+            arrived_stages.adopt(accelerator, model)
 
 
 def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn.Module:

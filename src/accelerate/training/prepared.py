@@ -74,7 +74,7 @@ class PreparedObjects:
         self.engines: list[Any] = []
         self.sequence_context: Callable | None = None
         self.logged: set[str] = set()
-        self.replicated: list[tuple[nn.Module, list[nn.Parameter]]] = []
+        self.replicated: list[tuple[nn.Module, list[nn.Parameter], Any]] = []
         self.moved = MovedParameters()
         # By the identity of each object that belongs to one, which another object may have once it is gone.
         self._entries: dict[int, Entry] = {}

@@ -306,6 +306,20 @@ class Heads(nn.Module):
         return [head(inputs) for head in self.heads]
 
 
+class HeadsAndExperts(Heads):
+    """Heads, and experts of which each token has one, and the last one none."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.experts = nn.ModuleList(nn.Linear(4, 5, bias=False) for _ in range(3))
+
+    def forward(self, inputs):
+        chosen, mixed = inputs[:, :2].argmax(1), inputs.new_zeros(len(inputs), 5)
+        for number, expert in enumerate(self.experts):
+            mixed = mixed.index_put((chosen == number,), expert(inputs[chosen == number]))
+        return [*super().forward(inputs), mixed]
+
+
 def check_muon_steps_shards_as_one_process_does():
     """Each matrix is orthogonalised on one rank, in bfloat16 as torch does it: a step has the length of the rate, and is rounded to some hundredths of it.
 
@@ -317,7 +331,7 @@ def check_muon_steps_shards_as_one_process_does():
     def made():
         torch.manual_seed(0)
         # Rows that two ranks do not divide, two of one shape, and one row, of which a rank has none.
-        model = Heads(9, 7, 9, 1)
+        model = HeadsAndExperts(9, 7, 9, 1)
         return model, torch.optim.Muon(model.parameters(), lr=0.02)
 
     def loss_of(model, inputs, number):

@@ -1,0 +1,49 @@
+"""Which ranks of a pipeline have which of a model's parameters and buffers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Which ranks of a pipeline have which parameters and buffers, by the names of the user's model.
+
+    Attributes:
+        tensors: Of the whole model, each once, on the meta device.
+        holders: Places in the pipeline that have each of them, in order.
+        place: This rank's place in the pipeline.
+        ranks: The ranks of this pipeline, and their process group.
+        ties: Groups of names that mean one parameter.
+        elsewhere: Names in the whole model's state that this rank's part does not have.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    holders: Mapping[str, tuple[int, ...]]
+    place: int
+    ranks: Sequence[int]
+    group: Any
+    ties: list[list[str]]
+    elsewhere: frozenset[str]
+
+    @property
+    def repeated(self) -> list[str]:
+        """The names of what this rank has and an earlier one, too."""
+        return [name for name, places in self.holders.items() if self.place in places[1:]]
+
+    def make_groups(self, mesh: "DeviceMesh") -> dict[str, Any]:
+        """Return the process group of each tensor that several ranks of this pipeline have. All ranks, also those of other pipelines."""
+        columns = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, len(self.ranks)).tolist()
+        made: dict[tuple[int, ...], Any] = {tuple(range(len(self.ranks))): self.group}
+        for places in sorted({places for places in self.holders.values() if len(places) > 1} - made.keys()):
+            for column in columns:
+                group = dist.new_group([column[place] for place in places])
+                if column == list(self.ranks):
+                    made[places] = group
+        return {name: made[places] for name, places in self.holders.items() if places in made}
