@@ -122,11 +122,11 @@ def build_pipeline(
         given = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
     except Exception as caught:
         error = caught
-    _check_alike(given, error)
+    _check_same_arguments(given, error)
     return schedule
 
 
-def _check_alike(given: Mapping[str, Any], error: Exception | None) -> None:
+def _check_same_arguments(given: Mapping[str, Any], error: Exception | None) -> None:
     """Raise on every rank if one of them failed, or was given something else than the first. All ranks."""
     everything = comm.current().gather_object(given if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
@@ -223,7 +223,7 @@ def prepare_pippy(
             points = [split_points] if isinstance(split_points, str) else list(split_points)
     except Exception as caught:
         error = caught
-    _check_alike({}, error)
+    _check_same_arguments({}, error)
     schedule = build_pipeline(model, points, example_args, example_kwargs, chunks)
     model.hf_split_points = points
     model._original_forward = model.forward

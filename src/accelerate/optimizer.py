@@ -50,7 +50,7 @@ _SCALED: "weakref.WeakSet[AcceleratedOptimizer]" = weakref.WeakSet()
 _STEPPED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
 
 
-def settle_scaler(scaler: Any) -> None:
+def flush_scaler_update(scaler: Any) -> None:
     """Update a scaler whose optimizers stepped without all of them having come; before the next loss is scaled.
 
     Several optimizers may share one scaler. Its update forgets which gradients are unscaled and may change the scale,
@@ -191,7 +191,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._note_steps()
         inner, scaler = self.optimizer, self.scaler
         if id(self) in _STEPPED.get(scaler, ()):  # the second step in a row
-            settle_scaler(scaler)
+            flush_scaler_update(scaler)
         inner.step = self._optimizer_patched_step_method
         try:
             scaler.step(inner) if closure is None else scaler.step(inner, closure)
@@ -200,7 +200,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         stepped = _STEPPED.setdefault(scaler, set())
         stepped.add(id(self))
         if all(id(other) in stepped for other in list(_SCALED) if other.scaler is scaler):
-            settle_scaler(scaler)
+            flush_scaler_update(scaler)
         called = self._accelerate_step_called
         self._is_overflow = called if isinstance(called, torch.Tensor) else not called
         self._accelerate_step_called = False

@@ -24,7 +24,7 @@ class MeasuredSave(Save):
         """Make the plan for a folder that only hooks write into, which goes away."""
         if former is not None:
             raise former
-        self.refusing(self.storage)
+        self.check_target(self.storage)
         refuse_unreadable(self.storage.location)
         self._scratch = tempfile.TemporaryDirectory(prefix="accelerate-simulated-", ignore_cleanup_errors=True)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0

@@ -85,7 +85,7 @@ def test_ranks_that_differ_raise_on_all(monkeypatch):
     def check(everything, error=None):
         communicator = SimpleNamespace(gather_object=lambda mine: everything)
         monkeypatch.setattr(inference.comm, "current", lambda: communicator)
-        inference._check_alike({}, error)
+        inference._check_same_arguments({}, error)
 
     check([{"a": 1}, {"a": 1}])
     with pytest.raises(ValueError, match="Rank 1 cannot build .* ValueError: no"):

@@ -22,7 +22,7 @@ from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, plain_state, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
-from accelerate.optimizer import settle_scaler
+from accelerate.optimizer import flush_scaler_update
 from accelerate.precision import amp
 from accelerate.precision.amp import precision
 from accelerate.runtime.run import Run
@@ -42,7 +42,7 @@ class Backend:
     # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
     saves_shards: ClassVar[bool] = False
     # What `whole_tensors` has gathered is nobody else's memory, and stays; tensors that the model has whole are its own.
-    gathers_anew: ClassVar[bool] = False
+    gathers_new_memory: ClassVar[bool] = False
     # Which arguments of `save_state` reach `save_model`.
     save_options: ClassVar[tuple[str, ...]] = ()
 
@@ -79,7 +79,7 @@ class Backend:
         """Run the backward pass of a loss that is already scaled for accumulation."""
         scaler = accelerator.scaler
         if scaler is not None:
-            settle_scaler(scaler)
+            flush_scaler_update(scaler)
             loss = scaler.scale(loss)
         loss.backward(**kwargs)
 

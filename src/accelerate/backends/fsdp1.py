@@ -84,7 +84,9 @@ class FSDP1(Sharded):
             _repoint_flat(accelerator, wrapped, before)
         if ignored:
             own = {id(parameter) for parameter in ignored if parameter.requires_grad}
-            consistency.train_alike(accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own})
+            consistency.register_whole_parameters(
+                accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own}
+            )
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:

@@ -161,7 +161,7 @@ class TensorParallel(Sharded):
     """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average."""
 
     name = "tensor_parallel"
-    gathers_anew = True
+    gathers_new_memory = True
     synchronises = False
     # The weights are gathered one after the other into a file that anybody reads.
     saves_shards = False
@@ -222,7 +222,7 @@ class FSDP2(Sharded):
     """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh."""
 
     name = "fsdp2"
-    gathers_anew = True
+    gathers_new_memory = True
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse weights that one rank alone has where layers are split first, from those of every rank."""

@@ -225,7 +225,7 @@ class SaveBarrier:
         self._failed = self._failed or problem is not None
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            flags, failed, texts = self._meet(flag, said, text)
+            flags, failed, texts = self._run_round(flag, said, text)
         except RuntimeError as error:
             if problem is None or self._given_up:  # what failed here then is that the others have left
                 raise error from problem
@@ -238,7 +238,7 @@ class SaveBarrier:
             raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(failed)}")
         return flags, texts
 
-    def _meet(self, flag: bool, problem: str | None, text: str) -> tuple[int, list[str], dict[int, str] | None]:
+    def _run_round(self, flag: bool, problem: str | None, text: str) -> tuple[int, list[str], dict[int, str] | None]:
         if self._store is None:
             notes = self._gather([flag, problem, text])
             failed = {rank: note[1] for rank, note in enumerate(notes) if note[1] is not None}

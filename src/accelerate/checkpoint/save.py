@@ -232,9 +232,9 @@ class Save:
     """The saving of one checkpoint. Each rank makes one and goes through the same steps.
 
     Attributes:
-        facts: What the manifest says of the run.
-        refusing: Called with the storage by the leader before it stages; raises where the storage must not be taken.
-        rotating: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
+        manifest_fields: What the manifest says of the run.
+        check_target: Called with the storage by the leader before it stages; raises where the storage must not be taken.
+        prune_old: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
         shards: The process group of the ranks that write shards together; None for the default one.
         plan: What takes the files of this rank; from `begin` on.
         problem: Why this rank cannot go on; the next step of all ranks reports it.
@@ -243,9 +243,9 @@ class Save:
 
     storage: CheckpointStorage
     group: Group
-    facts: dict[str, Any]
-    refusing: Callable[[CheckpointStorage], Any] = lambda storage: None
-    rotating: Callable[[CheckpointStorage], Any] = lambda storage: None
+    manifest_fields: dict[str, Any]
+    check_target: Callable[[CheckpointStorage], Any] = lambda storage: None
+    prune_old: Callable[[CheckpointStorage], Any] = lambda storage: None
     shards: Any = None
     plan: SavePlan | None = field(default=None, init=False)
     problem: BaseException | None = field(default=None, init=False)
@@ -265,15 +265,15 @@ class Save:
         self.leads = self.group.rank == leader
         self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
-        folder = self._meet(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
+        folder = self._with_all_ranks(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
         if not self.group.shared and not self.group.each_node:  # machines stage parts of what one of them publishes
-            self.storage.generation = self._meet(self.barrier.share, self.storage.generation)
+            self.storage.generation = self._with_all_ranks(self.barrier.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
 
     def check_collected(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
-        self._meet(self.barrier.share)
+        self._with_all_ranks(self.barrier.share)
 
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
@@ -284,19 +284,19 @@ class Save:
         own = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
         if own and not leads:
             self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
-        written = self._meet(self.barrier.count_of, bool(own) and not leads)
+        written = self._with_all_ranks(self.barrier.count_of, bool(own) and not leads)
         listed = self.attempt(lambda: self._complete(own, writers)) if leads else None
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
-            written += self._meet(self.barrier.count_of, bool(own) and leads and not publishes)
+            written += self._with_all_ranks(self.barrier.count_of, bool(own) and leads and not publishes)
         if publishes:
             self.attempt(lambda: self._publish(own, listed, written))
-        self._meet(self.barrier.share)
+        self._with_all_ranks(self.barrier.share)
         self.barrier.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
         if leads:
             self.storage.discard()
         if publishes:
-            self.rotating(self.storage)
+            self.prune_old(self.storage)
 
     def attempt(self, step: Callable[[], Any]) -> Any:
         """Take a step, unless this rank has failed before; the next round of all ranks reports what it raises."""
@@ -305,7 +305,7 @@ class Save:
         except BaseException as error:  # a rank that leaves without a word is waited for
             self.problem = error
 
-    def _meet(self, step: Callable[..., Any], *arguments: Any) -> Any:
+    def _with_all_ranks(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Take a step of the barrier with all ranks, unless one of them has failed: then nothing is saved."""
         try:
             return step(*arguments, problem=self.problem)
@@ -315,7 +315,7 @@ class Save:
             raise
 
     def _stage(self) -> str:
-        self.refusing(self.storage)
+        self.check_target(self.storage)
         refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
@@ -338,7 +338,7 @@ class Save:
                 f"Of the {written} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "
                 "what other nodes have written there. Save to another one."
             )
-        Manifest({**own, **listed}, save=self.barrier.name, **self.facts).write(self.plan.folder)
+        Manifest({**own, **listed}, save=self.barrier.name, **self.manifest_fields).write(self.plan.folder)
         self.storage.publish()
 
 
@@ -491,7 +491,7 @@ class Background:
                 time.sleep(0)  # the caller goes on first
                 with durable.resting(_REST, self._hurry):
                     task()
-                _unsettled.discard(self)
+                _unreported.discard(self)
             except BaseException as error:
                 self._problem = error
                 # Now, too: a training that ends or fails before its next call would never report it.
@@ -501,7 +501,7 @@ class Background:
 
         self.pending, self._what, self._pid = True, what, os.getpid()
         self._hurry.clear()
-        _unsettled.add(self)
+        _unreported.add(self)
         thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
         try:
             _wait_at_exit()
@@ -523,7 +523,7 @@ class Background:
         # Not before: a caller that is interrupted while it waits has not waited.
         self._thread, self.pending = None, False
         cause, self._problem = self._problem, None
-        _unsettled.discard(self)
+        _unreported.discard(self)
         if cause is None:
             return None
         problem = RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {cause}")
@@ -543,7 +543,7 @@ class Background:
 # -- the end of the program ----------------------------------------------------------------------------------------
 
 # Those that are saving, or whose last save failed and no call has reported it yet; their Accelerators may be gone.
-_unsettled: set[Background] = set()
+_unreported: set[Background] = set()
 _registered_in: int | None = None
 
 
@@ -562,14 +562,14 @@ def _wait_at_exit() -> None:
 
 
 def _join_all() -> None:
-    for background in list(_unsettled):
+    for background in list(_unreported):
         background._join()
 
 
 def _leave() -> None:
     """End with status 1 if a save failed that no call has reported, lest the program look as if it had succeeded."""
     _join_all()
-    if all(background._pid != os.getpid() for background in _unsettled):  # a fork has its parent's
+    if all(background._pid != os.getpid() for background in _unreported):  # a fork has its parent's
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

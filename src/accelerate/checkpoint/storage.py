@@ -412,14 +412,14 @@ class LocalStorage(CheckpointStorage):
         self._staged = ""
         sync_folder(os.path.dirname(self.location))
         if replaces:
-            self._settle(self._aside)
+            self._complete_publish(self._aside)
 
     def discard(self) -> None:
         """Remove what was staged or, once that is published, what it replaced; then the lock is free."""
         if self._staged:
             with warned(f"{self._staged} could not be removed"):
                 os.rename(self._staged, os.path.join(self._aside, _GONE))
-                self._settle(self._aside)  # the former one may have left its location
+                self._complete_publish(self._aside)  # the former one may have left its location
         if self._aside:
             _remove(self._aside)
         self._staged = self._aside = ""
@@ -428,14 +428,14 @@ class LocalStorage(CheckpointStorage):
     def _complete(self) -> None:
         """Bring publishes to their end from whichever step they have come to, and remove what is worth nothing. Needs the lock."""
         for aside in self._asides():
-            self._settle(aside)
+            self._complete_publish(aside)
             _remove(aside)
         for entry in _scan(os.path.dirname(self.location)):
             if _HIDDEN.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # not empty
                     os.rmdir(entry.path)
 
-    def _settle(self, aside: str) -> None:
+    def _complete_publish(self, aside: str) -> None:
         """Complete the publish of a hidden folder: what is left in it then is worth nothing. Needs the lock."""
         new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
         with warned(f"What was at {self.location} before is still in {aside}"):  # the next save goes on with it

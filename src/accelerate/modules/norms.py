@@ -51,7 +51,9 @@ class _Gradients:
                 continue
             if isinstance(gradient, kind):
                 if any(placement.is_partial() for placement in gradient.placements):
-                    gradient = parameter.grad = _settled(gradient, parameter if isinstance(parameter, kind) else None)
+                    gradient = parameter.grad = _sum_partials(
+                        gradient, parameter if isinstance(parameter, kind) else None
+                    )
                 cut, gradient = self._cut(gradient), _local(gradient)
             self.device = self.device or gradient.device
             self.double = self.double or gradient.dtype == torch.float64
@@ -75,7 +77,7 @@ class _Gradients:
             self.layouts.setdefault(tuple(names), {})
         return self._cuts[key]
 
-    def meeting_device(self) -> torch.device:
+    def reduction_device(self) -> torch.device:
         """Return where the sums are combined: where the first group exchanges them, else where the gradients are."""
         meshes = [mesh for _, mesh in self.groups.values()]
         return _device_of(meshes[0]) if meshes else self.device or torch.device("cpu")
@@ -93,7 +95,7 @@ def _device_of(mesh: "DeviceMesh") -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _settled(gradient: Any, parameter: Any | None) -> Any:
+def _sum_partials(gradient: Any, parameter: Any | None) -> Any:
     """Return a gradient whose ranks hold summands (Partial) with the sum carried out, laid out as its parameter is."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -124,7 +126,7 @@ def _total_norm(gradients: _Gradients, norm_type: float, stages: "ProcessGroup |
     """Return the norm over all ranks, copies counted once; nan if an element is nan anywhere."""
     import torch.distributed as dist
 
-    device = gradients.meeting_device()
+    device = gradients.reduction_device()
     double = device.type in _DOUBLE
     like = torch.zeros((), device=device, dtype=torch.float64 if double else torch.float32)
     largest = norm_type == math.inf

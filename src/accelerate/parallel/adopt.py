@@ -77,7 +77,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         consistency.require_same_model(accelerator, model, others)
         for parameter in whole.values():
             take_from_first(parameter, accelerator.device)
-        consistency.train_alike(accelerator, model, whole)
+        consistency.register_whole_parameters(accelerator, model, whole)
     accelerator.state.parallelism_config = layout
     if parts and not accelerator.is_fsdp2:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)

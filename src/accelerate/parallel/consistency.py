@@ -151,7 +151,7 @@ def whole(model: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad and local_part(p) is p}
 
 
-def train_alike(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Let `backward` average the gradients of whole parameters that are equal on all ranks. All ranks.
 
     Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.

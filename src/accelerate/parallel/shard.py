@@ -166,7 +166,7 @@ def shard(
     four_bit.attach(model)
     remap_optimizers(accelerator, model, before)
     if ignored:
-        consistency.train_alike(accelerator, model, consistency.whole(model))
+        consistency.register_whole_parameters(accelerator, model, consistency.whole(model))
     return model
 
 

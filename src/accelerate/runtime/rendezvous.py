@@ -66,7 +66,7 @@ def init_process_group(ranks: Ranks, backend: str, waiting: Waiting = contextlib
     elif "init_method" not in settings and "store" not in settings:
         export(ranks)
     if "store" not in settings:
-        settings["store"] = _meet(ranks, settings.pop("init_method", "env://"), settings.get("timeout"))
+        settings["store"] = _join_group(ranks, settings.pop("init_method", "env://"), settings.get("timeout"))
     with waiting(settings["store"]):
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, **settings)
     fork_when_quiet()
@@ -104,7 +104,7 @@ def join_deepspeed(backend: str | None, device: str, local_rank: int) -> None:
     deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
-def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
+def _join_group(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
     """Return a store that the ranks share and that holds nothing yet.
 
     The first group's store serves the following ones as well, each under a prefix. A store per group would not do:

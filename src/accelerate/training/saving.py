@@ -27,7 +27,7 @@ from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, wr
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
-from accelerate.optimizer import settle_scaler
+from accelerate.optimizer import flush_scaler_update
 from accelerate.parallel import shard
 from accelerate.precision import four_bit
 from accelerate.precision.master import local_part
@@ -212,7 +212,7 @@ def _collect(
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
     if accelerator.scaler is not None:
-        settle_scaler(accelerator.scaler)
+        flush_scaler_update(accelerator.scaler)
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 
@@ -270,7 +270,7 @@ def stream_weights(
     # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
     scales = canonical_names(four_bit.scales(accelerator._backend.unwrap_model(model)))
     packed = tuple([name.rpartition(".")[0] for name in scales])
-    inner = (*model.parameters(), *model.buffers()) if accelerator._backend.gathers_anew else ()
+    inner = (*model.parameters(), *model.buffers()) if accelerator._backend.gathers_new_memory else ()
     own = {local_part(tensor).data_ptr() for tensor in inner}
     bucket: dict[str, torch.Tensor] = {}
     size = 0
