@@ -193,6 +193,13 @@ def _state(optimizer: "torch.optim.Optimizer") -> int:
 
     from accelerate.runtime.torch_private import pytree
 
+    def per_number(states: Any, parameter: torch.Tensor) -> int:
+        kept = [leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+        return round(sum(leaf.nbytes for leaf in kept) / parameter.numel())
+
+    for parameter, states in optimizer.state.items():
+        if states:  # some make them when they are made, and only for their own parameters
+            return per_number(states, parameter)
     sample, twin = torch.nn.Parameter(torch.zeros(64, 64)), object.__new__(type(optimizer))
     sample.grad = torch.zeros(64, 64)
     groups = [{**optimizer.param_groups[0], "params": [sample]}]
@@ -203,8 +210,7 @@ def _state(optimizer: "torch.optim.Optimizer") -> int:
         name = type(optimizer).__name__
         print(f"{name} takes no step here ({brief(error)}), so it is counted as Adam.", file=sys.stderr)
         return Layout.state
-    kept = [leaf for leaf in pytree.tree_leaves(dict(twin.state)) if isinstance(leaf, torch.Tensor)]
-    return round(sum(leaf.nbytes for leaf in kept) / sample.numel())
+    return per_number(dict(twin.state), sample)
 
 
 class Profiles:

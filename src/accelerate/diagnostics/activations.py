@@ -6,6 +6,7 @@ from the difference of the second and the third.
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -58,7 +59,9 @@ def measure(
             f"{type(model).__name__} has no gradient_checkpointing_enable(): it recomputes no activations."
         )
     if layout.checkpointing:
-        model.gradient_checkpointing_enable()
+        # Transformers before 5 makes a block's output without gradients otherwise.
+        takes = "gradient_checkpointing_kwargs" in inspect.signature(model.gradient_checkpointing_enable).parameters
+        model.gradient_checkpointing_enable(*[{"use_reentrant": False}] * takes)
     for module in () if layout.checkpointing else model.modules():
         if getattr(module, "gradient_checkpointing", False):  # so transformers and diffusers mark it
             module.gradient_checkpointing = False

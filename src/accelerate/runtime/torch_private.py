@@ -393,6 +393,12 @@ def chosen_modules(policy: Any, model: nn.Module) -> set[nn.Module]:
     return set(policy._run_policy(model, set(), {}))
 
 
+def forget_named_models() -> None:
+    """Let torch 2.7 forget the models of which it has looked up names for a state dict: it keeps each until the program ends."""
+    lookup = getattr(sys.modules.get("torch.distributed.checkpoint.state_dict"), "_get_fqns", None)
+    getattr(lookup, "cache_clear", lambda: None)()
+
+
 def member_names(parameter: nn.Parameter) -> Sequence[str] | None:
     """Return the names, below its module, of the parameters in a flat one; None for any other."""
     return getattr(parameter, "_fqns", None)

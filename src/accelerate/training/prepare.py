@@ -28,7 +28,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, four_bit, master
 from accelerate.precision.amp import precision
-from accelerate.runtime import known_faults, storage, traits
+from accelerate.runtime import known_faults, storage, torch_private, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import conditional, prepared
 from accelerate.training.prepared import Entry, Facade
@@ -585,4 +585,5 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.deepspeed_engine_wrapped = None
     accelerator.flag_tensor = None
     accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
+    torch_private.forget_named_models()
     return release_memory(*objects)
