@@ -35,7 +35,9 @@ TITLES = {
 }
 SIZED = ("checkpoint", "double_prepare", "big_models")
 # Beside plain torch, what the same step costs without it, or upstream's wheel without its environment.
-ALONE = ("strategies", "watching", "additions", "accumulation", "trainer_checkpoint")
+ALONE = ("strategies", "watching", "additions", "megatron_core", "accumulation", "trainer_checkpoint")
+# Cases that run in an environment of their own, which a make target sets up.
+ENVIRONMENTS = {"megatron_core": (ROOT / ".venv-megatron/bin/python", "make test-megatron")}
 TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "Upstream's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
@@ -60,9 +62,14 @@ ADDITIONS = (
     "True)`. Adapters: 16 of rank 16, by `save_adapter`, which syncs them to the disk, and by PEFT's `save_pretrained` after that function. "
     "New models in turns in one process; ratios of medians."
 )
+MEGATRON = (
+    "A Llama of 4 layers of 256 in float32 on 2 ranks (`tp_degree=2`), two micro-batches of 2 x 128 tokens, AdamW and clipping: through the "
+    "Accelerator, and by Megatron core's own classes by hand (`GPTModel`, its schedules and optimizer), in turns in one process."
+)
 BESIDE = {
     "watching": ("What looking on costs, two processes", WATCHING),
     "additions": ("What is asked for beside a step, two processes", ADDITIONS),
+    "megatron_core": ("A step of Megatron core, two processes", MEGATRON),
 }
 NOTES = {"startup": RUNS_ONE_PROCESS}
 # What stands first on the page, better and worse: what is said, the case, and where the figure is in its results.
@@ -361,7 +368,11 @@ def main():
         extra = {}
         if case in (*BESIDE, "accumulation"):
             extra = {"load": os.getloadavg()[0]} if case == "accumulation" else {}
-            figures = interleaved({OURS: sys.executable}, arguments.rounds, case, processes=2)
+            python, made_by = ENVIRONMENTS.get(case, (sys.executable, ""))
+            if not Path(python).exists():
+                print(f"{case} is left out: {made_by} makes its environment", flush=True)
+                continue
+            figures = interleaved({OURS: str(python)}, arguments.rounds, case, processes=2)
             text = table(figures, [OURS])
         elif case == "strategies":
             figures = strategies.run(sys.executable, arguments.rounds, measure)
