@@ -99,16 +99,19 @@ _DATA = "Pass torch's DataLoader to prepare."
 _STAGES = "Set pp_degree alone."
 
 
-def _setting(default: Any = None, unset: Any = None, argument: str | bool = False, instead: str = "") -> Any:
+def _setting(
+    default: Any = None, unset: Any = None, argument: str | bool = False, core: str = "", instead: str = ""
+) -> Any:
     """Return a field of the plugin.
 
     Args:
         default: the value of the field.
         unset: the value where the option table has no default, and nobody sets it.
         argument: what Megatron-LM calls it, or True for the same; an option is one anyway.
+        core: what Megatron core calls it, where it has another name, or Megatron-LM has none.
         instead: what does the same, where core has no use for the setting.
     """
-    return field(default=default, metadata={"unset": unset, "argument": argument, "instead": instead})
+    return field(default=default, metadata={"unset": unset, "argument": argument, "core": core, "instead": instead})
 
 
 @at_public_path
@@ -167,7 +170,7 @@ class MegatronLMPlugin:
     no_save_optim: bool | None = _setting()
     optimizer_cpu_offload: bool | None = _setting()
     use_precision_aware_optimizer: bool | None = _setting()
-    decoder_last_pipeline_num_layers: int | None = _setting()
+    decoder_last_pipeline_num_layers: int | None = _setting(core="num_layers_in_last_pipeline_stage")
     recompute_granularity: str | None = _setting()
     recompute_method: str | None = _setting()
     recompute_num_layers: int | None = _setting()
@@ -190,16 +193,16 @@ class MegatronLMPlugin:
     is_train_batch_min: bool = True
     train_iters: int | None = None
     train_samples: int | None = _setting(instead=_STEPS)
-    weight_decay_incr_style: str = "constant"
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    lr_decay_style: str = "linear"
+    weight_decay_incr_style: str = _setting("constant", core="wd_incr_style")
+    start_weight_decay: float | None = _setting(core="start_wd")
+    end_weight_decay: float | None = _setting(core="end_wd")
+    lr_decay_style: str = _setting("linear", core="lr_decay_style")
     lr_decay_iters: int | None = None
     lr_decay_samples: int | None = _setting(instead=_STEPS)
     lr_warmup_iters: int | None = None
     lr_warmup_samples: int | None = _setting(instead=_STEPS)
     lr_warmup_fraction: float | None = None
-    min_lr: float = 0
+    min_lr: float = _setting(0, core="min_lr")
     consumed_samples: list[int] | None = _setting(argument=True)
     no_wd_decay_cond: Callable | None = _setting(argument=True, instead=_GROUPS)
     scale_lr_cond: Callable | None = _setting(argument=True, instead=_GROUPS)
@@ -248,7 +251,10 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args = arguments | (self.other_megatron_args or {})
 
     def _resolve_recomputation(self) -> None:
-        self._recomputes = self.recompute_activations or self.recompute_granularity is not None
+        others = self.other_megatron_args or {}
+        self._recomputes = (
+            self.recompute_activations or self.recompute_granularity or "recompute_granularity" in others
+        )
         if self.recompute_granularity is None:
             self.recompute_granularity = "selective" if self.recompute_activations else "full"
         if self.recompute_granularity == "full":  # a method and a number of layers exist for this one only
@@ -267,6 +273,17 @@ class MegatronLMPlugin:
             instead, value = setting.metadata.get("instead"), getattr(self, name)
             if instead and value not in (None, False, setting.default, setting.metadata["unset"]):
                 raise NotImplementedError(f"MegatronLMPlugin({name}={value!r}) is not possible here. {instead}")
+
+    def core_arguments(self) -> dict[str, Any]:
+        """Return the settings, and what `prepare` has found out, by the names of Megatron core; it is not told those that are None."""
+        rows = self.__dataclass_fields__.items()
+        told = {core: getattr(self, name) for name, row in rows if (core := row.metadata.get("core"))}
+        arguments = told | self.megatron_lm_default_args
+        if self.custom_train_step_class or self.custom_loss_function:  # what a step of one's own returns is a mean
+            arguments["calculate_per_token_loss"] = False
+        # Core's own attention is the local one.
+        unused = ("recompute_granularity", "recompute_method", "recompute_num_layers")[3 * bool(self._recomputes) :]
+        return arguments | dict.fromkeys((*unused, "attention_backend"))
 
     def set_network_size_args(self, model: "nn.Module", batch_data: Batch = None) -> None:
         """Read the network's sizes from the model's configuration.

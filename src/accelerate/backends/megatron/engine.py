@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,9 @@ class MegatronEngine(nn.Module):
         trained = run_on_all_ranks(lambda: _groups_of(self.translation.rows, given, optimizer))
         self._load_weights(given, trained)
         self.module = core if dtype is torch.float32 else Float16Module(core.config, core)
-        self.optimizer = self.scheduler = self._followed = None
+        self.optimizer = self.scheduler = None
         if optimizer is not None:
-            averaging = build(DistributedDataParallelConfig, self.translation.arguments, grad_reduce_in_fp32=True)
+            averaging = build(DistributedDataParallelConfig, self.translation.arguments)
             self.module = DistributedDataParallel(core.config, averaging, self.module)
             self._build_optimizer(optimizer, scheduler)
         kind = self.plugin.custom_train_step_class or GPTTrainStep
@@ -101,51 +102,37 @@ class MegatronEngine(nn.Module):
         from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        plugin, arguments, config = self.plugin, self.translation.arguments, self.core.config
-        arguments.update(min_lr=plugin.min_lr)
+        arguments, config = self.translation.arguments, self.core.config
         decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))
-        # Megatron-LM's own script offloads all, and core nothing, unless a fraction is told.
-        more = {"decoupled_weight_decay": decoupled, "optimizer_offload_fraction": 1.0}
-        options = build(OptimizerConfig, arguments, params_dtype=config.params_dtype, **more)
+        options = build(OptimizerConfig, arguments, decoupled_weight_decay=decoupled)
         decay, overrides = options.weight_decay or 1.0, {}
         for number, group in enumerate(optimizer.param_groups):
-            given = {"lr": group["lr"], "max_lr": group["lr"], "min_lr": plugin.min_lr}
-            given |= {"weight_decay": group["weight_decay"], "wd_mult": group["weight_decay"] / decay}
+            rates = {"max_lr": group["lr"], "min_lr": options.min_lr, "wd_mult": group["weight_decay"] / decay}
             # Core reads this factor nowhere but when it loads, to tell groups apart.
-            overrides[ParamKey(attr=f"group_{number}")] = given | {"lr_mult": number}
-            group["params"] = [nn.Parameter(torch.empty(0)) for _ in group["params"][:1]]
+            overrides[ParamKey(attr=f"group_{number}")] = rates | {"lr_mult": number}
         optimizer.state.clear()
         self.optimizer = get_megatron_optimizer(options, [self.module], config_overrides=overrides)
+        for group in self.optimizer.param_groups:
+            given = optimizer.param_groups[group["lr_mult"]]
+            group |= {name: value for name, value in given.items() if name != "params"}
+        self._given = optimizer
+        self._share_groups()
         for part in self.optimizer.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.SGD):  # core has none for it
                 part.init_state_fn = _begin
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, self.optimizer.scale_loss
         config.no_sync_func = self.module.no_sync
         if isinstance(scheduler, MegatronLMDummyScheduler):
-            plugin.set_scheduler_args(scheduler)
-            found = plugin.megatron_lm_default_args
-            self.scheduler = OptimizerParamScheduler(
-                self.optimizer,
-                init_lr=0.0,
-                max_lr=optimizer.defaults["lr"],
-                min_lr=plugin.min_lr,
-                lr_warmup_steps=found["lr_warmup_iters"],
-                lr_decay_steps=found["lr_decay_iters"],
-                lr_decay_style=plugin.lr_decay_style,
-                start_wd=decay if plugin.start_weight_decay is None else plugin.start_weight_decay,
-                end_wd=decay if plugin.end_weight_decay is None else plugin.end_weight_decay,
-                wd_incr_steps=found["lr_decay_iters"],
-                wd_incr_style=plugin.weight_decay_incr_style,
-            )
-        elif scheduler is not None:
-            self._followed = optimizer
+            self.plugin.set_scheduler_args(scheduler)
+            warmup, length = (self.plugin.megatron_lm_default_args[f"lr_{name}_iters"] for name in ("warmup", "decay"))
+            steps = {"lr_warmup_steps": warmup, "lr_decay_steps": length, "wd_incr_steps": length}
+            rates = {"init_lr": 0.0, "max_lr": options.lr, "start_wd": decay, "end_wd": decay}
+            self.scheduler = build(partial(OptimizerParamScheduler, self.optimizer), arguments, **steps, **rates)
 
-    def _follow(self, back: bool = False) -> None:
-        """Let core's groups have the rates of the optimizer that a torch scheduler changes; or `back`, after loading."""
-        for group in self.optimizer.param_groups if self._followed is not None else ():
-            theirs = self._followed.param_groups[group["lr_mult"]]
-            source, target = (group, theirs) if back else (theirs, group)
-            target.update(lr=source["lr"], weight_decay=source["weight_decay"])
+    def _share_groups(self) -> None:
+        """Give the torch optimizer core's groups, so that a torch scheduler of it changes their rates."""
+        groups = {group["lr_mult"]: group for group in self.optimizer.param_groups}
+        self._given.param_groups = [groups.get(at, one) for at, one in enumerate(self._given.param_groups)]
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -165,7 +152,6 @@ class MegatronEngine(nn.Module):
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         figures = self._run(batch, forward_only=False)
-        self._follow()
         stepped, self.grad_norm, _ = self.optimizer.step()
         self.optimizer.step_was_skipped = not stepped
         if stepped and self.scheduler is not None:
@@ -233,6 +219,7 @@ class MegatronEngine(nn.Module):
 
     def entries(self, wanted: Wanted) -> Entries:
         """Yield the wanted entries of the transformers model's state dict, each whole. All ranks, in step."""
+        self._settle()
         own, again = self._own, tied_again(self.source)
         for row in self.translation.rows:
             if row.core not in self._stage_of or not any(wanted(one) and one not in again for one in row.theirs):
@@ -249,6 +236,11 @@ class MegatronEngine(nn.Module):
                 if wanted(name):
                     yield name, value
 
+    def _settle(self) -> None:
+        """Gather the parameters that core would gather in the next forward pass, by `overlap_param_gather`. All ranks."""
+        if self.optimizer is not None and self.module.ddp_config.overlap_param_gather:
+            self.module.start_param_sync(force_sync=True)
+
     def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return a parameter of this stage without its division over the ranks of a layer, which all call this."""
         value, cut = parameter.detach(), _cut(parameter)
@@ -262,11 +254,8 @@ class MegatronEngine(nn.Module):
         """Return what core saves and loads: weights, and with `optimizer` its state and that of the scheduler. All ranks."""
         state: dict[str, Any] = {"model": self.core.sharded_state_dict()}
         if optimizer and self.optimizer is not None:
-            if not loading:
-                self._follow()
-            plain = [_begin(part.optimizer) for part in self.optimizer.chained_optimizers]
             # What any division reads, core loads into Apex's and Transformer Engine's Adam alone.
-            layout = "dp_reshardable" if any(plain) else "fully_reshardable"
+            layout = "dp_reshardable" if self._begun() else "fully_reshardable"
             found = {"distrib_optim_sharding_type": layout}
             state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=found)
             bound = layout == "dp_reshardable" and self.plugin.use_distributed_optimizer
@@ -275,10 +264,15 @@ class MegatronEngine(nn.Module):
                 state["scheduler"] = self.scheduler.state_dict()
         return state
 
+    def _begun(self) -> bool:
+        """Give torch's optimizers the states of their first step; return whether there are such."""
+        return any([_begin(part.optimizer) for part in self.optimizer.chained_optimizers])
+
     def save(self, place: str) -> None:
         """Let core write what this rank has into a folder. All ranks."""
         from megatron.core import dist_checkpointing
 
+        self._settle()
         dist_checkpointing.save(self._sharded_state(not self.plugin.no_save_optim, loading=False), place)
 
     def misfits(self, place: str) -> list[str]:
@@ -308,10 +302,12 @@ class MegatronEngine(nn.Module):
         if not optimizer:
             self.optimizer.reload_model_params()
             return
+        states = state["optimizer"].get("optimizer", state["optimizer"]).get("state")
+        if self._begun() and states is not None:
+            states.setdefault("common_step", 0)  # which core does not save before the first step
         self.optimizer.load_state_dict(state["optimizer"])
-        for part in self.optimizer.chained_optimizers:
-            _begin(part.optimizer)
-        self._follow(back=True)
+        self._begun()
+        self._share_groups()
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
 

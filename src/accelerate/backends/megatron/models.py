@@ -34,9 +34,15 @@ _AROUND = (
     ("decoder.final_layernorm", "model.norm", "transformer.ln_f"),
     ("output_layer", "lm_head", "lm_head"),
 )
-# Kernels that need Apex or a compiler: off, unless they are asked for.
-_FUSED = ("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion", "masked_softmax_fusion")
-_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+# What core's classes are told unless the user says otherwise. Kernels that need Apex or a compiler are off; lengths are exchanged among stages,
+# so that batches may differ, beside which core asks for "alltoall", also without experts.
+_USUAL: dict[str, Any] = {
+    **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), False),
+    **dict.fromkeys(("gradient_accumulation_fusion", "persist_layer_norm"), False),
+    **dict.fromkeys(("variable_seq_lengths", "grad_reduce_in_fp32"), True),
+    "moe_token_dispatcher_type": "alltoall",
+    "optimizer_offload_fraction": 1.0,  # of the optimizer that is offloaded; core's own is nothing
+}
 
 
 @dataclass(frozen=True)
@@ -75,53 +81,47 @@ class Row:
         return torch.cat([part.reshape(self.blocks, -1) for part in parts], 1).flatten()
 
 
-def _llama(config: Any) -> dict[str, Any]:
-    _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False)
-    rope = getattr(config, "rope_parameters", None) or {
-        "rope_theta": getattr(config, "rope_theta", 10000.0),
-        **(getattr(config, "rope_scaling", None) or {}),
-    }
-    kind = rope.get("rope_type", "default")
+# By the type of a model: its column of the modules, what its configuration must have, and what core's classes are told beside its sizes.
+_FAMILIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "llama": (
+        1,
+        {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "activation_func": nn.functional.silu,
+        },
+    ),
+    "gpt2": (
+        2,
+        {
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), False),
+        },
+        {
+            "normalization": "LayerNorm",
+            "activation_func": nn.GELU("tanh"),
+            "position_embedding_type": "learned_absolute",
+        },
+    ),
+}
+
+
+def _rotary(config: Any) -> dict[str, Any]:
+    """Return what core is told of a Llama's positions."""
+    usual = {"rope_theta": getattr(config, "rope_theta", 10000.0), **(getattr(config, "rope_scaling", None) or {})}
+    rope = getattr(config, "rope_parameters", None) or usual
     # Core's own numbers of this kind; only the factor is told.
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    scaled = kind == "llama3" and all(rope.get(name) == value for name, value in fixed.items())
-    if not scaled and kind != "default":
+    scaled = rope.get("rope_type") == "llama3" and all(rope.get(name) == value for name, value in fixed.items())
+    if not scaled and rope.get("rope_type", "default") != "default":
         raise NotImplementedError(
             f"rope_parameters={rope}: Megatron core has the types 'default' and 'llama3' with {fixed}."
         )
-    return {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "activation_func": nn.functional.silu,
-        "position_embedding_type": "rope",
-        "rotary_base": rope["rope_theta"],
-        "rope_scaling": scaled,
-        "rope_scaling_factor": rope.get("factor", 8.0),
-    }
-
-
-def _gpt2(config: Any) -> dict[str, Any]:
-    plain = {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False}
-    _require(config, activation_function="gelu_new", **plain)
-    return {
-        "normalization": "LayerNorm",
-        "activation_func": partial(nn.functional.gelu, approximate="tanh"),
-        "position_embedding_type": "learned_absolute",
-    }
-
-
-# By the type of a model: its column of the modules, and what core's classes are told beside its sizes.
-_FAMILIES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {"llama": (1, _llama), "gpt2": (2, _gpt2)}
-
-
-def _require(config: Any, **wanted: Any) -> None:
-    for name, value in wanted.items():
-        if getattr(config, name, value) != value:
-            raise NotImplementedError(
-                f"{name}={getattr(config, name)!r} in the model's configuration: Megatron-LM trains it here with {name}={value!r} alone. Use "
-                "FullyShardedDataParallelPlugin."
-            )
+    scaling = {"rope_scaling": scaled, "rope_scaling_factor": rope.get("factor", 8.0)}
+    return {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"], **scaling}
 
 
 class Norm:
@@ -136,7 +136,7 @@ class Norm:
         return made
 
 
-def build(kind: type, arguments: Mapping[str, Any], **more: Any) -> Any:
+def build(kind: Callable[..., Any], arguments: Mapping[str, Any], **more: Any) -> Any:
     """Return one of core's classes, built from those of Megatron's arguments that it takes; `more` are overridden by them."""
     own = inspect.signature(kind).parameters
     return kind(**more | {name: value for name, value in arguments.items() if name in own and value is not None})
@@ -156,16 +156,28 @@ class Translation:
 
     def __init__(self, plugin: MegatronLMPlugin, model: nn.Module) -> None:
         plugin.set_network_size_args(model)
-        if model.config.model_type not in _FAMILIES:
-            raise unknown_model(model.config.model_type)
-        column, options = _FAMILIES[model.config.model_type]
-        self.plugin, self.shapes = plugin, {name: one.shape for name, one in model.state_dict().items()}
-        self.arguments = arguments = options(model.config) | plugin.megatron_lm_default_args
-        arguments["ffn_hidden_size"] = arguments["ffn_hidden_size"] or 4 * arguments["hidden_size"]
-        self.tied = bool(getattr(model.config, "tie_word_embeddings", True))
+        config, arguments = model.config, plugin.core_arguments()
+        if config.model_type not in _FAMILIES:
+            raise unknown_model(config.model_type)
+        column, required, options = _FAMILIES[config.model_type]
+        for name, value in required.items():
+            if getattr(config, name, value) != value:
+                raise NotImplementedError(
+                    f"{name}={getattr(config, name)!r} in the model's configuration: Megatron-LM trains it here with {name}={value!r} alone. Use "
+                    "FullyShardedDataParallelPlugin."
+                )
+        if config.model_type == "llama":
+            options = options | _rotary(config)
         # Rows of the vocabulary: many numbers of ranks divide them, so that another one reads a checkpoint.
         unit = math.lcm(128, plugin.tp_degree)
-        self.filled = math.ceil(arguments["orig_vocab_size"] / unit) * unit
+        sizes = {
+            "ffn_hidden_size": arguments["ffn_hidden_size"] or 4 * arguments["hidden_size"],
+            "vocab_size": math.ceil(arguments["orig_vocab_size"] / unit) * unit,
+            "max_sequence_length": arguments["max_position_embeddings"],
+            "share_embeddings_and_output_weights": bool(getattr(config, "tie_word_embeddings", True)),
+        }
+        self.plugin, self.arguments = plugin, _USUAL | options | arguments | sizes
+        self.shapes = {name: one.shape for name, one in model.state_dict().items()}
         self.rows = self._rows(column)
         known = {name for row in self.rows for name in row.theirs}
         if others := sorted(self.shapes.keys() ^ known):
@@ -198,22 +210,8 @@ class Translation:
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        plugin = self.plugin
-        # Core's own attention is the local one, and what a step of one's own returns is a mean.
-        unused = ("attention_backend", *(() if plugin._recomputes else _RECOMPUTATION))
-        custom = plugin.custom_train_step_class or plugin.custom_loss_function
-        told = {"calculate_per_token_loss": plugin.calculate_per_token_loss and not custom, **dict.fromkeys(unused)}
-        # Lengths are exchanged among stages, so that batches may differ; beside that core asks for "alltoall", also without experts.
-        config = build(
-            TransformerConfig,
-            self.arguments | told,
-            **dict.fromkeys((*_FUSED, "persist_layer_norm"), False),
-            variable_seq_lengths=True,
-            moe_token_dispatcher_type="alltoall",
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            num_layers_in_last_pipeline_stage=plugin.decoder_last_pipeline_num_layers,
-        )
+        self.arguments |= {"params_dtype": dtype, "pipeline_dtype": dtype}
+        config = build(TransformerConfig, self.arguments)
         layer = get_gpt_layer_local_spec(normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         made = build(
@@ -221,14 +219,11 @@ class Translation:
             self.arguments,
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), Norm),
-            vocab_size=self.filled,
-            max_sequence_length=self.arguments["max_position_embeddings"],
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=self.tied,
         )
         # Rows that fill up are no tokens: nothing is to be predicted there.
-        part = self.filled // plugin.tp_degree
+        part = self.arguments["vocab_size"] // self.plugin.tp_degree
         beyond = (parallel_state.get_tensor_model_parallel_rank() + 1) * part - self.arguments["orig_vocab_size"]
         if made.post_process and beyond > 0:
             made.output_layer.register_forward_hook(partial(_hide, min(beyond, part)))
