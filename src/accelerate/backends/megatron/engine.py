@@ -266,7 +266,8 @@ class MegatronEngine(nn.Module):
 
     def _begun(self) -> bool:
         """Give torch's optimizers the states of their first step; return whether there are such."""
-        return any([_begin(part.optimizer) for part in self.optimizer.chained_optimizers])
+        begun = [_begin(part.optimizer) for part in self.optimizer.chained_optimizers]
+        return any(begun)
 
     def save(self, place: str) -> None:
         """Let core write what this rank has into a folder. All ranks."""
