@@ -133,8 +133,16 @@ def test_schedules_and_groups_reach_core(alone, monkeypatch):
     told = core.told["OptimizerParamScheduler"]
     assert told.pop("optimizer") is engine.optimizer
     assert told == {
-        "init_lr": 0.0, "max_lr": 0.5, "min_lr": 0.01, "lr_warmup_steps": 2, "lr_decay_steps": 20,
-        "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.2, "wd_incr_steps": 20, "wd_incr_style": "linear",
+        "init_lr": 0.0,
+        "max_lr": 0.5,
+        "min_lr": 0.01,
+        "lr_warmup_steps": 2,
+        "lr_decay_steps": 20,
+        "lr_decay_style": "cosine",
+        "start_wd": 0.1,
+        "end_wd": 0.2,
+        "wd_incr_steps": 20,
+        "wd_incr_style": "linear",
     }
     (group,) = engine.optimizer.param_groups
     assert (group["lr"], group["max_lr"], group["weight_decay"], group["wd_mult"]) == (0.5, 0.5, 0.25, 1.0)

@@ -19,7 +19,7 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.dcp import read_metadata
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import Entries, Wanted, collected, gather_from_all_ranks, run_on_all_ranks
+from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.data import adapter
 from accelerate.parallelism_config import ParallelismConfig
@@ -60,7 +60,7 @@ class MegatronLM(Backend):
             scale = {"initial_loss_scale": handler.init_scale, "loss_scale_window": handler.growth_interval}
             plugin.megatron_lm_default_args = scale | plugin.megatron_lm_default_args
         try:
-            from megatron.core import parallel_state, tensor_parallel
+            from megatron.core import parallel_state
         except ImportError as error:
             raise ImportError("MegatronLMPlugin needs Megatron core: pip install megatron-core.") from error
         tp, pp, layout = plugin.tp_degree, plugin.pp_degree, state.parallelism_config
@@ -79,10 +79,6 @@ class MegatronLM(Backend):
         ):
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(tp, pp)
-            # The ranks of a layer drop the same values, as they were seeded; other stages drop others, as in Megatron-LM's own script.
-            seeds = gather_from_all_ranks(torch.initial_seed() % 2**31)
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            tensor_parallel.model_parallel_cuda_manual_seed(seeds[0] + 100 * stage)
         # What reads data, gathers metrics and steps schedules asks the same of every layout.
         plugin._layout = state.parallelism_config = layout = ParallelismConfig()
         for axis, size in {"tp": tp, "pp": pp, "dp_replicate": state.num_processes // (tp * pp)}.items():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.checkpoint.state import gather_from_all_ranks
 from accelerate.config.megatron import MegatronLMPlugin, unknown_model
 
 # Core's modules, and what a Llama and a GPT-2 have in their place: in each layer, and around the layers.
@@ -207,9 +208,13 @@ class Translation:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
         from megatron.core.transformer.transformer_config import TransformerConfig
 
+        # The ranks of a layer drop the same values, however they were seeded; each stage drops others.
+        seed = gather_from_all_ranks(torch.initial_seed() % 2**31)[0]
+        model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.arguments |= {"params_dtype": dtype, "pipeline_dtype": dtype}
         config = build(TransformerConfig, self.arguments)
         layer = get_gpt_layer_local_spec(normalization=config.normalization)
