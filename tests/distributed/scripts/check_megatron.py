@@ -178,6 +178,12 @@ def check_what_overlaps():
     resumes(use_distributed_optimizer=True, other_megatron_args=overlap)
 
 
+def check_positions_of_llama3():
+    told = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, **told}
+    equal_to_plain(lambda: llama(rope_parameters=rope), tp_degree=2)
+
+
 def check_plain_descent():
     equal_to_plain(llama, tp_degree=2, make_optimizer=sgd)
 
