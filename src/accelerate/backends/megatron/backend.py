@@ -18,7 +18,6 @@ from accelerate.backends.megatron.engine import MegatronEngine
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.dcp import read_metadata
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
-from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.data import adapter
@@ -73,10 +72,8 @@ class MegatronLM(Backend):
             raise ValueError(
                 "parallelism_config beside MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and leave it out."
             )
-        if not parallel_state.model_parallel_is_initialized() or (tp, pp) != (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        ):
+        sizes = [getattr(parallel_state, f"get_{kind}_model_parallel_world_size") for kind in ("tensor", "pipeline")]
+        if not parallel_state.model_parallel_is_initialized() or [size() for size in sizes] != [tp, pp]:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(tp, pp)
         # What reads data, gathers metrics and steps schedules asks the same of every layout.
@@ -148,11 +145,9 @@ class MegatronLM(Backend):
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """Return the transformers model, which has no weights while its engine trains. Any rank, alone."""
-        return (
-            model.source
-            if isinstance(model, MegatronEngine)
-            else super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-        )
+        if self.owns_state(model):
+            return model.source
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def owns_state(self, model: nn.Module) -> bool:
         """Whether it is an engine, which saves and loads its optimizer with its weights."""
@@ -169,7 +164,7 @@ class MegatronLM(Backend):
         """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
         given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for model in accelerator.prepared.models:
-            if isinstance(model, MegatronEngine) and any(id(one) in given for one in model.parameters()):
+            if self.owns_state(model) and any(id(one) in given for one in model.parameters()):
                 return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
 
@@ -177,22 +172,16 @@ class MegatronLM(Backend):
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
         """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
-        return (
-            model.entries(wanted)
-            if isinstance(model, MegatronEngine)
-            else super().whole_tensors(accelerator, model, wanted)
-        )
+        return model.entries(wanted) if self.owns_state(model) else super().whole_tensors(accelerator, model, wanted)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict under the names of transformers. All ranks."""
-        if not isinstance(model, MegatronEngine):
+        if not self.owns_state(model):
             return super().model_state(accelerator, model, unwrap)
         state = collected(model.entries(bool), model.source, everywhere=True)
         return {name: state[name] for name in model.source.state_dict()}
 
-    def save_model(
-        self, accelerator: Run, state: dict[str, Any], folder: SavePlan, index: int, **options: Any
-    ) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
         """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

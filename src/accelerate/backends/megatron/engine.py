@@ -44,6 +44,11 @@ class MegatronEngine(nn.Module):
         self.translation = run_on_all_ranks(lambda: Translation(self.plugin, model))
         dtype = _DTYPES.get(accelerator.mixed_precision, torch.float32)
         self.core = core = self.translation.build(dtype).to(self.device)
+        # This rank's parameters, the layers counted through all stages.
+        layers, pattern = core.decoder.layers, re.compile(r"(?<=decoder\.layers\.)\d+")
+        counted = partial(pattern.sub, lambda at: str(layers[int(at[0])].layer_number - 1))
+        self._own = {counted(name): parameter for name, parameter in core.named_parameters()}
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         given = dict(model.named_parameters(remove_duplicate=False))
         trained = run_on_all_ranks(lambda: _groups_of(self.translation.rows, given, optimizer))
         self._load_weights(given, trained)
@@ -66,19 +71,6 @@ class MegatronEngine(nn.Module):
         self.__dict__["source"] = model  # no module of this one: it has no weights
 
     # -- building ------------------------------------------------------------------------------------------------
-
-    @property
-    def _pipeline(self) -> Any:
-        return self.groups.get_pipeline_model_parallel_group()
-
-    @property
-    def _own(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, the layers counted through all stages."""
-        layers = self.core.decoder.layers
-        return {
-            re.sub(r"(?<=decoder\.layers\.)\d+", lambda at: str(layers[int(at[0])].layer_number - 1), name): parameter
-            for name, parameter in self.core.named_parameters()
-        }
 
     @torch.no_grad()
     def _load_weights(self, given: Mapping[str, torch.Tensor], trained: Mapping[str, int | None]) -> None:
@@ -118,8 +110,8 @@ class MegatronEngine(nn.Module):
         self._given = optimizer
         self._share_groups()
         for part in self.optimizer.chained_optimizers:
-            if isinstance(part.optimizer, torch.optim.SGD):  # core has none for it
-                part.init_state_fn = _begin
+            if isinstance(part.optimizer, torch.optim.SGD):  # core has none for it, and `_begin` does the same
+                part.init_state_fn = lambda *_: None
         config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, self.optimizer.scale_loss
         config.no_sync_func = self.module.no_sync
         if isinstance(scheduler, MegatronLMDummyScheduler):
@@ -255,7 +247,7 @@ class MegatronEngine(nn.Module):
         state: dict[str, Any] = {"model": self.core.sharded_state_dict()}
         if optimizer and self.optimizer is not None:
             # What any division reads, core loads into Apex's and Transformer Engine's Adam alone.
-            layout = "dp_reshardable" if self._begun() else "fully_reshardable"
+            layout = "dp_reshardable" if _begin(self.optimizer) else "fully_reshardable"
             found = {"distrib_optim_sharding_type": layout}
             state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=found)
             bound = layout == "dp_reshardable" and self.plugin.use_distributed_optimizer
@@ -263,11 +255,6 @@ class MegatronEngine(nn.Module):
             if self.scheduler is not None:
                 state["scheduler"] = self.scheduler.state_dict()
         return state
-
-    def _begun(self) -> bool:
-        """Give torch's optimizers the states of their first step; return whether there are such."""
-        begun = [_begin(part.optimizer) for part in self.optimizer.chained_optimizers]
-        return any(begun)
 
     def save(self, place: str) -> None:
         """Let core write what this rank has into a folder. All ranks."""
@@ -304,10 +291,10 @@ class MegatronEngine(nn.Module):
             self.optimizer.reload_model_params()
             return
         states = state["optimizer"].get("optimizer", state["optimizer"]).get("state")
-        if self._begun() and states is not None:
+        if _begin(self.optimizer) and states is not None:
             states.setdefault("common_step", 0)  # which core does not save before the first step
         self.optimizer.load_state_dict(state["optimizer"])
-        self._begun()
+        _begin(self.optimizer)
         self._share_groups()
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -316,20 +303,22 @@ class MegatronEngine(nn.Module):
 _STATES = {torch.optim.Adam: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ("momentum_buffer",)}
 
 
-def _begin(optimizer: Any, config: Any = None) -> bool:
-    """Give torch's optimizers the states that their first step makes, which core wants to be there; return whether it is one of them.
+def _begin(optimizer: Any) -> bool:
+    """Give torch's optimizers in core's the states that their first step makes, which core wants to be there; return whether there are such.
 
     Each parameter gets a count of steps of its own: core loads one for all, or none.
     """
-    names = next((names for kind, names in _STATES.items() if isinstance(optimizer, kind)), ())
-    for group in optimizer.param_groups if names else ():
-        loaded = group.pop("step", None)
-        for one in group["params"] if group.get("momentum", True) else ():
-            state = optimizer.state[one]
-            state |= {name: torch.zeros_like(one) for name in names if name not in state}
-            if "betas" in group:
-                state["step"] = torch.tensor(float(state.get("step", 0) if loaded is None else loaded))
-    return bool(names)
+    begun = False
+    for part in optimizer.chained_optimizers:
+        names = next((names for kind, names in _STATES.items() if isinstance(part.optimizer, kind)), ())
+        for group in part.optimizer.param_groups if names else ():
+            begun, loaded = True, group.pop("step", None)
+            for one in group["params"] if group.get("momentum", True) else ():
+                state = part.optimizer.state[one]
+                state |= {name: torch.zeros_like(one) for name in names if name not in state}
+                if "betas" in group:
+                    state["step"] = torch.tensor(float(state.get("step", 0) if loaded is None else loaded))
+    return begun
 
 
 def _groups_of(rows: list[Row], given: Mapping[str, nn.Parameter], optimizer: Any) -> dict[str, int | None]:
