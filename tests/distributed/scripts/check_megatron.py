@@ -331,6 +331,28 @@ def check_it_goes_on_from_a_checkpoint():
     resumes(use_distributed_optimizer=True)
 
 
+def check_weights_alone():
+    """Saved without the optimizer they are asked for as such; a model that is evaluated loads them from any checkpoint."""
+    with shared_folder() as folder:
+        accelerator, *objects = prepared(llama(), tp_degree=2, no_save_optim=True)
+        train(accelerator, *objects, steps=2)
+        wanted, place = accelerator.get_state_dict(objects[0]), f"{folder}/checkpoint"
+        accelerator.save_state(place)
+        accelerator.free_memory()
+        accelerator, *objects = prepared(llama(), tp_degree=2)
+        with raised(RuntimeError, "no_load_optim=True"):
+            accelerator.load_state(place)
+        objects[0].plugin.no_load_optim = True
+        accelerator.load_state(place)
+        near(accelerator.get_state_dict(objects[0]), wanted, 0)
+        accelerator.free_memory()
+        accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
+        engine = accelerator.prepare(llama())
+        accelerator.load_state(place)
+        near(accelerator.get_state_dict(engine), wanted, 0)
+        accelerator.free_memory()
+
+
 def check_another_division_goes_on():
     with shared_folder() as folder:
         for number, (distributed, other) in enumerate(

@@ -207,8 +207,11 @@ class MegatronLM(Backend):
             folder.check(dict.fromkeys(names), shared=True)
         _refuse_code(place)
         refuse_misfit(place, type(model.source).__name__, model.misfits(place))
-        divided, own = load_common_state_dict(place).get("divided"), [model.plugin.tp_degree, model.plugin.pp_degree]
-        if divided not in (None, own) and not model.plugin.no_load_optim:
+        common, own = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
+        divided, wanted = common.get("divided"), model.optimizer is not None and not model.plugin.no_load_optim
+        if wanted and "divided" not in common:
+            raise RuntimeError(f"{place} has no state of an optimizer; nothing was loaded. Set no_load_optim=True.")
+        if wanted and divided not in (None, own):
             raise RuntimeError(
                 f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {own}; nothing was loaded. Without Apex or "
                 "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
