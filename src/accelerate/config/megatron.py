@@ -321,6 +321,10 @@ class MegatronLMPlugin:
             raise ValueError(
                 f"Megatron-LM trains with Adam, AdamW or SGD of torch.optim, and got {kind}({', '.join(changed)}). Pass one of these."
             )
+        if kind == "SGD" and self.use_distributed_optimizer:
+            raise ValueError(
+                "use_distributed_optimizer=True with SGD: core shards Adam and AdamW alone. Set it to False."
+            )
         found = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
         if kind == "SGD":
             found |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}

@@ -303,6 +303,7 @@ def check_groups_that_are_alike_go_on():
     for plugin in ({"tp_degree": 2}, {"pp_degree": 2}, {"use_distributed_optimizer": True}):
         resumes(make_optimizer=alike, **plugin)
     resumes(make_optimizer=sgd, schedule=falling, tp_degree=2)
+    resumes(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), pp_degree=2)
 
 
 def check_dropout_goes_on():

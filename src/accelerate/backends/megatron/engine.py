@@ -300,9 +300,6 @@ class MegatronEngine(nn.Module):
             self.scheduler.load_state_dict(state["scheduler"])
 
 
-_STATES = {torch.optim.Adam: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ("momentum_buffer",)}
-
-
 def _begin(optimizer: Any) -> bool:
     """Give torch's optimizers in core's the states that their first step makes, which core wants to be there; return whether there are such.
 
@@ -310,14 +307,14 @@ def _begin(optimizer: Any) -> bool:
     """
     begun = False
     for part in optimizer.chained_optimizers:
-        names = next((names for kind, names in _STATES.items() if isinstance(part.optimizer, kind)), ())
-        for group in part.optimizer.param_groups if names else ():
+        own = isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
+        for group in part.optimizer.param_groups if own else ():
+            names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",) * bool(group["momentum"])
             begun, loaded = True, group.pop("step", None)
-            for one in group["params"] if group.get("momentum", True) else ():
+            for one in group["params"] if names else ():
                 state = part.optimizer.state[one]
                 state |= {name: torch.zeros_like(one) for name in names if name not in state}
-                if "betas" in group:
-                    state["step"] = torch.tensor(float(state.get("step", 0) if loaded is None else loaded))
+                state["step"] = torch.tensor(float(state.get("step", 0) if loaded is None else loaded))
     return begun
 
 
