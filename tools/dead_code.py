@@ -48,7 +48,7 @@ CALLED: dict[str, str] = {
     ),
     **dict.fromkeys(["dschf", "DDP_impl"], "transformers (kept alive for it), Megatron-LM"),
     **dict.fromkeys(
-        ["finalize_model_grads_func", "grad_scale_func", "no_sync_func", "pre_mlp_layernorm"],
+        ["finalize_model_grads_func", "grad_scale_func", "no_sync_func", "pre_mlp_layernorm", "init_state_fn"],
         "Megatron core reads them",
     ),
     **dict.fromkeys(["global_batch_size", "dataset_args"], "users of Megatron-LM read them"),

@@ -1,6 +1,11 @@
 """Megatron core, where it is installed: `make test-megatron` has an environment of its own. What it asks of GPUs is done by the host."""
 
+import importlib
+import inspect
+
 import pytest
+
+import megatron_fake
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
@@ -8,6 +13,14 @@ pytest.importorskip("transformers")
 
 def test_engines(launch):
     launch("several.py", "check_megatron.py", limit_s=600)
+
+
+@pytest.mark.parametrize(("path", "names"), megatron_fake.NAMES.items())
+def test_the_stand_in_has_cores_names(path, names):
+    """What the unit tests record is what core takes."""
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(f"megatron.core.{module}"), name)
+    assert not set(names.split()) - inspect.signature(kind).parameters.keys()
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The settings of Megatron-LM: its plugin, and what reads the sizes of a model for it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.config import env
@@ -42,51 +42,41 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return register
 
 
-# What each kind of model says of itself: Megatron's names of its sizes, and those in transformers' configuration.
+# Megatron's names of a model's sizes, and those in transformers' configurations, in the order of `_KINDS`; "?" where it may be missing.
+_KINDS = ("llama", "gpt2")
 _SIZES = {
-    "llama": {
-        **dict.fromkeys(("hidden_size", "num_attention_heads", "max_position_embeddings"), ""),
-        "num_layers": "num_hidden_layers",
-        "ffn_hidden_size": "intermediate_size",
-        "num_query_groups": "num_key_value_heads",
-        "kv_channels": "head_dim",
-        "layernorm_epsilon": "rms_norm_eps",
-        "orig_vocab_size": "vocab_size",
-    },
-    "gpt2": {
-        "num_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "ffn_hidden_size": "n_inner",
-        "layernorm_epsilon": "layer_norm_epsilon",
-        "orig_vocab_size": "vocab_size",
-    },
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "ffn_hidden_size": ("intermediate_size", "n_inner?"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_query_groups": ("num_key_value_heads?", ""),
+    "kv_channels": ("head_dim?", ""),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "layernorm_epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "orig_vocab_size": ("vocab_size", "vocab_size"),
 }
 
 
 def unknown_model(model_type: str) -> NotImplementedError:
     """Return what is raised for a kind of model that Megatron core does not train here."""
     return NotImplementedError(
-        f"Megatron-LM trains models of the types {', '.join(_SIZES)} here, and this one is a {model_type!r}. Train it with "
+        f"Megatron-LM trains models of the types {', '.join(_KINDS)} here, and this one is a {model_type!r}. Train it with "
         "FullyShardedDataParallelPlugin, or ParallelismConfig(tp_size=...) for tensor parallelism."
     )
 
 
 def _parser(model_type: str) -> Parser:
     def parse(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Batch) -> None:
-        if model_type not in _SIZES:
+        """Read a model's sizes into the plugin's `megatron_lm_default_args`; NotImplementedError for a kind that is not trained here."""
+        if model_type not in _KINDS:
             raise unknown_model(model_type)
-        arguments, config = megatron_lm_plugin.megatron_lm_default_args, model.config
-        for name, theirs in _SIZES[model_type].items():
-            optional = theirs in ("num_key_value_heads", "head_dim", "n_inner")
-            arguments[name] = getattr(config, theirs or name, *[None] * optional)
+        arguments = megatron_lm_plugin.megatron_lm_default_args
+        for name, theirs in _SIZES.items():
+            if source := theirs[_KINDS.index(model_type)]:
+                arguments[name] = getattr(model.config, source.rstrip("?"), *[None] * source.endswith("?"))
         arguments.update(megatron_lm_plugin.other_megatron_args or {})
 
     parse.__name__ = parse.__qualname__ = f"parse_{model_type.replace('megatron-', '')}_config"
-    parse.__doc__ = f"""Read the sizes of a {model_type} into the plugin's `megatron_lm_default_args`{
-        "" if model_type in _SIZES else ". It is not trained here: a NotImplementedError"
-    }."""
     return add_model_config_to_megatron_parser(model_type)(parse)
 
 
@@ -97,43 +87,31 @@ parse_llama_config = _parser("llama")
 parse_glm4_moe_config = _parser("glm4_moe")
 
 
-# Fields that options stand for, and the defaults that the option table does not have.
-_FROM_ENVIRONMENT = {option.name.removeprefix("megatron_lm_"): option for option in of_feature("megatron")}
-_DEFAULTS = {
-    **dict.fromkeys(("num_micro_batches", "context_parallel_size"), 1),
-    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), 1),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
-    **dict.fromkeys(("recompute_activations", "use_distributed_optimizer", "sequence_parallelism"), False),
-    **dict.fromkeys(("attention_backend", "attention_softmax_in_fp32"), True),
-    **dict.fromkeys(("calculate_per_token_loss", "use_rotary_position_embeddings"), True),
-}
-# Settings of Megatron-LM's own training script, or of models that are not trained here, and what does the same.
-_UNUSED = {
-    "use_custom_fsdp": "Use FullyShardedDataParallelPlugin.",
-    "context_parallel_size": "Use ParallelismConfig(cp_size=...).",
-    "expert_model_parallel_size expert_tensor_parallel_size": "Use ParallelismConfig(ep_size=...).",
-    "eod_mask_loss": "Give tokens that do not count the label -100.",
-    "pipeline_model_parallel_split_rank num_layers_per_virtual_pipeline_stage": "Set pp_degree alone.",
-    "train_samples lr_decay_samples lr_warmup_samples": "Count steps: lr_decay_iters, lr_warmup_iters.",
-    "encoder_seq_length decoder_seq_length": "Sequences have the length that a batch gives them.",
-    "megatron_dataset_flag custom_megatron_datasets_provider_function": "Pass torch's DataLoader to prepare.",
-    "custom_model_provider_function custom_prepare_model_function": "Pass a transformers model to prepare.",
-    "no_wd_decay_cond scale_lr_cond lr_mult": "Give the torch optimizer groups of parameters, each with its lr and weight_decay.",
-    "return_logits": "Load get_state_dict(model) into the transformers model, and call that.",
-    "tensorboard_dir": "Pass log_with='tensorboard' to the Accelerator.",
-}
-# Fields that are arguments of Megatron-LM, and what it calls some of them.
-_FIELDS = (
-    *(name for name in _FROM_ENVIRONMENT if name != "recompute_activations"),
-    *("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage", "DDP_impl", "consumed_samples"),
-    *("no_wd_decay_cond", "scale_lr_cond", "lr_mult", "megatron_dataset_flag", "eval_iters", "eval_interval"),
-)
-_RENAMED = {
-    "tp_degree": "tensor_model_parallel_size",
-    "pp_degree": "pipeline_model_parallel_size",
-    "sequence_parallelism": "sequence_parallel",
-    "gradient_clipping": "clip_grad",
-}
+# Fields that options stand for: MEGATRON_LM_<FIELD>.
+_OPTIONS = {option.name.removeprefix("megatron_lm_"): option for option in of_feature("megatron")}
+_LOGGING = "Pass log_with='tensorboard' to the Accelerator."
+_EXPERTS = "Use ParallelismConfig(ep_size=...)."
+_STEPS = "Count steps: lr_decay_iters, lr_warmup_iters."
+_GROUPS = "Give the torch optimizer groups of parameters, each with its lr and weight_decay."
+_LENGTHS = "Sequences have the length that a batch gives them."
+_MODEL = "Pass a transformers model to prepare."
+_DATA = "Pass torch's DataLoader to prepare."
+_STAGES = "Set pp_degree alone."
+
+
+def _setting(
+    default: Any = None, unset: Any = None, argument: str | bool = False, core: str = "", instead: str = ""
+) -> Any:
+    """Return a field of the plugin.
+
+    Args:
+        default: the value of the field.
+        unset: the value where the option table has no default, and nobody sets it.
+        argument: what Megatron-LM calls it, or True for the same; an option is one anyway.
+        core: what Megatron core calls it, where it has another name, or Megatron-LM has none.
+        instead: what does the same, where core has no use for the setting.
+    """
+    return field(default=default, metadata={"unset": unset, "argument": argument, "core": core, "instead": instead})
 
 
 @at_public_path
@@ -183,90 +161,100 @@ class MegatronLMPlugin:
     Source: https://github.com/NVIDIA/Megatron-LM, https://arxiv.org/abs/1909.08053
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    use_custom_fsdp: bool | None = None
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
-    no_load_optim: bool | None = None
-    eod_mask_loss: bool | None = None
-    no_save_optim: bool | None = None
-    optimizer_cpu_offload: bool | None = None
-    use_precision_aware_optimizer: bool | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    attention_backend: bool | None = None
-    expert_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    attention_softmax_in_fp32: bool | None = None
-    expert_tensor_parallel_size: int | None = None
-    calculate_per_token_loss: bool | None = None
-    use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
-    pipeline_model_parallel_split_rank: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    tp_degree: int | None = _setting(argument="tensor_model_parallel_size")
+    pp_degree: int | None = _setting(argument="pipeline_model_parallel_size")
+    use_custom_fsdp: bool | None = _setting(instead="Use FullyShardedDataParallelPlugin.")
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _setting()
+    no_load_optim: bool | None = _setting()
+    eod_mask_loss: bool | None = _setting(instead="Give tokens that do not count the label -100.")
+    no_save_optim: bool | None = _setting()
+    optimizer_cpu_offload: bool | None = _setting()
+    use_precision_aware_optimizer: bool | None = _setting()
+    decoder_last_pipeline_num_layers: int | None = _setting(core="num_layers_in_last_pipeline_stage")
+    recompute_granularity: str | None = _setting()
+    recompute_method: str | None = _setting()
+    recompute_num_layers: int | None = _setting()
+    attention_backend: bool | None = _setting(unset=True)
+    expert_model_parallel_size: int | None = _setting(unset=1, instead=_EXPERTS)
+    context_parallel_size: int | None = _setting(unset=1, instead="Use ParallelismConfig(cp_size=...).")
+    attention_dropout: float | None = _setting(unset=0.0)
+    hidden_dropout: float | None = _setting(unset=0.0)
+    attention_softmax_in_fp32: bool | None = _setting(unset=True)
+    expert_tensor_parallel_size: int | None = _setting(unset=1, instead=_EXPERTS)
+    calculate_per_token_loss: bool | None = _setting(unset=True)
+    use_rotary_position_embeddings: bool | None = _setting(unset=True)
+    num_micro_batches: int | None = _setting(unset=1)
+    gradient_clipping: float | None = _setting(argument="clip_grad")
+    sequence_parallelism: bool | None = _setting(unset=False, argument="sequence_parallel")
+    recompute_activations: bool | None = _setting(unset=False)
+    use_distributed_optimizer: bool | None = _setting(unset=False)
+    pipeline_model_parallel_split_rank: int | None = _setting(argument=True, instead=_STAGES)
+    num_layers_per_virtual_pipeline_stage: int | None = _setting(argument=True, instead=_STAGES)
     is_train_batch_min: bool = True
     train_iters: int | None = None
-    train_samples: int | None = None
-    weight_decay_incr_style: str = "constant"
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    lr_decay_style: str = "linear"
+    train_samples: int | None = _setting(instead=_STEPS)
+    weight_decay_incr_style: str = _setting("constant", core="wd_incr_style")
+    start_weight_decay: float | None = _setting(core="start_wd")
+    end_weight_decay: float | None = _setting(core="end_wd")
+    lr_decay_style: str = _setting("linear", core="lr_decay_style")
     lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = _setting(instead=_STEPS)
     lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
+    lr_warmup_samples: int | None = _setting(instead=_STEPS)
     lr_warmup_fraction: float | None = None
-    min_lr: float = 0
-    consumed_samples: list[int] | None = None
-    no_wd_decay_cond: Callable | None = None
-    scale_lr_cond: Callable | None = None
-    lr_mult: float = 1.0
-    megatron_dataset_flag: bool = False
+    min_lr: float = _setting(0, core="min_lr")
+    consumed_samples: list[int] | None = _setting(argument=True)
+    no_wd_decay_cond: Callable | None = _setting(argument=True, instead=_GROUPS)
+    scale_lr_cond: Callable | None = _setting(argument=True, instead=_GROUPS)
+    lr_mult: float = _setting(1.0, argument=True, instead=_GROUPS)
+    megatron_dataset_flag: bool = _setting(False, argument=True, instead=_DATA)
     seq_length: int | None = None
-    encoder_seq_length: int | None = None
-    decoder_seq_length: int | None = None
-    tensorboard_dir: str | None = None
+    encoder_seq_length: int | None = _setting(instead=_LENGTHS)
+    decoder_seq_length: int | None = _setting(instead=_LENGTHS)
+    tensorboard_dir: str | None = _setting(instead=_LOGGING)
     set_all_logging_options: bool = False
-    eval_iters: int = 100
-    eval_interval: int = 1000
-    return_logits: bool = False
+    eval_iters: int = _setting(100, argument=True)
+    eval_interval: int = _setting(1000, argument=True)
+    return_logits: bool = _setting(
+        False, instead="Load get_state_dict(model) into the transformers model, and call that."
+    )
     custom_train_step_class: Any | None = None
     custom_train_step_kwargs: dict[str, Any] | None = None
-    custom_model_provider_function: Callable | None = None
-    custom_prepare_model_function: Callable | None = None
-    custom_megatron_datasets_provider_function: Callable | None = None
+    custom_model_provider_function: Callable | None = _setting(instead=_MODEL)
+    custom_prepare_model_function: Callable | None = _setting(instead=_MODEL)
+    custom_megatron_datasets_provider_function: Callable | None = _setting(instead=_DATA)
     custom_get_batch_function: Callable | None = None
     custom_loss_function: Callable | None = None
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for field, option in _FROM_ENVIRONMENT.items():
-            default = _DEFAULTS.get(field, option.default)
-            setattr(self, field, env.setting(getattr(self, field), option.name, default, field))
+        settings, options = self.__dataclass_fields__, _OPTIONS
+        for name, option in options.items():
+            unset = settings[name].metadata["unset"]
+            found = env.setting(getattr(self, name), option.name, option.default if unset is None else unset, name)
+            setattr(self, name, found)
         self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
         if self.consumed_samples and len(self.consumed_samples) < 3:  # those that are left out begin
             self.consumed_samples = [*self.consumed_samples, 0, 0][:3]
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
-        arguments = {_RENAMED.get(field, field): getattr(self, field) for field in _FIELDS}
-        self.megatron_lm_default_args: dict[str, Any] = arguments
+        arguments: dict[str, Any] = {"DDP_impl": self.DDP_impl}
+        for name, setting in settings.items():
+            argument = setting.metadata.get("argument") or name in options
+            if argument and name != "recompute_activations":  # which its granularity says
+                arguments[name if argument is True else argument] = getattr(self, name)
         if self.tensorboard_dir is not None:
-            self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
+            arguments["tensorboard_dir"] = self.tensorboard_dir
             if self.set_all_logging_options:
                 self.set_tensorboard_logging_options()
-        self.megatron_lm_default_args.update(self.other_megatron_args or {})
+        self.megatron_lm_default_args = arguments | (self.other_megatron_args or {})
 
     def _resolve_recomputation(self) -> None:
-        self._recomputes = self.recompute_activations or self.recompute_granularity is not None
+        others = self.other_megatron_args or {}
+        self._recomputes = (
+            self.recompute_activations or self.recompute_granularity or "recompute_granularity" in others
+        )
         if self.recompute_granularity is None:
             self.recompute_granularity = "selective" if self.recompute_activations else "full"
         if self.recompute_granularity == "full":  # a method and a number of layers exist for this one only
@@ -281,11 +269,21 @@ class MegatronLMPlugin:
         Raises:
             NotImplementedError: one is set; the message says what does the same.
         """
-        for names, instead in _UNUSED.items():
-            for name in names.split():
-                value = getattr(self, name)
-                if value not in (None, False, type(self).__dataclass_fields__[name].default, _DEFAULTS.get(name)):
-                    raise NotImplementedError(f"MegatronLMPlugin({name}={value!r}) is not possible here. {instead}")
+        for name, setting in self.__dataclass_fields__.items():
+            instead, value = setting.metadata.get("instead"), getattr(self, name)
+            if instead and value not in (None, False, setting.default, setting.metadata["unset"]):
+                raise NotImplementedError(f"MegatronLMPlugin({name}={value!r}) is not possible here. {instead}")
+
+    def core_arguments(self) -> dict[str, Any]:
+        """Return the settings, and what `prepare` has found out, by the names of Megatron core; it is not told those that are None."""
+        rows = self.__dataclass_fields__.items()
+        told = {core: getattr(self, name) for name, row in rows if (core := row.metadata.get("core"))}
+        arguments = told | self.megatron_lm_default_args
+        if self.custom_train_step_class or self.custom_loss_function:  # what a step of one's own returns is a mean
+            arguments["calculate_per_token_loss"] = False
+        # Core's own attention is the local one.
+        unused = ("recompute_granularity", "recompute_method", "recompute_num_layers")[3 * bool(self._recomputes) :]
+        return arguments | dict.fromkeys((*unused, "attention_backend"))
 
     def set_network_size_args(self, model: "nn.Module", batch_data: Batch = None) -> None:
         """Read the network's sizes from the model's configuration.
@@ -323,6 +321,10 @@ class MegatronLMPlugin:
             raise ValueError(
                 f"Megatron-LM trains with Adam, AdamW or SGD of torch.optim, and got {kind}({', '.join(changed)}). Pass one of these."
             )
+        if kind == "SGD" and self.use_distributed_optimizer:
+            raise ValueError(
+                "use_distributed_optimizer=True with SGD: core shards Adam and AdamW alone. Set it to False."
+            )
         found = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
         if kind == "SGD":
             found |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}
@@ -347,6 +349,4 @@ class MegatronLMPlugin:
 
     def set_tensorboard_logging_options(self) -> None:
         """Refuse what only Megatron-LM's own training script writes: a NotImplementedError."""
-        raise NotImplementedError(
-            "set_all_logging_options belongs to megatron.training. " + _UNUSED["tensorboard_dir"]
-        )
+        raise NotImplementedError(f"set_all_logging_options belongs to megatron.training. {_LOGGING}")

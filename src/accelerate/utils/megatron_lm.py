@@ -216,6 +216,11 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     def step(self, closure: Callable | None = None) -> None:
         """Do nothing: the engine stepped when the model was called."""
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether core left the last step out because the scaled gradients overflowed."""
+        return getattr(self.optimizer, "step_was_skipped", False)
+
 
 class MegatronLMSchedulerWrapper(AcceleratedScheduler):
     """Megatron core's scheduler, which a `MegatronEngine` steps: these calls do nothing here."""

@@ -11,7 +11,7 @@ from harness import everywhere, fresh_accelerator, rank, shared_folder, world
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
+from accelerate.utils import GPTTrainStep, GradScalerKwargs, MegatronLMDummyScheduler, MegatronLMPlugin
 
 USUAL = ("check_",)
 STEPS, MICRO, LENGTH, VOCABULARY = 4, 2, 16, 61
@@ -54,16 +54,37 @@ def adamw(model):
     return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=5e-3, weight_decay=0.1)
 
 
-def plain(model, steps=STEPS, *, replicas, rate=lambda step: 1.0, count=2):
+def alike(model):
+    """Two groups of equal sizes, with one rate and one decay."""
+    attention = [one for name, one in model.named_parameters() if "attn" in name]
+    others = [one for name, one in model.named_parameters() if "attn" not in name]
+    return torch.optim.AdamW([{"params": others}, {"params": attention}], lr=5e-3, weight_decay=0.1)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def whole_loss(model, batch, count):
+    return model(**batch).loss
+
+
+def doubled_loss(model, batch, count):
+    """What `Doubled` computes: twice the mean of the means of micro-batches."""
+    cut = zip(*(value.split(MICRO) for value in batch.values()), strict=True)
+    return 2 * torch.stack([model(**dict(zip(batch, part, strict=True))).loss for part in cut]).mean()
+
+
+def plain(model, steps=STEPS, *, replicas, rate=lambda step: 1.0, count=2, make_optimizer=adamw, loss_of=whole_loss):
     """Train rank 0's model in plain torch, on the batches of all replicas; the losses, and the weights."""
     for one in model.state_dict().values():
         torch.distributed.broadcast(one, 0)
-    optimizer, data = adamw(model), rows()
+    optimizer, data = make_optimizer(model), rows()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     size, losses = MICRO * count * replicas, []
     for step in range(steps):
         batch = torch.utils.data.default_collate(data[size * step : size * (step + 1)])
-        loss = model(**batch).loss
+        loss = loss_of(model, batch, count)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -73,10 +94,12 @@ def plain(model, steps=STEPS, *, replicas, rate=lambda step: 1.0, count=2):
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def prepared(model, schedule=None, mixed_precision="no", **plugin):
+def prepared(model, schedule=None, mixed_precision="no", make_optimizer=adamw, handlers=(), **plugin):
     settings = {"gradient_clipping": 1.0, "num_micro_batches": 2, **plugin}
-    accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(**settings), mixed_precision=mixed_precision)
-    optimizer = adamw(model)
+    accelerator = fresh_accelerator(
+        megatron_lm_plugin=MegatronLMPlugin(**settings), mixed_precision=mixed_precision, kwargs_handlers=[*handlers]
+    )
+    optimizer = make_optimizer(model)
     given = [schedule(optimizer)] if schedule else []
     return accelerator, *accelerator.prepare(model, optimizer, DataLoader(rows(), batch_size=MICRO), *given)
 
@@ -104,10 +127,11 @@ def near(found, wanted, within=1e-4):
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), atol=within, rtol=within)
 
 
-def equal_to_plain(build, replicas=1, **plugin):
-    losses, weights = plain(build(), replicas=replicas, count=plugin.get("num_micro_batches", 2))
+def equal_to_plain(build, replicas=1, make_optimizer=adamw, loss_of=whole_loss, **plugin):
+    count = plugin.get("num_micro_batches", 2)
+    losses, weights = plain(build(), replicas=replicas, count=count, make_optimizer=make_optimizer, loss_of=loss_of)
     model = build()
-    accelerator, *objects = prepared(model, **plugin)
+    accelerator, *objects = prepared(model, make_optimizer=make_optimizer, **plugin)
     found = train(accelerator, *objects)
     near(found, losses)
     state = accelerator.get_state_dict(objects[0])
@@ -142,6 +166,99 @@ def four_ranks():
     resumes(tp_degree=2, pp_degree=2, use_distributed_optimizer=True)
 
 
+def check_recomputation_in_full():
+    equal_to_plain(llama, tp_degree=2, sequence_parallelism=True, recompute_granularity="full")
+    equal_to_plain(gpt2, pp_degree=2, recompute_granularity="full", recompute_method="block")
+
+
+def check_what_overlaps():
+    """Core starts reductions and gathers while it computes; what is read afterwards is whole."""
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    equal_to_plain(llama, replicas=2, use_distributed_optimizer=True, other_megatron_args=overlap)
+    resumes(use_distributed_optimizer=True, other_megatron_args=overlap)
+
+
+def check_positions_of_llama3():
+    told = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, **told}
+    equal_to_plain(lambda: llama(rope_parameters=rope), tp_degree=2)
+
+
+def check_plain_descent():
+    equal_to_plain(llama, tp_degree=2, make_optimizer=sgd)
+
+
+class Doubled(GPTTrainStep):
+    """A step of one's own."""
+
+    def __init__(self, accelerator, args, factor):
+        super().__init__(accelerator, args)
+        self.factor = factor
+
+    def get_loss_func(self, accelerator):
+        def mean(loss_mask, output_tensor):
+            loss = self.factor * (output_tensor * loss_mask).sum() / loss_mask.sum()
+            return loss, {"mine": loss.detach().clone()}
+
+        return mean
+
+
+def check_a_step_of_ones_own():
+    step = {"custom_train_step_class": Doubled, "custom_train_step_kwargs": {"factor": 2}}
+    equal_to_plain(llama, tp_degree=2, loss_of=doubled_loss, **step)
+    equal_to_plain(llama, pp_degree=2, loss_of=doubled_loss, **step)
+
+    def twice(loss_mask, output_tensor):
+        loss = 2 * (output_tensor * loss_mask).sum() / loss_mask.sum()
+        return loss, {"mine": loss.detach().clone()}
+
+    equal_to_plain(llama, replicas=2, loss_of=doubled_loss, custom_loss_function=twice)
+
+
+def check_evaluation():
+    """Of a prepared loader's batches, the last one smaller; nothing is trained."""
+    for build, replicas, plugin in ((llama, 1, {"pp_degree": 2}), (gpt2, 2, {})):
+        model = build()
+        for one in model.state_dict().values():
+            torch.distributed.broadcast(one, 0)
+        size, data = 2 * MICRO * replicas, rows()[:26]
+        with torch.no_grad():
+            wanted = [
+                model(**torch.utils.data.default_collate(data[at : at + size])).loss.item()
+                for at in range(0, len(data) - len(data) % size, size)
+            ]
+        before = copy.deepcopy(model.state_dict())
+        accelerator, engine, _, _ = prepared(model, **plugin)
+        loader = accelerator.prepare(DataLoader(data, batch_size=MICRO))
+        engine.eval()
+        found = [engine(**batch).loss for batch in loader]
+        near([one.item() for one in found[: len(wanted)]], wanted)
+        assert len(found) == len(wanted) + 1 and accelerator.gather_for_metrics(found[0]).numel() >= 1
+        near(accelerator.get_state_dict(engine), before, 0)
+        engine.train()
+        with torch.no_grad():
+            near(engine(**next(iter(loader))).loss.item(), wanted[0])
+        accelerator.free_memory()
+
+
+def check_fp16():
+    """A scale that overflows lets steps out and is halved; then it trains as float32 does, nearly."""
+    losses, _ = plain(llama(), replicas=1)
+    handler = GradScalerKwargs(init_scale=2.0**12, growth_interval=100)
+    accelerator, *objects = prepared(llama(), mixed_precision="fp16", handlers=[handler], tp_degree=2)
+    near(train(accelerator, *objects), losses, 0.02)
+    assert not accelerator.optimizer_step_was_skipped
+    accelerator.free_memory()
+    accelerator, *objects = prepared(
+        llama(), mixed_precision="fp16", tp_degree=2, other_megatron_args={"hysteresis": 1}
+    )
+    before = accelerator.get_state_dict(objects[0])
+    train(accelerator, *objects, steps=1)
+    assert accelerator.optimizer_step_was_skipped
+    near(accelerator.get_state_dict(objects[0]), before, 0)
+    accelerator.free_memory()
+
+
 def check_schedules():
     """A torch scheduler and Megatron's own: a rise over two steps, then a linear fall to nothing after six."""
     rate = lambda step: min(step / 2, 1 - (step - 2) / 4) if step else 0.0  # noqa: E731
@@ -164,14 +281,14 @@ def falling(optimizer):  # each rate is made of the one before
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def resumes(schedule=rising, **plugin):
+def resumes(schedule=rising, steps=STEPS, **plugin):
     """A run that goes on from a checkpoint is the one that was not interrupted."""
     with shared_folder() as folder:
         accelerator, *objects = prepared(llama(), schedule, **plugin)
-        losses = train(accelerator, *objects)
+        losses = train(accelerator, *objects, steps=steps)
         place = os.path.join(folder, "checkpoint")
-        accelerator.save_state(place)
         batch = next(iter(objects[2]))
+        accelerator.save_state(place)
         losses.append(objects[0](**batch).loss.item())
         wanted = accelerator.get_state_dict(objects[0])
         accelerator.free_memory()
@@ -182,10 +299,59 @@ def resumes(schedule=rising, **plugin):
         accelerator.free_memory()
 
 
+def check_groups_that_are_alike_go_on():
+    for plugin in ({"tp_degree": 2}, {"pp_degree": 2}, {"use_distributed_optimizer": True}):
+        resumes(make_optimizer=alike, **plugin)
+    resumes(make_optimizer=sgd, schedule=falling, tp_degree=2)
+    resumes(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), pp_degree=2)
+
+
+def check_dropout_goes_on():
+    resumes(tp_degree=2, hidden_dropout=0.2, attention_dropout=0.2)
+    resumes(pp_degree=2, hidden_dropout=0.2, recompute_granularity="full")
+
+
+def check_the_ranks_of_a_layer_drop_the_same():
+    """However the processes were seeded: what they have whole stays equal."""
+    accelerator, *objects = prepared(llama(), tp_degree=2, hidden_dropout=0.3)  # which has seeded each rank on its own
+    train(accelerator, *objects)
+    whole = [float(value.sum()) for name, value in accelerator.get_state_dict(objects[0]).items() if "norm" in name]
+    assert everywhere(whole) == [whole] * world()
+    accelerator.free_memory()
+
+
+def check_it_goes_on_from_its_beginning():
+    """What has no step behind it is saved, too."""
+    resumes(steps=0, tp_degree=2)
+    resumes(steps=0, use_distributed_optimizer=True)
+
+
 def check_it_goes_on_from_a_checkpoint():
     resumes(tp_degree=2)
     resumes(falling, pp_degree=2)
     resumes(use_distributed_optimizer=True)
+
+
+def check_weights_alone():
+    """Saved without the optimizer they are asked for as such; a model that is evaluated loads them from any checkpoint."""
+    with shared_folder() as folder:
+        accelerator, *objects = prepared(llama(), tp_degree=2, no_save_optim=True)
+        train(accelerator, *objects, steps=2)
+        wanted, place = accelerator.get_state_dict(objects[0]), f"{folder}/checkpoint"
+        accelerator.save_state(place)
+        accelerator.free_memory()
+        accelerator, *objects = prepared(llama(), tp_degree=2)
+        with raised(RuntimeError, "no_load_optim=True"):
+            accelerator.load_state(place)
+        objects[0].plugin.no_load_optim = True
+        accelerator.load_state(place)
+        near(accelerator.get_state_dict(objects[0]), wanted, 0)
+        accelerator.free_memory()
+        accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
+        engine = accelerator.prepare(llama())
+        accelerator.load_state(place)
+        near(accelerator.get_state_dict(engine), wanted, 0)
+        accelerator.free_memory()
 
 
 def check_another_division_goes_on():

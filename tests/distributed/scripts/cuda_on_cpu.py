@@ -31,12 +31,14 @@ class CudaOnCpu(TorchFunctionMode):
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda *arguments: None
 torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *arguments, **keywords: torch.get_rng_state()
-torch.cuda.manual_seed = lambda seed: None
+torch.cuda.manual_seed = torch.manual_seed
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)  # the host's generator is its GPU's
 CudaOnCpu().__enter__()
 
-from megatron.core.tensor_parallel.random import CheckpointFunction  # noqa: E402  it asks for the device at its import
+from megatron.core.tensor_parallel import random  # noqa: E402  it asks for the device at its import
 
+random._set_cuda_rng_state = lambda state, *arguments, **keywords: torch.set_rng_state(state)
+CheckpointFunction = random.CheckpointFunction
 _backward = CheckpointFunction.backward
 
 

@@ -63,6 +63,8 @@ def test_batches_optimizers_and_schedules():
     for refused in (torch.optim.Adagrad(weights), torch.optim.AdamW(weights, amsgrad=True)):
         with pytest.raises(ValueError, match="Adam, AdamW or SGD"):
             plugin.set_optimizer_type(refused)
+    with pytest.raises(ValueError, match="use_distributed_optimizer=True with SGD"):
+        Plugin(use_distributed_optimizer=True).set_optimizer_type(torch.optim.SGD(weights))
     plugin.set_scheduler_args(MegatronLMDummyScheduler(None, total_num_steps=11, warmup_num_steps=3))
     assert (found["lr_decay_iters"], found["lr_warmup_iters"]) == (6, 2)
     with pytest.raises(ValueError, match="total_num_steps"):

@@ -18,9 +18,9 @@ from accelerate.backends.megatron.engine import MegatronEngine
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.dcp import read_metadata
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
-from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
 from accelerate.config.handlers import GradScalerKwargs
+from accelerate.data import adapter
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
 from accelerate.utils.megatron_lm import (
@@ -51,35 +51,34 @@ class MegatronLM(Backend):
         """
         state, plugin = accelerator.state, accelerator.state.megatron_lm_plugin
         plugin.refuse_unused()
+        if handler is not None:
+            if handler != GradScalerKwargs(handler.init_scale, growth_interval=handler.growth_interval):
+                raise ValueError(
+                    f"{handler} with Megatron-LM, whose core doubles and halves the scale. Set init_scale and growth_interval alone."
+                )
+            scale = {"initial_loss_scale": handler.init_scale, "loss_scale_window": handler.growth_interval}
+            plugin.megatron_lm_default_args = scale | plugin.megatron_lm_default_args
         try:
             from megatron.core import parallel_state
-            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         except ImportError as error:
             raise ImportError("MegatronLMPlugin needs Megatron core: pip install megatron-core.") from error
-        if not dist.is_initialized() or state.num_processes % (plugin.tp_degree * plugin.pp_degree):
+        tp, pp, layout = plugin.tp_degree, plugin.pp_degree, state.parallelism_config
+        if not dist.is_initialized() or state.num_processes % (tp * pp):
             raise ValueError(
-                f"tp_degree={plugin.tp_degree} x pp_degree={plugin.pp_degree} needs a multiple of {plugin.tp_degree * plugin.pp_degree} processes "
+                f"tp_degree={tp} x pp_degree={pp} needs a multiple of {tp * pp} processes "
                 f"that cooperate, and {state.num_processes} run. Start the script with `accelerate launch --num_processes ...`."
             )
-        if state.parallelism_config is not None and state.parallelism_config is not getattr(plugin, "_layout", None):
+        if layout is not None and layout is not getattr(plugin, "_layout", None):
             raise ValueError(
                 "parallelism_config beside MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and leave it out."
             )
-        replicas = state.num_processes // (plugin.tp_degree * plugin.pp_degree)
-        sizes = (plugin.tp_degree, plugin.pp_degree)
-        made = parallel_state.model_parallel_is_initialized()
-        if made and sizes != (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        ):
+        sizes = [getattr(parallel_state, f"get_{kind}_model_parallel_world_size") for kind in ("tensor", "pipeline")]
+        if not parallel_state.model_parallel_is_initialized() or [size() for size in sizes] != [tp, pp]:
             parallel_state.destroy_model_parallel()
-            made = False
-        if not made:
-            parallel_state.initialize_model_parallel(*sizes)
-            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+            parallel_state.initialize_model_parallel(tp, pp)
         # What reads data, gathers metrics and steps schedules asks the same of every layout.
         plugin._layout = state.parallelism_config = layout = ParallelismConfig()
-        for axis, size in (("tp", sizes[0]), ("pp", sizes[1]), ("dp_replicate", replicas)):
+        for axis, size in {"tp": tp, "pp": pp, "dp_replicate": state.num_processes // (tp * pp)}.items():
             layout._set_size(axis, size)
         state.device_mesh = layout.get_device_mesh(accelerator.device.type)
 
@@ -119,15 +118,9 @@ class MegatronLM(Backend):
                 f"num_micro_batches={count} takes so many batches at once from a torch DataLoader with a batch_size, and got a "
                 f"{type(loader).__name__}. Pass such a loader, or set num_micro_batches=1."
             )
-        names = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers"
-        options = {name: getattr(loader, name) for name in names.split()}
-        return DataLoader(
-            loader.dataset,
-            loader.batch_size * count,
-            sampler=copy.copy(loader.sampler),
-            drop_last=loader.drop_last,
-            **options,
-        )
+        size = loader.batch_size * count
+        sampler = BatchSampler(copy.copy(loader.sampler), size, loader.drop_last)
+        return adapter.variant(loader, batch_size=size, batch_sampler=sampler)
 
     def engine(
         self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
@@ -136,15 +129,10 @@ class MegatronLM(Backend):
         plugin = accelerator.state.megatron_lm_plugin
         if optimizer is not None:
             run_on_all_ranks(lambda: plugin.set_optimizer_type(optimizer))
-        sizes = [getattr(loader, "total_batch_size", None) for loader in loaders]
-        sizes = [
-            size // plugin._layout.data_parallel_size // plugin.num_micro_batches
-            for size in sizes
-            if isinstance(size, int)
-        ]
-        plugin.set_training_args(
-            (min if plugin.is_train_batch_min else max)(sizes) if sizes else 1, plugin._layout.data_parallel_size
-        )
+        replicas = plugin._layout.data_parallel_size
+        sizes = [size for loader in loaders if isinstance(size := getattr(loader, "total_batch_size", None), int)]
+        size = (min if plugin.is_train_batch_min else max)(sizes, default=replicas * plugin.num_micro_batches)
+        plugin.set_training_args(size // replicas // plugin.num_micro_batches, replicas)
         engine = MegatronEngine(accelerator, model, optimizer, scheduler)
         if optimizer is None:
             return engine, None, None
@@ -157,11 +145,9 @@ class MegatronLM(Backend):
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """Return the transformers model, which has no weights while its engine trains. Any rank, alone."""
-        return (
-            model.source
-            if isinstance(model, MegatronEngine)
-            else super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-        )
+        if self.owns_state(model):
+            return model.source
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def owns_state(self, model: nn.Module) -> bool:
         """Whether it is an engine, which saves and loads its optimizer with its weights."""
@@ -178,7 +164,7 @@ class MegatronLM(Backend):
         """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
         given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for model in accelerator.prepared.models:
-            if isinstance(model, MegatronEngine) and any(id(one) in given for one in model.parameters()):
+            if self.owns_state(model) and any(id(one) in given for one in model.parameters()):
                 return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
 
@@ -186,37 +172,29 @@ class MegatronLM(Backend):
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
         """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
-        return (
-            model.entries(wanted)
-            if isinstance(model, MegatronEngine)
-            else super().whole_tensors(accelerator, model, wanted)
-        )
+        return model.entries(wanted) if self.owns_state(model) else super().whole_tensors(accelerator, model, wanted)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict under the names of transformers. All ranks."""
-        if not isinstance(model, MegatronEngine):
+        if not self.owns_state(model):
             return super().model_state(accelerator, model, unwrap)
         state = collected(model.entries(bool), model.source, everywhere=True)
         return {name: state[name] for name in model.source.state_dict()}
 
-    def save_model(
-        self, accelerator: Run, state: dict[str, Any], folder: SavePlan, index: int, **options: Any
-    ) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
         """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
-        from megatron.core import dist_checkpointing
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        model, place = accelerator.prepared.models[index], os.path.join(folder.folder, _folder(index))
+        place = os.path.join(folder.folder, _folder(index))
         os.makedirs(place, exist_ok=True)
         accelerator.wait_for_everyone()
-        dist_checkpointing.save(model.sharded_state(not model.plugin.no_save_optim, False), place)
+        accelerator.prepared.models[index].save(place)
         states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
         folder.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Compare an engine with what core wrote, and return what loads that, its optimizer included. All ranks load."""
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+        from megatron.core.dist_checkpointing import load_common_state_dict
 
         place = os.path.join(folder, _folder(index))
         if not os.path.isdir(place):
@@ -225,27 +203,15 @@ class MegatronLM(Backend):
                 "weights into the transformers model before prepare."
             )
         if isinstance(folder, CheckpointFolder):
-            folder.check(
-                dict.fromkeys(name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")),
-                shared=True,
-            )
+            names = [name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")]
+            folder.check(dict.fromkeys(names), shared=True)
         _refuse_code(place)
-        stored = dist_checkpointing.load_tensors_metadata(place)
-        own = {one.key: one for one in model.core.sharded_state_dict().values() if isinstance(one, ShardedTensor)}
-        refuse_misfit(
-            place,
-            type(model.source).__name__,
-            [
-                f"{name} has {stored[name].global_shape if name in stored else 'no value'} in the checkpoint and {one.global_shape} in the engine"
-                for name, one in own.items()
-                if name not in stored or stored[name].global_shape != one.global_shape
-            ],
-        )
-        divided, own = (
-            dist_checkpointing.load_common_state_dict(place).get("divided"),
-            [model.plugin.tp_degree, model.plugin.pp_degree],
-        )
-        if divided not in (None, own) and not model.plugin.no_load_optim:
+        refuse_misfit(place, type(model.source).__name__, model.misfits(place))
+        common, own = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
+        divided, wanted = common.get("divided"), model.optimizer is not None and not model.plugin.no_load_optim
+        if wanted and "divided" not in common:
+            raise RuntimeError(f"{place} has no state of an optimizer; nothing was loaded. Set no_load_optim=True.")
+        if wanted and divided not in (None, own):
             raise RuntimeError(
                 f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {own}; nothing was loaded. Without Apex or "
                 "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
@@ -279,13 +245,9 @@ def _refuse_code(place: str) -> None:
 
 def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
     """Let core load what it has written. All ranks."""
-    from megatron.core import dist_checkpointing
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    optimizer = not engine.plugin.no_load_optim
-    engine.load_sharded(
-        dist_checkpointing.load(engine.sharded_state(optimizer, loading=True), place), optimizer, strict
-    )
+    engine.load(place, strict)
     file = os.path.join(place, f"rng_{rank}_states.pt")
     if os.path.isfile(file):
         get_cuda_rng_tracker().set_states(torch.load(file, weights_only=True))
