@@ -87,9 +87,10 @@ class Pipeline(nn.Module):
             traced.outputs,
         )  # not the chains, which have the weights of all stages
         self._held, self._batch = False, None
-        size, count, device = len(holdings.ranks), len(holdings.ranks) * SCHEDULES[schedule], accelerator.device
+        size, group, device = len(holdings.ranks), holdings.group, accelerator.device
+        count = size * SCHEDULES[schedule]
         built = [
-            PipelineStage(stage, at, count, device, stage.taken[True], stage.returned[True], holdings.group)
+            PipelineStage(stage, at, count, device, stage.taken[True], stage.returned[True], group=group)
             for at, stage in own.items()
         ]
         kind, given = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
