@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate import comm
+from accelerate.modules.optimizer_remap import ties
 from accelerate.parallel.holdings import Holdings
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime import traits
@@ -64,22 +65,17 @@ def adopt(accelerator: Run, model: nn.Module) -> None:
 
 def _holdings(model: nn.Module, stage: Any) -> Holdings:
     """Return which stages have what. All ranks of the pipeline."""
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    every: dict[str, list[str]] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-        every.setdefault(next(key for key, own in named.items() if own is tensor), []).append(name)
-    mine = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}, every, list(model.state_dict())
+    named = *model.named_parameters(), *model.named_buffers()
+    kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in named}
+    mine = kinds, [names for _, names in ties(model)], list(model.state_dict())
     told = comm.current().gather_object(mine)
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for own, _, _ in told
-        for name, (shape, dtype) in own.items()
-    }
+    every = {name: kind for own, _, _ in told for name, kind in own.items()}
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in every.items()}
     holders = {name: tuple(place for place, (own, _, _) in enumerate(told) if name in own) for name in tensors}
-    ties = {tuple(names): None for _, names_of, _ in told for names in names_of.values() if len(names) > 1}
+    tied = {tuple(names): None for _, groups, _ in told for names in groups}
     elsewhere = frozenset(name for _, _, saved in told for name in saved) - {*mine[2]}
     ranks = dist.get_process_group_ranks(stage.pp_group)
-    return Holdings(tensors, holders, stage.pp_rank, ranks, stage.pp_group, [[*names] for names in ties], elsewhere)
+    return Holdings(tensors, holders, stage.pp_rank, ranks, stage.pp_group, [[*names] for names in tied], elsewhere)
 
 
 def _with_loss(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Which ranks of a pipeline have which of a model's parameters and buffers."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ class Holdings:
     ties: list[list[str]]
     elsewhere: frozenset[str]
 
-    @property
+    @functools.cached_property
     def repeated(self) -> list[str]:
         """The names of what this rank has and an earlier one, too."""
         return [name for name, places in self.holders.items() if self.place in places[1:]]

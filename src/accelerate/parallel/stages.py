@@ -179,21 +179,22 @@ class Chain:
         *self._nodes, output = traced.graph.nodes
         firsts = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._own = set(firsts.values())
-        # Of tied weights, which have one memory, `named_parameters` gives the first name.
-        self._read = {
-            node: (firsts.get(id(value), node.target.removeprefix("model.")), value)
-            for node in self._nodes
-            if node.op == "get_attr"
-            for value in [operator.attrgetter(node.target)(traced)]
-        }
+        self._read: dict[fx.Node, tuple[str, Any]] = {}
         self._home: dict[fx.Node, int] = {}
         stage = 0
         for node in self._nodes:
-            stage += _is_mark(node)
-            if node.op in ("placeholder", "call_function") and not _is_mark(node):
+            if node.op == "get_attr":
+                value = operator.attrgetter(node.target)(traced)
+                # Of tied weights, which have one memory, `named_parameters` gives the first name.
+                self._read[node] = firsts.get(id(value), node.target.removeprefix("model.")), value
+            elif node.op == "placeholder":
+                self._home[node] = 0
+            elif "pipe_split" in str(node.target):
+                stage += 1
+            elif node.op == "call_function":
                 # Of several results, which are no tensor, it is the part that travels.
                 source = node.args[0] if node.target is operator.getitem else None
-                self._home[node] = 0 if node.op == "placeholder" else self._home.get(source, stage)
+                self._home[node] = self._home.get(source, stage)
         last = {node: max((self._home.get(user, stage + 1) for user in node.users), default=-1) for node in self._home}
         self._carried = [
             [node for node in self._home if node.op == "placeholder"],
@@ -261,7 +262,3 @@ def build(chains: Mapping[bool, Chain], stage: int, context: Context) -> Stage:
     bodies = {mode: chain.body(stage, held) for mode, chain in chains.items()}
     taken, returned = ({mode: chain.carried[at] for mode, chain in chains.items()} for at in (stage, stage + 1))
     return Stage(bodies, taken, returned, context)
-
-
-def _is_mark(node: fx.Node) -> bool:
-    return node.op == "call_function" and "pipe_split" in str(node.target)

@@ -4,7 +4,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from accelerate import comm
 from accelerate.checkpoint.state import run_on_all_ranks, tied_names
-from accelerate.config.enums import FP8BackendType
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
 from accelerate.parallel.holdings import Holdings
@@ -82,10 +80,8 @@ class Pipeline(nn.Module):
         super().__init__()
         self._accelerator, self._own, self._microbatches, self._loss = accelerator, own, microbatches, loss
         self.holdings, self._groups = holdings, groups
-        self._inputs, self._outputs = (
-            traced.inputs,
-            traced.outputs,
-        )  # not the chains, which have the weights of all stages
+        # Not the chains, which have the weights of all stages.
+        self._inputs, self._outputs = traced.inputs, traced.outputs
         self._held, self._batch = False, None
         size, group, device = len(holdings.ranks), holdings.group, accelerator.device
         count = size * SCHEDULES[schedule]
@@ -130,9 +126,8 @@ class Pipeline(nn.Module):
         self._check(rows, target, trains)
         device, inputs = self._accelerator.device, self._inputs
         factor = gradients.loss_factor(self._accelerator) if trains else 1.0
-        batch = self._batch = _Batch(
-            rows, inputs.rows, send_to_device(target, device) if self._is_last else None, factor
-        )
+        wanted = send_to_device(target, device) if self._is_last else None
+        batch = self._batch = _Batch(rows, inputs.rows, wanted, factor)
         given = inputs.cut(tensors, 0, self._microbatches, device) if 0 in self._own else ()
         if trains:
             self._divide_summed()
@@ -250,8 +245,7 @@ class Pipeline(nn.Module):
             dist.all_reduce(master.local_part(parameter.grad), group=group)
             setattr(parameter.grad, _SUMMED, True)
         mesh = self._accelerator.torch_device_mesh
-        replicas = None if self._accelerator.is_fsdp2 else submesh(mesh, "dp_replicate")
-        if replicas is not None:
+        if not self._accelerator.is_fsdp2 and (replicas := submesh(mesh, "dp_replicate")) is not None:
             consistency.average_gradients(list(self.parameters()), replicas.get_group())
 
 
@@ -268,7 +262,10 @@ def prepare_pipeline(
     loss: Callable | None,
 ) -> Pipeline:
     """Divide a model into stages, build this rank's, and register the pipeline. All ranks."""
-    _check(accelerator, model, schedule, microbatches)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
+    if problem := _problem(accelerator, model, schedule, microbatches):
+        raise ValueError(problem)
     accelerator._prepare_device_mesh()
     accelerator._backend.check(accelerator, ())
     part = submesh(accelerator.torch_device_mesh, "pp")
@@ -297,8 +294,8 @@ def prepare_pipeline(
     if accelerator.is_fsdp2:
         _shard(accelerator, own)
     groups = holdings.make_groups(accelerator.torch_device_mesh)
-    make = partial(Pipeline, accelerator, traced, loss, schedule, microbatches, own, holdings, groups)
-    pipeline = run_on_all_ranks(make)
+    made = accelerator, traced, loss, schedule, microbatches, own, holdings, groups
+    pipeline = run_on_all_ranks(lambda: Pipeline(*made))
     _fill(pipeline, model, own)
     return prepare.register(accelerator, "model", pipeline, model)
 
@@ -306,14 +303,6 @@ def prepare_pipeline(
 def _place(schedule: str, stage: int, size: int) -> int:
     """Return which place of the pipeline has a stage: those of ZBV run to the last one and back."""
     return 2 * size - 1 - stage if schedule == "ZBVZeroBubble" and stage >= size else stage % size
-
-
-def _check(accelerator: Facade, model: Any, schedule: str, microbatches: Any) -> None:
-    """Refuse what has no pipeline, before anything is changed."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
-    if problem := _problem(accelerator, model, schedule, microbatches):
-        raise ValueError(problem)
 
 
 def _problem(accelerator: Facade, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
@@ -337,11 +326,8 @@ def _problem(accelerator: Facade, model: nn.Module, schedule: str, microbatches:
         return f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}."
     if type(microbatches) is not int or microbatches < least or microbatches % each:
         return f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {each}."
-    if compiler != "NO" or accelerator.fp8_backend is not FP8BackendType.NO:
-        return (
-            f"dynamo_backend={compiler} and mixed_precision={accelerator.mixed_precision!r} with pp_size={size}: stages are neither compiled nor converted. "
-            "Leave the backend out, and use mixed_precision='bf16' or 'no'."
-        )
+    if compiler != "NO":
+        return f"dynamo_backend={compiler} with pp_size={size}: stages are not compiled. Leave the backend out."
     if empty:
         return f"{empty[0]!r} of {name} is on the meta device. Load the weights before the model becomes a pipeline."
     if not any(parameter.requires_grad for parameter in model.parameters()):
