@@ -53,11 +53,6 @@ class PipelineParallel(Sharded):
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have. All ranks."""
         layout = accelerator.parallelism_config
-        if layout.dp_shard_enabled and not accelerator.is_fsdp2:
-            raise ValueError(
-                f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2). Pass it, or use "
-                "dp_replicate_size."
-            )
         if accelerator.is_fsdp2:
             FSDP2().check(accelerator, ())
             plugin = accelerator.state.fsdp_plugin

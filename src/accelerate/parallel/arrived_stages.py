@@ -55,12 +55,10 @@ def adopt(accelerator: Run, model: nn.Module) -> None:
         setattr(model, _STAGE, TrainableStage(stage))
         model.forward = _with_loss(model, model.forward)
     groups = model.holdings.make_groups(layout.get_device_mesh(accelerator.device.type))
-    for key, parameter in model.named_parameters():
-        if key not in groups or not parameter.requires_grad:
-            continue
+    for parameter, count, group in model.holdings.shared(model, groups):
         if is_new:  # `backward` takes the mean over the stages that have it, and it is to be their sum
-            parameter.register_hook(functools.partial(torch.mul, other=len(model.holdings.holders[key])))
-        accelerator.prepared.replicated.append((model, [parameter], groups[key]))
+            parameter.register_hook(functools.partial(torch.mul, other=count))
+        accelerator.prepared.replicated.append((model, [parameter], group))
 
 
 def _holdings(model: nn.Module, stage: Any) -> Holdings:

@@ -123,7 +123,8 @@ class Pipeline(nn.Module):
         target = kwargs.pop("target", None) if self._loss is not None else None
         rows, tensors = self._inputs.match(args, kwargs)
         trains = self.training and torch.is_grad_enabled()
-        self._check(rows, target, trains)
+        if problem := self._misfit(rows, target, trains):
+            raise ValueError(problem)
         device, inputs = self._accelerator.device, self._inputs
         factor = gradients.loss_factor(self._accelerator) if trains else 1.0
         wanted = send_to_device(target, device) if self._is_last else None
@@ -139,12 +140,16 @@ class Pipeline(nn.Module):
             self._forward_only(given)
         self._batch = None
         if self._loss is not None and target is None:
-            return self._all_outputs(batch)
-        loss = torch.zeros((), device=device)
-        if self._is_last:
-            loss += torch.stack([value.float() for value in batch.losses]).sum()
-        dist.broadcast(loss, self._owners[-1], group=self.holdings.group)
-        return loss
+            output = self._outputs.joined(batch.outputs, rows) if self._is_last else None
+            return self._outputs.built(self._from_last(self._outputs.tensors(output, rows, device)))
+        losses = [value.float() for value in batch.losses] or [torch.zeros((), device=device)]
+        return self._from_last([torch.stack(losses).sum()])[0]
+
+    def _from_last(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of the last stage on all ranks of the pipeline, which give as many."""
+        for tensor in tensors:
+            dist.broadcast(tensor, self._owners[-1], group=self.holdings.group)
+        return tensors
 
     @torch.no_grad()
     def _forward_only(self, given: Sequence[torch.Tensor]) -> None:
@@ -173,27 +178,25 @@ class Pipeline(nn.Module):
             for stage in self._own.values():  # else the next forward would see these weights after a step
                 stage.reshard()
 
-    def _check(self, rows: int, target: Any, trains: bool) -> None:
+    def _misfit(self, rows: int, target: Any, trains: bool) -> str | None:
+        """Return what is wrong with the number of samples or the target, and what to do about it."""
         each, leaves = self._inputs.rows, pytree.tree_leaves(target)
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
         if rows > each * self._microbatches:
-            raise ValueError(
+            return (
                 f"The batch has {rows} samples, but {self._microbatches} micro-batches of {each} hold {each * self._microbatches}. Prepare the pipeline "
                 f"with an example of {-(-rows // self._microbatches)} samples, or with more micro-batches."
             )
         if self._loss is None and rows % each:
-            raise ValueError(
+            return (
                 f"The batch has {rows} samples, which are no multiple of the {each} of a micro-batch, and the model computes the loss itself, over what would fill "
                 "the last one, too. Give `prepare_pipeline` a loss, or the loader drop_last=True."
             )
         if self._loss is not None and target is None and trains:
-            raise ValueError(
-                "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
-            )
+            return "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
         if target is not None and sizes != {rows}:
-            raise ValueError(
-                f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
-            )
+            return f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
+        return None
 
     def _loss_of(self, outputs: Sequence[torch.Tensor], number: torch.Tensor | int) -> torch.Tensor:
         """Return what backward begins with for a micro-batch: its loss by the share of the batch's samples that it has."""
@@ -212,26 +215,11 @@ class Pipeline(nn.Module):
         batch.losses.append(share.detach())
         return share * batch.factor
 
-    def _all_outputs(self, batch: _Batch) -> Any:
-        """Return on every rank what the model returns for a batch. All ranks of the pipeline."""
-        output = self._outputs.joined(batch.outputs, batch.rows) if self._is_last else None
-        tensors = self._outputs.tensors(output, batch.rows, self._accelerator.device)
-        for tensor in tensors:
-            dist.broadcast(tensor, self._owners[-1], group=self.holdings.group)
-        return self._outputs.built(tensors)
-
     # -- gradients -----------------------------------------------------------------------------------------------
-
-    def _shared(self) -> Iterator[tuple[nn.Parameter, int, Any]]:
-        """Yield the parameters that other ranks of the pipeline have, too, with their number and process group."""
-        own = dict(self.named_parameters())
-        for name, places in self.holdings.holders.items():
-            if len(places) > 1 and name in own and own[name].requires_grad:
-                yield own[name], len(places), self._groups[name]
 
     def _divide_summed(self) -> None:
         """Make a share again of what is a sum over ranks already, so that the next sum counts it once."""
-        for parameter, count, _ in self._shared():
+        for parameter, count, _ in self.holdings.shared(self, self._groups):
             if getattr(parameter.grad, _SUMMED, False):
                 parameter.grad.div_(count)
                 setattr(parameter.grad, _SUMMED, False)
@@ -239,7 +227,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def _exchange(self) -> None:
         """Sum the gradients of what several stages use, and average those of replicas. All ranks."""
-        for parameter, _, group in self._shared():
+        for parameter, _, group in self.holdings.shared(self, self._groups):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(master.local_part(parameter.grad), group=group)
@@ -266,6 +254,7 @@ def prepare_pipeline(
         raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
     if problem := _problem(accelerator, model, schedule, microbatches):
         raise ValueError(problem)
+    prepare.check_mesh(accelerator)
     accelerator._prepare_device_mesh()
     accelerator._backend.check(accelerator, ())
     part = submesh(accelerator.torch_device_mesh, "pp")
