@@ -101,7 +101,8 @@ def build_pipeline(
         https://docs.pytorch.org/docs/stable/distributed.pipelining.html
     """
     # Takes a second to import, which only pipelines have to spend.
-    from accelerate.parallel.pipeline import PipelineSchedule, trace
+    from accelerate.parallel.pipeline import PipelineSchedule
+    from accelerate.parallel.stages import trace
 
     state = PartialState()
     schedule = error = None
@@ -116,7 +117,7 @@ def build_pipeline(
             )
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         args, kwargs = send_to_device(tuple(args), device), send_to_device(dict(kwargs or {}), device)
-        traced = trace(model, split_points, args, kwargs, state.num_processes)
+        traced = trace(model, split_points, args, kwargs, state.num_processes, state.device, trains=False)
         schedule = PipelineSchedule(traced, num_chunks)
         shapes = [(leaf.name, leaf.shape, str(leaf.dtype), repr(leaf.value)) for leaf in traced.inputs.leaves]
         given = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}

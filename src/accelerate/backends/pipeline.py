@@ -18,6 +18,12 @@ from accelerate.modules import norms
 from accelerate.runtime import traits
 from accelerate.runtime.run import Run
 
+# Settings of an FSDP plugin.
+_NOT_OF_STAGES = (
+    *("cpu_offload", "ignored_modules", "activation_checkpointing", "module_precision"),
+    *("forward_prefetch", "backward_prefetch"),
+)
+
 
 def _pipelines(accelerator: Run) -> list[nn.Module]:
     return [model for model in accelerator.prepared.models if hasattr(model, "holdings")]
@@ -33,13 +39,8 @@ class PipelineParallel(Sharded):
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
         """Return no scaler; ValueError for strategies and precisions that no pipeline has. The Accelerator calls it first."""
         engine, size = traits.of(accelerator.distributed_type), accelerator.parallelism_config.pp_size
-        other = (
-            engine.deepspeed
-            or engine.xla
-            or not engine.places_batches
-            or (engine.sharded and not accelerator.is_fsdp2)
-        )
-        if other:
+        other_shards = engine.sharded and not accelerator.is_fsdp2
+        if other_shards or engine.deepspeed or engine.xla or not engine.places_batches:
             raise ValueError(
                 f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains alone, with data parallelism, or with FSDP version 2. Leave the plugin away, "
                 "or set pp_size=1."
@@ -52,26 +53,11 @@ class PipelineParallel(Sharded):
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have. All ranks."""
         layout = accelerator.parallelism_config
-        if layout.dp_shard_enabled and not accelerator.is_fsdp2:
-            raise ValueError(
-                f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2). Pass it, or use "
-                "dp_replicate_size."
-            )
         if accelerator.is_fsdp2:
             FSDP2().check(accelerator, ())
             plugin = accelerator.state.fsdp_plugin
             output = getattr(plugin.mixed_precision_policy, "output_dtype", None)
-            refused = {
-                name: getattr(plugin, name)
-                for name in (
-                    "cpu_offload",
-                    "ignored_modules",
-                    "activation_checkpointing",
-                    "module_precision",
-                    "forward_prefetch",
-                    "backward_prefetch",
-                )
-            }
+            refused = {name: getattr(plugin, name) for name in _NOT_OF_STAGES}
             refused["mixed_precision_policy.output_dtype"] = None if output is torch.float32 else output
             for name, value in refused.items():
                 if value and type(value).__name__ != "OffloadPolicy":
@@ -111,12 +97,7 @@ class PipelineParallel(Sharded):
         parameters, found = list(parameters), _pipelines(accelerator)
         if not found:
             return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
-        repeated = {
-            id(parameter)
-            for model in found
-            for name, parameter in model.named_parameters()
-            if name in model.holdings.repeated
-        }
+        repeated = {id(p) for one in found for name, p in one.named_parameters() if name in one.holdings.repeated}
         return norms.clip_grad_norm(parameters, max_norm, norm_type, stages=found[0].holdings.group, repeated=repeated)
 
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accelerate.runtime import torch_private
+from accelerate.parallel.shard import box
 
 
 def plain(value: Any) -> Any:
@@ -74,38 +74,34 @@ def _rebuilt(optimizer: Any, parameter: torch.Tensor, key: str, value: Any) -> A
     if not in_parts and (not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim()):
         return value
     made = optimizer._new_buffer(parameter, key == "exp_avg") if makes(optimizer) else None
-    target = _local(made)
-    if not is_low_bit(target):
+    if not is_low_bit(_local(made)):
         if not in_parts:
             return value
         made = torch.empty_like(parameter)
-        target = _local(made)
-    if not in_parts:
-        target.copy_(_local(value))
-        return made
-    codes, scale, shape, offsets = _local(value["codes"]), value["scale"], list(parameter.shape), [0] * parameter.dim()
-    if hasattr(parameter, "to_local"):
-        where = torch_private.compute_local_shape_and_global_offset
-        offsets = where(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+    if in_parts:
+        _read_parts(_local(made), value, parameter)
+    else:
+        _local(made).copy_(_local(value))
+    return made
+
+
+def _read_parts(target: Any, parts: Mapping[str, Any], parameter: torch.Tensor) -> None:
+    """Fill this rank's part of a state from stored parts: as they are, where blocks are the same ones, else by values."""
+    codes, scale, shape = _local(parts["codes"]), parts["scale"], list(parameter.shape)
+    starts = [part.start for part in box(parameter)] or [0] * len(shape)
     block = math.prod(shape) // len(scale)
-    first = offsets[0] * math.prod(shape[1:])
-    is_run = list(codes.shape[1:]) == shape[1:]  # in the flat tensor
-    if (
-        is_run
-        and is_low_bit(target)
-        and target.codes.shape == codes.shape
-        and first % block == 0 == target.block_size - block
-    ):
+    first = starts[0] * math.prod(shape[1:])
+    is_run = list(codes.shape[1:]) == shape[1:] and first % block == 0  # of whole blocks, in the flat tensor
+    if is_run and is_low_bit(target) and target.codes.shape == codes.shape and target.block_size == block:
         target.codes.copy_(codes)
         target.scale.copy_(scale[first // block :][: len(target.scale)])
-        return made
+        return
     places = torch.zeros((), dtype=torch.int64)
-    for dim, (start, count) in enumerate(zip(offsets, codes.shape, strict=True)):
+    for dim, (start, count) in enumerate(zip(starts, codes.shape, strict=True)):
         along = (torch.arange(count) + start) * math.prod(shape[dim + 1 :])
         places = places + along.view(-1, *[1] * (len(shape) - dim - 1))
-    values = value["qmap"][codes.long()] if "qmap" in value else codes.float()
+    values = parts["qmap"][codes.long()] if "qmap" in parts else codes.float()
     target.copy_(values * scale[places // block])
-    return made
 
 
 def _local(value: Any) -> Any:

@@ -73,11 +73,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
             )
         self.ranks, self.shuffle, self.seed, self.epoch = ranks, shuffle, seed, 0
         ordered = known[self._longest_first]
-        self._members = None
-        if packed:
-            self._bounds, self._buckets, self._members = _pack(ordered, max_tokens, ranks)
-        else:
-            self._bounds, self._buckets = _cut(ordered, max_tokens, ranks, steps_in_bucket)
+        made = _pack(ordered, max_tokens, ranks) if packed else _cut(ordered, max_tokens, ranks, steps_in_bucket)
+        self._bounds, self._buckets, self._members = made
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -100,15 +97,14 @@ class TokenBudgetSampler(Sampler[list[int]]):
             draw = np.random.default_rng([self.seed, self.epoch])
             order = np.concatenate([draw.permutation(order[start:end]) for start, end in self._buckets])
             steps = draw.permutation(steps)
-        if self._members is not None:
-            order = order[self._members]
+        order = order[self._members]
         for step in steps:
             for start, end in self._bounds[step * self.ranks : (step + 1) * self.ranks]:
                 yield order[start:end].tolist()
 
 
-def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, list[tuple[int, int]]]:
-    """Return where each batch and each bucket begins and ends in samples that are sorted by length, longest first.
+def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, list[tuple[int, int]], slice]:
+    """Return where each batch and each bucket begins and ends in samples that are sorted by length, longest first; and all places.
 
     A bucket has whole steps, as many as samples of nine tenths of its longest fill; its batches differ by one sample at most.
     """
@@ -125,7 +121,7 @@ def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, li
         bounds.append(np.stack([cuts[:-1], np.maximum(cuts[1:], cuts[:-1] + 1)], axis=1))
         buckets.append((start, end))
         start = end
-    return np.concatenate(bounds), buckets
+    return np.concatenate(bounds), buckets, slice(None)
 
 
 def _pack(lengths: Any, max_tokens: int, ranks: int) -> tuple[Any, list[tuple[int, int]], Any]:

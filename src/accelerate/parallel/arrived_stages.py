@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate import comm
+from accelerate.modules.optimizer_remap import ties
 from accelerate.parallel.holdings import Holdings
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime import traits
@@ -54,32 +55,25 @@ def adopt(accelerator: Run, model: nn.Module) -> None:
         setattr(model, _STAGE, TrainableStage(stage))
         model.forward = _with_loss(model, model.forward)
     groups = model.holdings.make_groups(layout.get_device_mesh(accelerator.device.type))
-    for key, parameter in model.named_parameters():
-        if key not in groups or not parameter.requires_grad:
-            continue
+    for parameter, count, group in model.holdings.shared(model, groups):
         if is_new:  # `backward` takes the mean over the stages that have it, and it is to be their sum
-            parameter.register_hook(functools.partial(torch.mul, other=len(model.holdings.holders[key])))
-        accelerator.prepared.replicated.append((model, [parameter], groups[key]))
+            parameter.register_hook(functools.partial(torch.mul, other=count))
+        accelerator.prepared.replicated.append((model, [parameter], group))
 
 
 def _holdings(model: nn.Module, stage: Any) -> Holdings:
     """Return which stages have what. All ranks of the pipeline."""
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    every: dict[str, list[str]] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-        every.setdefault(next(key for key, own in named.items() if own is tensor), []).append(name)
-    mine = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}, every, list(model.state_dict())
+    named = *model.named_parameters(), *model.named_buffers()
+    kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in named}
+    mine = kinds, [names for _, names in ties(model)], list(model.state_dict())
     told = comm.current().gather_object(mine)
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for own, _, _ in told
-        for name, (shape, dtype) in own.items()
-    }
+    every = {name: kind for own, _, _ in told for name, kind in own.items()}
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in every.items()}
     holders = {name: tuple(place for place, (own, _, _) in enumerate(told) if name in own) for name in tensors}
-    ties = {tuple(names): None for _, names_of, _ in told for names in names_of.values() if len(names) > 1}
+    tied = {tuple(names): None for _, groups, _ in told for names in groups}
     elsewhere = frozenset(name for _, _, saved in told for name in saved) - {*mine[2]}
     ranks = dist.get_process_group_ranks(stage.pp_group)
-    return Holdings(tensors, holders, stage.pp_rank, ranks, stage.pp_group, [[*names] for names in ties], elsewhere)
+    return Holdings(tensors, holders, stage.pp_rank, ranks, stage.pp_group, [[*names] for names in tied], elsewhere)
 
 
 def _with_loss(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +111,7 @@ class TrainableStage:
             return message()
         if operation == "recv_forward":
             anchor = torch.empty((), device=device, requires_grad=True)
-            return _Received.apply(anchor, message, self._stage)
+            return _Message.apply(message, self._send_gradient, anchor)
         self._sent = given["tensor"]
         return message()
 
@@ -129,42 +123,34 @@ class TrainableStage:
             return tensor
         if sent is None:  # without gradients
             return logits
-        anchor = torch.empty((), device=logits.device, requires_grad=True)
-        return _Sent.apply(anchor, sent, logits, self._stage)
+        like = torch.empty_like(sent, device="meta")
+        return _Message.apply(logits.clone, functools.partial(self._receive_gradient, like), sent)
+
+    def _send_gradient(self, gradient: torch.Tensor) -> None:
+        """Send the gradient of hidden states to the stage that they came from."""
+        rank = dist.get_global_rank(self.pp_group, self.pp_prev_rank)
+        dist.send(gradient.to(self._place(gradient)).contiguous(), rank, group=self.pp_group)
+
+    def _receive_gradient(self, like: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Receive that of hidden states `like` these from the next stage, in the dtype of the logits, whose own gradient does not count."""
+        found = torch.empty(like.shape, dtype=gradient.dtype, device=self._place(gradient))
+        dist.recv(found, dist.get_global_rank(self.pp_group, self.pp_next_rank), group=self.pp_group)
+        return found.to(gradient.device, like.dtype)
+
+    def _place(self, gradient: torch.Tensor) -> torch.device:
+        return torch.device("cpu") if self.comm_on_cpu else gradient.device
 
 
-def _message(stage: Any, device: torch.device) -> torch.device:
-    return torch.device("cpu") if stage.comm_on_cpu else device
-
-
-class _Received(torch.autograd.Function):
-    """Hidden states of the stage before, which gets their gradient."""
+class _Message(torch.autograd.Function):
+    """What another rank has sent; instead of its gradient, `exchange` says what goes back to its source on this rank."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, receive: Callable[[], torch.Tensor], stage: Any) -> torch.Tensor:
-        ctx.stage = stage
+    def forward(
+        ctx: Any, receive: Callable[[], torch.Tensor], exchange: Callable, source: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.exchange = exchange
         return receive()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        stage = ctx.stage
-        rank = dist.get_global_rank(stage.pp_group, stage.pp_prev_rank)
-        dist.send(gradient.to(_message(stage, gradient.device)).contiguous(), rank, group=stage.pp_group)
-        return None, None, None
-
-
-class _Sent(torch.autograd.Function):
-    """The logits, computed from hidden states that this rank has sent: their gradient comes from the stage that received them."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, sent: torch.Tensor, logits: torch.Tensor, stage: Any) -> torch.Tensor:
-        ctx.stage, ctx.like = stage, sent.detach().to("meta")
-        ctx.dtype = logits.dtype
-        return logits.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        stage = ctx.stage
-        found = torch.empty(ctx.like.shape, dtype=ctx.dtype, device=_message(stage, gradient.device))
-        dist.recv(found, dist.get_global_rank(stage.pp_group, stage.pp_next_rank), group=stage.pp_group)
-        return None, found.to(gradient.device, ctx.like.dtype), None, None
+        return None, None, ctx.exchange(gradient)

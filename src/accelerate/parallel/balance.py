@@ -1,5 +1,6 @@
 """Where a model is cut into stages of about equal size or cost, in the order of its modules."""
 
+import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,14 +59,9 @@ def _evenly(model: nn.Module, units: Sequence[Unit], stages: int, kind: str) -> 
             f"{type(model).__name__} cannot be cut into {stages} stages: it has {len(units)} {kind} "
             f"({', '.join(unit.module for unit in units[:5])}{', ...' if len(units) > 5 else ''}). Use fewer processes."
         )
-    least, most = max(unit.size for unit in units), sum(unit.size for unit in units)
-    while least < most:
-        middle = (least + most) // 2
-        if len(_filled(units, stages, middle)) <= stages:
-            most = middle
-        else:
-            least = middle + 1
-    return _filled(units, stages, least)
+    limits = range(max(unit.size for unit in units), sum(unit.size for unit in units))
+    fitting = bisect.bisect_left(limits, True, key=lambda limit: len(_filled(units, stages, limit)) <= stages)
+    return _filled(units, stages, limits.start + fitting)
 
 
 def _filled(units: Sequence[Unit], stages: int, limit: int) -> list[list[Unit]]:

@@ -120,8 +120,10 @@ class Inputs:
             "number of samples may differ: convert or pad it, or call `prepare_pippy` again with an example like this."
         )
 
-    def cut(self, tensors: Sequence[tuple[torch.Tensor, bool]], start: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Return `count` micro-batches from a sample on, all in one; the last sample fills the last of them."""
+    def cut(
+        self, tensors: Sequence[tuple[torch.Tensor, bool]], start: int, count: int, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Return `count` micro-batches from a sample on, all in one, on a device; the last sample fills the last of them."""
         wanted = count * self.rows
         taken = []
         for tensor, holds_samples in tensors:
@@ -131,7 +133,7 @@ class Inputs:
                     piece = torch.cat([piece, piece[-1:].expand(wanted - piece.shape[0], *piece.shape[1:])])
             else:
                 piece = torch.cat([tensor] * count)
-            taken.append(piece)
+            taken.append(piece.to(device))
         return tuple(taken)
 
 
@@ -169,16 +171,18 @@ class Outputs:
     def joined(self, pieces: Sequence[Sequence[torch.Tensor]], samples: int) -> Any:
         """Return what the model returns for a batch, from the tensors of each run of the schedule."""
         columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
-        shapes = self.shapes(samples)
+        shapes = self._shapes(samples)
         return self.built([column[: shape[0]] for column, (shape, _) in zip(columns, shapes, strict=True)])
 
-    def shapes(self, samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each tensor for so many samples."""
-        return [
-            ((leaf.shape[0] // self._rows * samples, *leaf.shape[1:]), leaf.dtype)
-            for leaf in self._leaves
-            if leaf.shape is not None
-        ]
+    def _shapes(self, samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        leaves = [leaf for leaf in self._leaves if leaf.shape is not None]
+        return [((leaf.shape[0] // self._rows * samples, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+
+    def tensors(self, output: Any, samples: int, device: torch.device) -> list[torch.Tensor]:
+        """Return the tensors of an output, to be sent; where it is None, room for those of so many samples, to be received."""
+        if output is None:
+            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._shapes(samples)]
+        return [leaf.contiguous() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
     def built(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return tensors in the structure of the model's output."""

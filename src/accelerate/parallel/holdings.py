@@ -1,11 +1,13 @@
 """Which ranks of a pipeline have which of a model's parameters and buffers."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +34,7 @@ class Holdings:
     ties: list[list[str]]
     elsewhere: frozenset[str]
 
-    @property
+    @functools.cached_property
     def repeated(self) -> list[str]:
         """The names of what this rank has and an earlier one, too."""
         return [name for name, places in self.holders.items() if self.place in places[1:]]
@@ -47,3 +49,10 @@ class Holdings:
                 if column == list(self.ranks):
                     made[places] = group
         return {name: made[places] for name, places in self.holders.items() if places in made}
+
+    def shared(self, part: nn.Module, groups: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, int, Any]]:
+        """Yield the trainable parameters of this rank's part that others have, too: each with their number and their group."""
+        own = dict(part.named_parameters())
+        for name, group in groups.items():
+            if name in own and own[name].requires_grad:
+                yield own[name], len(self.holders[name]), group

@@ -29,23 +29,16 @@ class ShardedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; return what the closure returns. All ranks."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            gradients = [parameter.grad for parameter in parameters]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if _AVERAGE not in self.state[parameter]:
-                    self.state[parameter][_AVERAGE] = torch.zeros_like(gradient)
-            averages = [self.state[parameter][_AVERAGE] for parameter in parameters]
-            lr, momentum, updates = float(group["lr"]), group["momentum"], averages
-            for average, gradient in zip(averages, gradients, strict=True):
-                average.lerp_(gradient, 1 - momentum)
-            if group["nesterov"]:
-                pairs = zip(averages, gradients, strict=True)
-                updates = [gradient.lerp(average, momentum) for average, gradient in pairs]
+            lr, momentum, updates = float(group["lr"]), group["momentum"], []
+            for parameter in parameters:
+                gradient, state = parameter.grad, self.state[parameter]
+                if _AVERAGE not in state:
+                    state[_AVERAGE] = torch.zeros_like(gradient)
+                average = state[_AVERAGE].lerp_(gradient, 1 - momentum)
+                updates.append(gradient.lerp(average, momentum) if group["nesterov"] else average)
             for parameter, update in zip(parameters, orthogonalised(updates, group), strict=True):
                 parameter.mul_(1 - lr * group["weight_decay"])
                 rate = torch_private.muon_rate(lr, group["adjust_lr_fn"], parameter.shape)
@@ -92,7 +85,8 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     owned, rows, to_owners, from_ranks = _plan(tuple(matrix.shape for matrix in matrices), ranks, me)
     mine = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
-    sent = torch.cat([mine[number] for of in owned for number in of])
+    order = [number for of in owned for number in of]
+    sent = torch.cat([mine[number] for number in order])
     taken = [sum(counts) for counts in from_ranks]
     received = sent.new_empty(sum(taken))
     dist.all_to_all_single(received, sent, taken, to_owners, group=group)
@@ -101,19 +95,13 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
         number: torch.cat(pieces).view(matrices[number].shape)
         for number, pieces in zip(owned[me], zip(*parts, strict=True), strict=True)
     }
-    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for number, matrix in whole.items():
-        by_shape[matrix.shape].append(number)
-    for numbers in by_shape.values():
+    for shape in dict.fromkeys(matrix.shape for matrix in whole.values()):
+        numbers = [number for number, matrix in whole.items() if matrix.shape == shape]
         whole.update(zip(numbers, _newton_schulz(torch.stack([whole[n] for n in numbers]), settings), strict=True))
-    back = [
-        whole[number][rank * rows[number] : (rank + 1) * rows[number]].flatten()
-        for rank in range(ranks)
-        for number in owned[me]
-    ]
+    parts_of = [whole[number].split(rows[number]) for number in owned[me]]
+    back = [parts[rank].flatten() for rank in range(ranks) for parts in parts_of if rank < len(parts)]
     returned = torch.empty_like(sent)
     dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, taken, group=group)
-    order = [number for of in owned for number in of]
     found = dict(zip(order, returned.split([mine[number].numel() for number in order]), strict=True))
     for number, matrix in enumerate(matrices):
         yield found[number].view(-1, matrix.shape[1])

@@ -2,61 +2,36 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate import comm
 from accelerate.parallel import stages
-from accelerate.parallel.batches import Inputs, Outputs
 from accelerate.process import PartialState
-from accelerate.runtime.torch_private import pytree
 
 _REFUSED = -1
 
 
-@dataclass
-class Traced:
-    """A model as stages, and what it is called with and returns."""
-
-    chain: stages.Chain
-    inputs: Inputs
-    outputs: Outputs
-    context: stages.Context
-
-
-def trace(
-    model: nn.Module, split_points: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], count: int
-) -> Traced:
-    """Divide a model into stages, which begin at `split_points`, and leave it as before. No communication.
-
-    They compute in the autocast that is in force. Raises ValueError if the names do not cut the model into so many stages, or if it cannot
-    be traced.
-    """
-    inputs = Inputs(model, args, kwargs)
-    outputs = Outputs(inputs.rows)
-    device = PartialState().device
-    kind = device.type
-    context = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-    (chain,) = stages.trace(model, split_points, inputs, outputs.record, count, device, trains=False).values()
-    return Traced(chain, inputs, outputs, context)
-
-
 class PipelineSchedule(ScheduleGPipe):
-    """This process's stage of a pipeline, and the order in which micro-batches pass it."""
+    """This process's stage of a pipeline, and the order in which micro-batches pass it.
 
-    def __init__(self, traced: Traced, num_chunks: int) -> None:
+    Args:
+        traced: The model in one mode. Its stages compute in the autocast that is in force now.
+        num_chunks: Most micro-batches of a run.
+    """
+
+    def __init__(self, traced: stages.Traced, num_chunks: int) -> None:
         state = PartialState()
-        self._traced = traced
+        self._inputs, self._outputs = traced.inputs, traced.outputs
         self._device, self._rank, self._ranks = state.device, state.process_index, state.num_processes
-        stage = stages.build({False: traced.chain}, self._rank, traced.context).to(self._device)
-        carried = traced.chain.carried
-        given, returned = carried[self._rank : self._rank + 2]
-        self._own = PipelineStage(stage, self._rank, self._ranks, self._device, input_args=given, output_args=returned)
+        kind = self._device.type
+        context = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        stage = stages.build(traced.chains, self._rank, context).to(self._device)
+        given, returned = stage.taken[stage.training], stage.returned[stage.training]
+        self._own = PipelineStage(stage, self._rank, self._ranks, self._device, given, returned)
         super().__init__(self._own, num_chunks)
         self.num_chunks = num_chunks
         # By micro-batches: a batch may fill fewer than a whole run has.
@@ -68,17 +43,12 @@ class PipelineSchedule(ScheduleGPipe):
 
         The first rank's arguments count; ValueError on all ranks if they differ from the example in more than samples.
         """
-        tensors = self._admitted(args, kwargs)
-        inputs, pieces = self._traced.inputs, []
+        tensors, rows, pieces = self._admitted(args, kwargs), self._inputs.rows, []
         with torch.no_grad():
-            for start in range(0, self._samples, inputs.rows * self.num_chunks):
-                count = min(math.ceil((self._samples - start) / inputs.rows), self.num_chunks)
-                given = ()
-                if self._rank == 0:
-                    cut = inputs.cut(tensors, start, count)
-                    given = tuple(cut[position].to(self._device) for position in self._traced.chain.used)
-                pieces.append(self._run(given, count))
-        return self._traced.outputs.joined(pieces, self._samples) if self._own.is_last else None
+            for start in range(0, self._samples, rows * self.num_chunks):
+                count = min(math.ceil((self._samples - start) / rows), self.num_chunks)
+                pieces.append(self._run(self._inputs.cut(tensors, start, count, self._device), count))
+        return self._outputs.joined(pieces, self._samples) if self._own.is_last else None
 
     def _run(self, given: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
         if count not in self._steps:
@@ -87,12 +57,12 @@ class PipelineSchedule(ScheduleGPipe):
         return (output,) if isinstance(output, torch.Tensor) else output
 
     def _admitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
-        """Let all ranks know how many samples come, or that the first one's arguments are wrong."""
+        """Return the first rank's tensors, there; let all ranks know how many samples come, or that its arguments are wrong."""
         communicator = comm.current()
         error, rows, tensors = None, 0, []
         if self._rank == 0:
             try:
-                rows, tensors = self._traced.inputs.match(args, kwargs)
+                rows, tensors = self._inputs.match(args, kwargs)
             except (TypeError, ValueError) as caught:
                 error, rows = caught, _REFUSED
         self._samples = int(communicator.broadcast(torch.tensor([rows], device=self._device), 0).item())
@@ -103,11 +73,5 @@ class PipelineSchedule(ScheduleGPipe):
 
     def to_all(self, output: Any) -> Any:
         """Return on every rank what the last one's `step` returned. All ranks."""
-        outputs, last = self._traced.outputs, self._ranks - 1
-        if self._rank == last:
-            leaves = pytree.tree_leaves(output)
-            tensors = [value.contiguous() for value in leaves if isinstance(value, torch.Tensor)]
-        else:
-            shapes = outputs.shapes(self._samples)
-            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
-        return outputs.built(comm.current().broadcast(tensors, last))
+        tensors = self._outputs.tensors(output, self._samples, self._device)
+        return self._outputs.built(comm.current().broadcast(tensors, self._ranks - 1))

@@ -12,16 +12,18 @@ import contextlib
 import difflib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.pipelining import pipe_split
 
-from accelerate.parallel.batches import Inputs
+from accelerate.parallel.batches import Inputs, Outputs
 from accelerate.runtime.torch_private import is_view, pytree, traced_graph
 
 Context = Callable[[], contextlib.AbstractContextManager]
+Carried = Mapping[bool, Sequence[torch.Tensor]]
 
 
 class Stage(nn.Module):
@@ -29,16 +31,17 @@ class Stage(nn.Module):
 
     Args:
         bodies: The part as it is in training, and in evaluation, with the parameters that it uses under the names of the user's model.
-        dtypes: Of the values that each returns.
+        taken: The values that each takes, on the meta device.
+        returned: Those that it returns.
         context: Makes the context of its computation, for mixed precision.
     """
 
     def __init__(
-        self, bodies: Mapping[bool, fx.GraphModule], dtypes: Mapping[bool, Sequence[torch.dtype]], context: Context
+        self, bodies: Mapping[bool, fx.GraphModule], taken: Carried, returned: Carried, context: Context
     ) -> None:
         super().__init__()
         self.bodies = nn.ModuleDict({str(mode): body for mode, body in bodies.items()})
-        self._dtypes, self._context = dtypes, context
+        self.taken, self.returned, self._context = taken, returned, context
         self.train(next(iter(bodies)))
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -46,12 +49,13 @@ class Stage(nn.Module):
         with self._context():
             results = self.bodies[str(self.training)](*values)
         taken = {id(value) for value in values}
+        typed = (value.to(like.dtype) for value, like in zip(results, self.returned[self.training], strict=True))
         return tuple(
             # Zero-bubble schedules detach results in place, which views refuse; and gloo sends no strided memory.
             result.clone(memory_format=torch.contiguous_format)
             if id(result) in taken or is_view(result) or not result.is_contiguous()
             else result
-            for result in map(torch.Tensor.to, results, self._dtypes[self.training])
+            for result in typed
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -85,25 +89,36 @@ def _marked(model: nn.Module, points: Sequence[str]) -> Iterator[None]:
             module.training = mode
 
 
+@dataclass
+class Traced:
+    """A model as stages, in training and in evaluation, and what it is called with and returns."""
+
+    chains: "dict[bool, Chain]"
+    inputs: Inputs
+    outputs: Outputs
+
+
 def trace(
     model: nn.Module,
     points: Sequence[str],
-    inputs: Inputs,
-    record: Callable[[Any], tuple[torch.Tensor, ...]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     stages: int,
     device: torch.device,
+    record: Callable[[Any], tuple[torch.Tensor, ...]] | None = None,
     trains: bool = True,
-) -> "dict[bool, Chain]":
+) -> Traced:
     """Divide a model into stages that begin at modules, for a device; the model stays as it is. No communication.
 
     Returns the model as it is in training, and in evaluation, with gradients; without `trains` as it is now, without.
 
-    `record` returns the tensors of what the model returns. ValueError if the names do not cut it into so many stages, or if it cannot be
-    traced.
+    `record` returns the tensors that count of what the model returns; None: all. ValueError if the names do not cut it into so many stages,
+    or if it cannot be traced.
     """
-    check_points(model, points, stages)
-    tensors = inputs.traced()
-    flat = _Flat(model, lambda given: record(inputs.call(model, given)))
+    inputs = Inputs(model, args, kwargs)
+    _check_points(model, points, stages)
+    outputs, tensors = Outputs(inputs.rows), inputs.traced()
+    flat = _Flat(model, lambda given: (record or outputs.record)(inputs.call(model, given)))
     graphs = {}
     with _marked(model, points), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(trains):
         for mode in (True, False) if trains else (model.training,):
@@ -112,23 +127,17 @@ def trace(
             try:
                 graphs[mode] = traced_graph(flat, tensors)
             except Exception as error:  # whatever the model's code raises when it is traced
-                raise untraceable(model, error) from error
+                raise _untraceable(model, error) from error
     chains = {mode: Chain(model, graph, device) for mode, graph in graphs.items()}
-    for chain in chains.values():
-        if len(chain.names) != stages:
-            raise wrong_number(model, points, len(chain.names), stages)
-    return chains
+    if others := {len(chain.names) for chain in chains.values()} - {stages}:
+        raise ValueError(
+            f"split_points={list(points)} cut {type(model).__name__} into {others.pop()} stages, but there are to be {stages}, in the order of "
+            "the names: choose modules that forward calls once each, one after the other."
+        )
+    return Traced(chains, inputs, outputs)
 
 
-def wrong_number(model: nn.Module, split_points: Sequence[str], found: int, stages: int) -> ValueError:
-    """Return the error for modules that do not cut a model into so many stages."""
-    return ValueError(
-        f"split_points={list(split_points)} cut {type(model).__name__} into {found} stages, but there are to be {stages}, in the order of "
-        "the names: choose modules that forward calls once each, one after the other."
-    )
-
-
-def check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
+def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
     """Raise ValueError for names that are not those of as many modules as begin a stage."""
     names = [name for name, _ in model.named_modules() if name]
     if unknown := [str(point) for point in split_points if point not in names]:
@@ -144,7 +153,7 @@ def check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> 
         )
 
 
-def untraceable(model: nn.Module, error: BaseException) -> ValueError:
+def _untraceable(model: nn.Module, error: BaseException) -> ValueError:
     """Return the error for a model that cannot be traced."""
     cause = error.__cause__ or error
     if isinstance(cause, ValueError) and str(cause).startswith("The model returns"):
@@ -161,41 +170,39 @@ class Chain:
 
     Attributes:
         carried: The values that each stage takes, and at the end those that the last one returns, on the meta device; what a gradient comes
-            back for requires one.
-        used: Positions of the example's tensors that the first stage takes.
+            back for requires one. The first stage takes all inputs.
         names: Of the parameters and buffers that each stage uses.
     """
 
     def __init__(self, model: nn.Module, traced: fx.GraphModule, device: torch.device) -> None:
         self._model, self._device = type(model).__name__, device
-        self._nodes, self._output = list(traced.graph.nodes), list(traced.graph.nodes)[-1]
+        *self._nodes, output = traced.graph.nodes
         firsts = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._own = set(firsts.values())
-        # Of tied weights, which have one memory, `named_parameters` gives the first name.
-        self._read = {
-            node: (firsts.get(id(value), node.target.removeprefix("model.")), value)
-            for node in self._nodes
-            if node.op == "get_attr"
-            for value in [operator.attrgetter(node.target)(traced)]
-        }
+        self._read: dict[fx.Node, tuple[str, Any]] = {}
         self._home: dict[fx.Node, int] = {}
         stage = 0
         for node in self._nodes:
-            stage += _is_mark(node)
-            if node.op in ("placeholder", "call_function") and not _is_mark(node):
+            if node.op == "get_attr":
+                value = operator.attrgetter(node.target)(traced)
+                # Of tied weights, which have one memory, `named_parameters` gives the first name.
+                self._read[node] = firsts.get(id(value), node.target.removeprefix("model.")), value
+            elif node.op == "placeholder":
+                self._home[node] = 0
+            elif "pipe_split" in str(node.target):
+                stage += 1
+            elif node.op == "call_function":
                 # Of several results, which are no tensor, it is the part that travels.
                 source = node.args[0] if node.target is operator.getitem else None
-                self._home[node] = 0 if node.op == "placeholder" else self._home.get(source, stage)
+                self._home[node] = self._home.get(source, stage)
         last = {node: max((self._home.get(user, stage + 1) for user in node.users), default=-1) for node in self._home}
-        inputs = [node for node in self._home if node.op == "placeholder"]
         self._carried = [
-            [node for node in inputs if last[node] >= 0],
+            [node for node in self._home if node.op == "placeholder"],
             *([node for node in last if self._home[node] < at <= last[node]] for at in range(1, stage + 1)),
-            list(self._output.args[0]),
+            list(output.args[0]),
         ]
         grows = self._differentiable()
         self.carried = [tuple(self._like(node, grows) for node in values) for values in self._carried]
-        self.used = [inputs.index(node) for node in self._carried[0]]
         self.names: list[set[str]] = [set() for _ in range(stage + 1)]
         for node, at in self._home.items():
             self.names[at] |= {self._read[source][0] for source in node.all_input_nodes if source in self._read}
@@ -206,10 +213,9 @@ class Chain:
         for node in self._home:
             target = str(node.target)
             stopped = target.startswith("aten.detach") or ("set_grad_enabled" in target and node.args[0] is False)
-            floating = [
-                one for one in pytree.tree_leaves(node.meta.get("val")) if getattr(one, "is_floating_point", bool)()
-            ]
-            grows[node] = bool(floating) and not stopped and any(grows.get(source) for source in node.all_input_nodes)
+            values = pytree.tree_leaves(node.meta.get("val"))
+            floating = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
+            grows[node] = floating and not stopped and any(grows.get(source) for source in node.all_input_nodes)
         return grows
 
     def _like(self, node: Any, grows: Mapping[fx.Node, bool]) -> torch.Tensor:
@@ -254,10 +260,5 @@ def build(chains: Mapping[bool, Chain], stage: int, context: Context) -> Stage:
     """Make a stage of what `trace` returned; in training and in evaluation it has the same parameters and buffers."""
     held: dict[str, Any] = {}
     bodies = {mode: chain.body(stage, held) for mode, chain in chains.items()}
-    return Stage(
-        bodies, {mode: [v.dtype for v in chain.carried[stage + 1]] for mode, chain in chains.items()}, context
-    )
-
-
-def _is_mark(node: fx.Node) -> bool:
-    return node.op == "call_function" and "pipe_split" in str(node.target)
+    taken, returned = ({mode: chain.carried[at] for mode, chain in chains.items()} for at in (stage, stage + 1))
+    return Stage(bodies, taken, returned, context)

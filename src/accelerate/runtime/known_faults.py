@@ -1,5 +1,6 @@
 """Releases of other packages that compute something wrong and say nothing, and the runs that they concern."""
 
+import contextlib
 import importlib.metadata
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -44,12 +45,8 @@ FAULTS = (
         *("another release or stage for such a model", "https://github.com/deepspeedai/DeepSpeed/issues/8224"),
     ),
     Fault(
-        *(
-            "bitsandbytes",
-            ">=0.36,<0.41.1",
-            OPTIMIZER_8BIT,
-            "8-bit optimizers round wrongly, and the loss may become NaN",
-        ),
+        *("bitsandbytes", ">=0.36,<0.41.1", OPTIMIZER_8BIT),
+        "8-bit optimizers round wrongly, and the loss may become NaN",
         *("0.41.1 or newer", "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/152"),
     ),
     Fault(
@@ -66,11 +63,9 @@ def installed() -> list[Fault]:
 
     found = []
     for fault in FAULTS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             if SpecifierSet(fault.releases).contains(installed_version(fault.package).base_version):
                 found.append(fault)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

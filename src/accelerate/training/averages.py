@@ -132,16 +132,16 @@ def average(accelerator: Facade, model: nn.Module, decay: float) -> Ema:
         raise ValueError(f"decay is {decay}; it must lie between 0 and 1, such as 0.999.")
     _reshard(model)
     held = {id(parameter): parameter for parameter in model.parameters()}
-    optimizers = [outer.optimizer for outer in accelerator.prepared.optimizers]
-    trained = [[p for group in each.param_groups for p in group["params"] if id(p) in held] for each in optimizers]
-    if not any(trained):
+    optimizers = (outer.optimizer for outer in accelerator.prepared.optimizers)
+    trained = {one: [p for group in one.param_groups for p in group["params"] if id(p) in held] for one in optimizers}
+    if not any(trained.values()):
         raise ValueError("ema() got a model of which no prepared optimizer has a parameter. Prepare both first.")
-    if half := [str(p.dtype) for each in trained for p in each if p.dtype in (torch.float16, torch.bfloat16)]:
+    if half := [str(p.dtype) for its in trained.values() for p in its if p.dtype in (torch.float16, torch.bfloat16)]:
         raise ValueError(
             f"ema() got weights in {half[0]}, too coarse for an average. Load them in float32, with mixed_precision."
         )
     if any(one.has(held) for one in accelerator.prepared.averages):
         raise ValueError("ema() was called before for a part of this model. Keep what it returned then.")
-    ema = Ema(model, [each for each, its in zip(optimizers, trained, strict=True) if its], decay)
+    ema = Ema(model, [one for one, its in trained.items() if its], decay)
     accelerator.prepared.averages.append(ema)
     return ema

@@ -14,10 +14,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from accelerate import comm
 from accelerate.checkpoint.state import run_on_all_ranks, tied_names
-from accelerate.config.enums import FP8BackendType
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
-from accelerate.parallel.batches import Inputs, Outputs
 from accelerate.parallel.holdings import Holdings
 from accelerate.parallel.mesh import shard_mesh, submesh
 from accelerate.precision import master
@@ -71,35 +69,31 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         accelerator: Facade,
-        chains: Mapping[bool, stages.Chain],
+        traced: stages.Traced,
+        loss: Callable | None,
         schedule: str,
         microbatches: int,
         own: Mapping[int, stages.Stage],
+        holdings: Holdings,
+        groups: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self.holdings: Holdings
-        self._inputs: Inputs
-        self._outputs: Outputs
-        self._loss: Callable | None
-        self._groups: dict[str, Any]
-        self._accelerator, self._own, self._microbatches = accelerator, own, microbatches
+        self._accelerator, self._own, self._microbatches, self._loss = accelerator, own, microbatches, loss
+        self.holdings, self._groups = holdings, groups
         # Not the chains, which have the weights of all stages.
-        self._carried = {mode: chain.carried for mode, chain in chains.items()}
-        self._used = {mode: chain.used for mode, chain in chains.items()}
+        self._inputs, self._outputs = traced.inputs, traced.outputs
         self._held, self._batch = False, None
-        part, carried = submesh(accelerator.torch_device_mesh, "pp"), self._carried[True]
-        count = len(carried) - 1
-        group = part.get_group()
+        size, group, device = len(holdings.ranks), holdings.group, accelerator.device
+        count = size * SCHEDULES[schedule]
         built = [
-            PipelineStage(stage, at, count, accelerator.device, carried[at], carried[at + 1], group=group)
+            PipelineStage(stage, at, count, device, stage.taken[True], stage.returned[True], group=group)
             for at, stage in own.items()
         ]
         kind, given = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
         # Each micro-batch has its weight already.
         self._schedule = kind(given, microbatches, loss_fn=self._loss_of, scale_grads=False)
-        ranks = dist.get_process_group_ranks(group)
-        self._owners = [ranks[_place(schedule, stage, len(ranks))] for stage in range(count)]
-        self._is_first, self._is_last = 0 in own, count - 1 in own
+        self._owners = [holdings.ranks[_place(schedule, stage, size)] for stage in range(count)]
+        self._is_last = count - 1 in own
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Let the stages compute as in training, or in evaluation."""
@@ -129,16 +123,13 @@ class Pipeline(nn.Module):
         target = kwargs.pop("target", None) if self._loss is not None else None
         rows, tensors = self._inputs.match(args, kwargs)
         trains = self.training and torch.is_grad_enabled()
-        self._check(rows, target, trains)
+        if problem := self._misfit(rows, target, trains):
+            raise ValueError(problem)
         device, inputs = self._accelerator.device, self._inputs
         factor = gradients.loss_factor(self._accelerator) if trains else 1.0
-        batch = self._batch = _Batch(
-            rows, inputs.rows, send_to_device(target, device) if self._is_last else None, factor
-        )
-        given = ()
-        if self._is_first:
-            cut = inputs.cut(tensors, 0, self._microbatches)
-            given = tuple(cut[position].to(device) for position in self._used[self.training])
+        wanted = send_to_device(target, device) if self._is_last else None
+        batch = self._batch = _Batch(rows, inputs.rows, wanted, factor)
+        given = inputs.cut(tensors, 0, self._microbatches, device) if 0 in self._own else ()
         if trains:
             self._divide_summed()
             # The loss is called with the number of the micro-batch in place of its target.
@@ -149,12 +140,16 @@ class Pipeline(nn.Module):
             self._forward_only(given)
         self._batch = None
         if self._loss is not None and target is None:
-            return self._all_outputs(batch)
-        loss = torch.zeros((), device=device)
-        if self._is_last:
-            loss += torch.stack([value.float() for value in batch.losses]).sum()
-        dist.broadcast(loss, self._owners[-1], group=self.holdings.group)
-        return loss
+            output = self._outputs.joined(batch.outputs, rows) if self._is_last else None
+            return self._outputs.built(self._from_last(self._outputs.tensors(output, rows, device)))
+        losses = [value.float() for value in batch.losses] or [torch.zeros((), device=device)]
+        return self._from_last([torch.stack(losses).sum()])[0]
+
+    def _from_last(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of the last stage on all ranks of the pipeline, which give as many."""
+        for tensor in tensors:
+            dist.broadcast(tensor, self._owners[-1], group=self.holdings.group)
+        return tensors
 
     @torch.no_grad()
     def _forward_only(self, given: Sequence[torch.Tensor]) -> None:
@@ -169,7 +164,7 @@ class Pipeline(nn.Module):
                 elif self._owners[number - 1] == me:
                     values = results
                 else:
-                    values = [torch.empty_like(value, device=device) for value in self._carried[self.training][number]]
+                    values = [torch.empty_like(value, device=device) for value in stage.taken[self.training]]
                     for value in values:
                         dist.recv(value, self._owners[number - 1], group=group)
                 results = stage(*values)
@@ -183,31 +178,25 @@ class Pipeline(nn.Module):
             for stage in self._own.values():  # else the next forward would see these weights after a step
                 stage.reshard()
 
-    def _check(self, rows: int, target: Any, trains: bool) -> None:
-        each = self._inputs.rows
+    def _misfit(self, rows: int, target: Any, trains: bool) -> str | None:
+        """Return what is wrong with the number of samples or the target, and what to do about it."""
+        each, leaves = self._inputs.rows, pytree.tree_leaves(target)
+        sizes = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
         if rows > each * self._microbatches:
-            raise ValueError(
+            return (
                 f"The batch has {rows} samples, but {self._microbatches} micro-batches of {each} hold {each * self._microbatches}. Prepare the pipeline "
                 f"with an example of {-(-rows // self._microbatches)} samples, or with more micro-batches."
             )
         if self._loss is None and rows % each:
-            raise ValueError(
+            return (
                 f"The batch has {rows} samples, which are no multiple of the {each} of a micro-batch, and the model computes the loss itself, over what would fill "
                 "the last one, too. Give `prepare_pipeline` a loss, or the loader drop_last=True."
             )
-        if self._loss is None:
-            return
-        if target is None:
-            if trains:
-                raise ValueError(
-                    "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
-                )
-            return
-        sizes = {len(leaf) for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor) and leaf.ndim}
-        if sizes != {rows}:
-            raise ValueError(
-                f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
-            )
+        if self._loss is not None and target is None and trains:
+            return "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
+        if target is not None and sizes != {rows}:
+            return f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
+        return None
 
     def _loss_of(self, outputs: Sequence[torch.Tensor], number: torch.Tensor | int) -> torch.Tensor:
         """Return what backward begins with for a micro-batch: its loss by the share of the batch's samples that it has."""
@@ -215,42 +204,22 @@ class Pipeline(nn.Module):
         count = batch.samples(place)
         if self._loss is None:
             loss = outputs[0]
+        elif batch.target is None:
+            batch.outputs.append(outputs)
+            return outputs[0].new_zeros(())
         else:
-            made = self._outputs.joined([outputs], max(count, 1))
-            if batch.target is None:
-                batch.outputs.append(tuple(tensor[: len(tensor) // batch.each * count] for tensor in outputs))
-                return outputs[0].new_zeros(())
-            loss = self._loss(made, batch.target_of(place))
+            loss = self._loss(self._outputs.joined([outputs], max(count, 1)), batch.target_of(place))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ValueError(f"The loss is {loss!r}; return a tensor with one element, the mean over the samples.")
         share = loss.reshape(()) * (count / batch.rows)
         batch.losses.append(share.detach())
         return share * batch.factor
 
-    def _all_outputs(self, batch: _Batch) -> Any:
-        """Return on every rank what the model returns for a batch. All ranks of the pipeline."""
-        device = self._accelerator.device
-        shapes = self._outputs.shapes(batch.rows)
-        if self._is_last:
-            tensors = [torch.cat(column).contiguous() for column in zip(*batch.outputs, strict=True)]
-        else:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        for tensor in tensors:
-            dist.broadcast(tensor, self._owners[-1], group=self.holdings.group)
-        return self._outputs.built(tensors)
-
     # -- gradients -----------------------------------------------------------------------------------------------
-
-    def _shared(self) -> Iterator[tuple[nn.Parameter, int, Any]]:
-        """Yield the parameters that other ranks of the pipeline have, too, with their number and process group."""
-        own = dict(self.named_parameters())
-        for name, places in self.holdings.holders.items():
-            if len(places) > 1 and name in own and own[name].requires_grad:
-                yield own[name], len(places), self._groups[name]
 
     def _divide_summed(self) -> None:
         """Make a share again of what is a sum over ranks already, so that the next sum counts it once."""
-        for parameter, count, _ in self._shared():
+        for parameter, count, _ in self.holdings.shared(self, self._groups):
             if getattr(parameter.grad, _SUMMED, False):
                 parameter.grad.div_(count)
                 setattr(parameter.grad, _SUMMED, False)
@@ -258,14 +227,13 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def _exchange(self) -> None:
         """Sum the gradients of what several stages use, and average those of replicas. All ranks."""
-        for parameter, _, group in self._shared():
+        for parameter, _, group in self.holdings.shared(self, self._groups):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(master.local_part(parameter.grad), group=group)
             setattr(parameter.grad, _SUMMED, True)
         mesh = self._accelerator.torch_device_mesh
-        replicas = None if self._accelerator.is_fsdp2 else submesh(mesh, "dp_replicate")
-        if replicas is not None:
+        if not self._accelerator.is_fsdp2 and (replicas := submesh(mesh, "dp_replicate")) is not None:
             consistency.average_gradients(list(self.parameters()), replicas.get_group())
 
 
@@ -282,7 +250,11 @@ def prepare_pipeline(
     loss: Callable | None,
 ) -> Pipeline:
     """Divide a model into stages, build this rank's, and register the pipeline. All ranks."""
-    _check(accelerator, model, schedule, microbatches)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
+    if problem := _problem(accelerator, model, schedule, microbatches):
+        raise ValueError(problem)
+    prepare.check_mesh(accelerator)
     accelerator._prepare_device_mesh()
     accelerator._backend.check(accelerator, ())
     part = submesh(accelerator.torch_device_mesh, "pp")
@@ -291,34 +263,28 @@ def prepare_pipeline(
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         master.upcast(model)
 
-    def divided() -> tuple[dict[bool, stages.Chain], Inputs, Outputs, list[str]]:
-        device = next(model.parameters()).device
-        args, kwargs = send_to_device(tuple(example[0]), device), send_to_device(dict(example[1]), device)
-        points = split
-        if split == "auto":
-            points = costly_stages(model, count, lambda: model(*args, **kwargs))
+    def divided() -> tuple[list[str], stages.Traced]:
+        args, kwargs = send_to_device((tuple(example[0]), dict(example[1])), next(model.parameters()).device)
+        points = costly_stages(model, count, lambda: model(*args, **kwargs)) if split == "auto" else split
         points = [points] if isinstance(points, str) else list(points)
-        inputs = Inputs(model, args, kwargs)
-        outputs = Outputs(inputs.rows)
-        record = _only_loss if loss is None else outputs.record
-        chains = stages.trace(model, points, inputs, record, count, accelerator.device)
-        return chains, inputs, outputs, points
+        record = _only_loss if loss is None else None
+        return points, stages.trace(model, points, args, kwargs, count, accelerator.device, record)
 
-    chains, inputs, outputs, points = run_on_all_ranks(divided)
-    given = points, schedule, microbatches, [str(leaf) for leaf in inputs.leaves]
+    points, traced = run_on_all_ranks(divided)
+    given = points, schedule, microbatches, [str(leaf) for leaf in traced.inputs.leaves]
     if not comm.current().is_same(given):
         raise ValueError(
             f"The ranks build different pipelines; this one has split={points}, schedule={schedule!r}, microbatches={microbatches} and an example of "
             f"{', '.join(given[3])}. Give every rank the same."
         )
-    numbers = [number for number in range(count) if _place(schedule, number, size) == part.get_local_rank()]
-    holdings = _holdings(model, chains, schedule, part)
-    own = {at: stages.build(chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
+    holdings = _holdings(model, traced.chains, schedule, part)
+    numbers = [number for number in range(count) if _place(schedule, number, size) == holdings.place]
+    own = {at: stages.build(traced.chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
     if accelerator.is_fsdp2:
         _shard(accelerator, own)
-    pipeline = run_on_all_ranks(lambda: Pipeline(accelerator, chains, schedule, microbatches, own))
-    pipeline.holdings, pipeline._groups = holdings, holdings.make_groups(accelerator.torch_device_mesh)
-    pipeline._inputs, pipeline._outputs, pipeline._loss = inputs, outputs, loss
+    groups = holdings.make_groups(accelerator.torch_device_mesh)
+    made = accelerator, traced, loss, schedule, microbatches, own, holdings, groups
+    pipeline = run_on_all_ranks(lambda: Pipeline(*made))
     _fill(pipeline, model, own)
     return prepare.register(accelerator, "model", pipeline, model)
 
@@ -328,55 +294,39 @@ def _place(schedule: str, stage: int, size: int) -> int:
     return 2 * size - 1 - stage if schedule == "ZBVZeroBubble" and stage >= size else stage % size
 
 
-def _check(accelerator: Facade, model: Any, schedule: str, microbatches: Any) -> None:
-    """Refuse what has no pipeline, before anything is changed."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
+def _problem(accelerator: Facade, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
+    """Return why a model or the settings have no pipeline, and what to do instead."""
     name, size = type(model).__name__, getattr(accelerator.parallelism_config, "pp_size", 1)
     least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}.get(schedule, 1)
     each = size if schedule == "Interleaved1F1B" else 1
-    compiler, precision = accelerator.state.dynamo_plugin.backend.value, accelerator.mixed_precision
+    compiler = accelerator.state.dynamo_plugin.backend.value
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     batch = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
     norms = [
         at for at, part in model.named_modules() if isinstance(part, batch) and (part.training or not model.training)
     ]
-    for wrong, message in (
-        (
-            size == 1,
-            "There are no ranks to divide the model over: pass parallelism_config=ParallelismConfig(pp_size=2), and launch as many processes.",
-        ),
-        (is_torch_version("<", "2.10"), "Pipelines train with torch 2.10 or newer. Run pip install 'torch>=2.10'."),
-        (
-            accelerator.prepared.find(model),
-            f"This {name} is prepared already. Use what that returned, or call free_memory() first.",
-        ),
-        (schedule not in SCHEDULES, f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}."),
-        (
-            type(microbatches) is not int or microbatches < least or microbatches % each,
-            f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {each}.",
-        ),
-        (
-            compiler != "NO" or accelerator.fp8_backend is not FP8BackendType.NO,
-            f"dynamo_backend={compiler} and mixed_precision={precision!r} with pp_size={size}: stages are neither compiled nor converted. Leave the backend out, and use "
-            "mixed_precision='bf16' or 'no'.",
-        ),
-        (
-            empty,
-            f"{(empty or [''])[0]!r} of {name} is on the meta device. Load the weights before the model becomes a pipeline.",
-        ),
-        (
-            not any(p.requires_grad for p in model.parameters()),
-            f"{name} has no trainable parameter. Use prepare_model(model, evaluation_mode=True).",
-        ),
-        (
-            norms,
-            f"{(norms or [''])[0]!r} of {name} normalises over the batch, and would see one micro-batch at a time: another model than in one process. Use a normalisation of "
-            "each sample, or freeze it: `model.train()`, then `.eval()` of the part.",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    if size == 1:
+        return "There are no ranks to divide the model over: pass parallelism_config=ParallelismConfig(pp_size=2), and launch as many processes."
+    if is_torch_version("<", "2.10"):
+        return "Pipelines train with torch 2.10 or newer. Run pip install 'torch>=2.10'."
+    if accelerator.prepared.find(model):
+        return f"This {name} is prepared already. Use what that returned, or call free_memory() first."
+    if schedule not in SCHEDULES:
+        return f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}."
+    if type(microbatches) is not int or microbatches < least or microbatches % each:
+        return f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {each}."
+    if compiler != "NO":
+        return f"dynamo_backend={compiler} with pp_size={size}: stages are not compiled. Leave the backend out."
+    if empty:
+        return f"{empty[0]!r} of {name} is on the meta device. Load the weights before the model becomes a pipeline."
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return f"{name} has no trainable parameter. Use prepare_model(model, evaluation_mode=True)."
+    if norms:
+        return (
+            f"{norms[0]!r} of {name} normalises over the batch, and would see one micro-batch at a time: another model than in one process. "
+            "Use a normalisation of each sample, or freeze it: `model.train()`, then `.eval()` of the part."
+        )
+    return None
 
 
 def _only_loss(output: Any) -> tuple[torch.Tensor, ...]:
@@ -401,8 +351,7 @@ def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: s
     # What no stage uses, the first rank keeps.
     holders = {name: tuple(sorted({place for user, place in users if user == name})) or (0,) for name in tensors}
     place = part.get_local_rank()
-    kept = {name for name in tensors if place in holders[name]}
-    elsewhere = frozenset(name for name in model.state_dict() if name not in kept)
+    elsewhere = frozenset(model.state_dict()) - {name for name, places in holders.items() if place in places}
     return Holdings(tensors, holders, place, ranks, part.get_group(), tied_names(model), elsewhere)
 
 

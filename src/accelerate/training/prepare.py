@@ -167,7 +167,7 @@ def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn
     if layout is None or traits.of(accelerator.distributed_type).deepspeed:
         return model
     if not evaluation or model_has_dtensor(model):
-        _check_mesh(accelerator)
+        check_mesh(accelerator)
     shares = layout.cp_enabled or layout.sp_enabled
     if shares or not evaluation:
         accelerator._prepare_device_mesh()
@@ -190,7 +190,7 @@ def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn
     return model
 
 
-def _check_mesh(accelerator: Facade) -> None:
+def check_mesh(accelerator: Facade) -> None:
     """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
     layout = accelerator.parallelism_config
     if layout._sp_by_deepspeed:

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from accelerate.parallel.batches import Inputs, Outputs
-from accelerate.parallel.pipeline import trace
+from accelerate.parallel.stages import trace
+
+CPU = torch.device("cpu")
 
 
 class _Model(nn.Module):
@@ -24,7 +26,7 @@ def _inputs(**kwargs):
 def test_a_table_as_long_as_the_batch_is_still_the_table():
     inputs = _inputs(table=torch.arange(4.0))
     _, tensors = inputs.match((torch.ones(4, 3),), {"table": torch.arange(4.0)})
-    assert inputs.cut(tensors, 0, 2)[1].tolist() == [0, 1, 2, 3] * 2
+    assert inputs.cut(tensors, 0, 2, CPU)[1].tolist() == [0, 1, 2, 3] * 2
 
 
 def test_constants_and_nested_values_are_named():
@@ -54,11 +56,11 @@ def test_a_cache_is_left_out():
 def test_tracing_leaves_the_model_as_it_was():
     model = _Model()
     before = {name: sorted(module.__dict__) for name, module in model.named_modules()}
-    traced = trace(model, ["two"], (torch.ones(2, 3), torch.ones(2)), {}, 2)
-    assert len(traced.chain.names) == 2 and traced.chain.used[0] == 0
+    traced = trace(model, ["two"], (torch.ones(2, 3), torch.ones(2)), {}, 2, CPU, trains=False)
+    assert [len(chain.names) for chain in traced.chains.values()] == [2]
     assert before == {name: sorted(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(ValueError, match=r"\['other'\] cut _Model into 1 stages, but there are to be 2"):
-        trace(model, ["other"], (torch.ones(2, 3),), {}, 2)
+        trace(model, ["other"], (torch.ones(2, 3),), {}, 2, CPU, trains=False)
     assert before == {name: sorted(module.__dict__) for name, module in model.named_modules()}
 
 
@@ -67,5 +69,5 @@ def test_a_forward_of_the_instance_stays():
     own = model.forward
     model.forward = lambda x: own(x)["y"]
     kept = model.forward
-    trace(model, ["two"], (torch.ones(2, 3),), {}, 2)
+    trace(model, ["two"], (torch.ones(2, 3),), {}, 2, CPU, trains=False)
     assert model.forward is kept

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from accelerate.parallel import balance, stages
-from accelerate.parallel.batches import Inputs, Outputs
 
 BOTH = pytest.mark.parametrize("points", [["blocks.2"], ["blocks.1", "blocks.2", "blocks.3"]], ids=len)
 
@@ -40,11 +39,8 @@ class _Net(nn.Module):
 
 def _traced(model, points):
     tokens, scale = torch.arange(6).view(3, 2), torch.ones(3, 1, 1)
-    inputs = Inputs(model, (tokens,), {"scale": scale})
-    outputs = Outputs(inputs.rows)
-    device = torch.device("cpu")
-    chains = stages.trace(model, points, inputs, outputs.record, len(points) + 1, device)
-    return chains, outputs, (tokens, scale)
+    traced = stages.trace(model, points, (tokens,), {"scale": scale}, len(points) + 1, torch.device("cpu"))
+    return traced.chains, traced.outputs, (tokens, scale)
 
 
 def _loss_and_gradients(found, parameters):

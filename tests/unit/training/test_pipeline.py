@@ -65,6 +65,22 @@ def test_arguments(options, text):
         accelerator.prepare_pipeline(options.pop("model", nn.Linear(2, 2)), **options)
 
 
+def test_settings_of_the_run(monkeypatch):
+    """An fp8 library that the environment names computes nothing without fp8, and refuses nothing; a compiler and whole shards do."""
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    plain = Accelerator(cpu=True, parallelism_config=_two())
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        plain.prepare_pipeline(nn.Linear(2, 2).requires_grad_(False))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    shards = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2))
+    with pytest.raises(ValueError, match="dp_shard_size=2 shards parameters, which needs FSDP"):
+        shards.prepare_pipeline(nn.Linear(2, 2))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    compiled = Accelerator(cpu=True, parallelism_config=_two(), dynamo_backend="inductor")
+    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR with pp_size=2"):
+        compiled.prepare_pipeline(nn.Linear(2, 2))
+
+
 def test_without_ranks():
     with pytest.raises(ValueError, match=r"ParallelismConfig\(pp_size=2\)"):
         Accelerator(cpu=True).prepare_pipeline(nn.Linear(2, 2))
