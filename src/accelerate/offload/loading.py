@@ -28,8 +28,8 @@ from accelerate.offload.store import (
     OffloadWriter,
     PathLike,
     WeightFile,
+    WeightSource,
     check_format,
-    with_scales,
 )
 from accelerate.offload.tensors import (
     _get_proper_dtype,
@@ -97,11 +97,12 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, o
         offload_folder: The folder with the files; it may be deleted afterwards.
     """
     index = index or {}
-    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    weights = WeightSource(OffloadedWeightsLoader(save_folder=offload_folder, index=index))
     for name in index:
         if not name.endswith("SCB"):  # which goes along with its weight
             # Copies, because the files may be temporary, so that nothing may stay mapped to them.
-            value, scales = (None if one is None else one.clone() for one in with_scales(weights, name))
+            value = weights.get(name)
+            value, scales = (None if one is None else one.clone() for one in (value, weights.scales(name, value)))
             set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=scales)
 
 

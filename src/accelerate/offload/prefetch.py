@@ -23,7 +23,7 @@ from torch import nn
 
 from accelerate.devices import table
 from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, hooks_of, offloading_hook
-from accelerate.offload.store import OffloadedWeightsLoader, resolved
+from accelerate.offload.store import WeightSource
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.runtime.durable import POPULATE, advise
 from accelerate.utils.environment import str_to_bool
@@ -145,8 +145,8 @@ class Unit:
 
     def bring(self) -> tuple[Tensors, Any]:
         """Read the weights. Runs in the prefetching thread."""
-        weights = self.hook.weights_map
-        return self.transfer.bring({name: (weights[name], dtype) for name, dtype in self.dtypes.items()})
+        source = WeightSource(self.hook.weights_map)
+        return self.transfer.bring({name: (source.get(name), dtype) for name, dtype in self.dtypes.items()})
 
 
 class Prefetcher:
@@ -294,19 +294,14 @@ def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:
     quantized = any(type(tensor).__name__ in (INT8, *FOUR_BIT) for tensor in offloaded.values())
     if device.type == "meta" or quantized or not nbytes:
         return None
-    in_files = any(_in_file(hook.weights_map, name) for name in offloaded)
-    if device.type == "cpu" and (nbytes < SMALLEST_ON_CPU or not in_files):
+    source = WeightSource(hook.weights_map)
+    if device.type == "cpu" and (nbytes < SMALLEST_ON_CPU or not any(map(source.in_file, offloaded))):
         return None
     if device not in transfers:
         transfers[device] = _transfer(device)
     if transfers[device] is None:
         return None
     return Unit(hook, transfers[device], {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
-
-
-def _in_file(weights: Any, name: str) -> bool:
-    weights, name = resolved(weights, name)
-    return isinstance(weights, OffloadedWeightsLoader) and name not in weights.state_dict
 
 
 def _transfer(device: torch.device) -> HostTransfer | StreamTransfer | None:

@@ -412,23 +412,40 @@ class OffloadedWeightsLoader(Mapping):
         return len(self.all_keys)
 
 
-def with_scales(weights: Mapping, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a weight, and the scales stored beside it if it is an 8-bit weight of bitsandbytes."""
-    value, scales = weights[name], scales_name(name)
-    return value, weights[scales] if value.dtype is torch.int8 and scales in weights else None
+class WeightSource:
+    """Weights by their names below a module, from whatever mapping a hook has as ``weights_map``; of none it has none."""
 
+    def __init__(self, weights_map: Mapping | None) -> None:
+        self.weights_map = weights_map
+        self._weights: Mapping = {} if weights_map is None else weights_map
+        self._prefix = ""
+        while isinstance(self._weights, PrefixedDataset):
+            self._prefix, self._weights = self._weights.prefix + self._prefix, self._weights.dataset
 
-def resolved(weights: Mapping, name: str) -> tuple[Mapping, str]:
-    """Return the mapping below all prefixes that has a weight of a hook, and the weight's name there."""
-    while isinstance(weights, PrefixedDataset):
-        weights, name = weights.dataset, weights.full_name(name)
-    return weights, name
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return a weight with the dtype that it has in the model, or None."""
+        key = self._prefix + name
+        try:  # hooks ask for each weight at each forward
+            return self._weights[key]
+        except KeyError:
+            if key in self._weights:
+                raise  # its file lacks it
+            return None
 
+    def raw(self, name: str) -> torch.Tensor:
+        """Return a weight as it is kept, not cast to another dtype: what is in memory, or a view of its file."""
+        key = self._prefix + name
+        return self._weights.stored(key) if isinstance(self._weights, OffloadedWeightsLoader) else self._weights[key]
 
-def as_stored(weights: Mapping, name: str) -> torch.Tensor:
-    """Return a weight of a hook's ``weights_map`` as it is kept, not cast to another dtype."""
-    weights, name = resolved(weights, name)
-    return weights.stored(name) if isinstance(weights, OffloadedWeightsLoader) else weights[name]
+    def scales(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the scales beside a value of a weight, which it has as an 8-bit weight of bitsandbytes."""
+        return self.get(scales_name(name)) if value is not None and value.dtype is torch.int8 else None
+
+    def in_file(self, name: str) -> bool:
+        """Say whether a weight is read from a file."""
+        return (
+            isinstance(self._weights, OffloadedWeightsLoader) and self._prefix + name not in self._weights.state_dict
+        )
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
