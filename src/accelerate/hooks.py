@@ -5,6 +5,7 @@ The hooks themselves are in `accelerate.offload`; this module is where users fin
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,19 +80,15 @@ def attach_align_device_hook(
         tied_params_map: As for `AlignDevicesHook`.
     """
 
+    options = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    hook_for = partial(AlignDevicesHook, execution_device, offload, **options)
+
     def visit(current: nn.Module, name: str) -> None:
         whole = offload and type(current).__name__ in (preload_module_classes or ())
         prefix = f"{name}." if name else ""
         if whole or next(named_module_tensors(current), None) is not None:
-            hook = AlignDevicesHook(
-                execution_device=execution_device,
-                offload=offload,
-                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-                offload_buffers=offload_buffers,
-                place_submodules=whole,
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
-            )
+            source = None if weights_map is None else PrefixedDataset(weights_map, prefix)
+            hook = hook_for(weights_map=source, offload_buffers=offload_buffers, place_submodules=whole)
             add_hook_to_module(current, hook, append=True)
         for child_name, child in current.named_children() if not whole else ():
             visit(child, prefix + child_name)
@@ -128,14 +125,14 @@ def attach_align_device_hook_on_blocks(
     """
     common = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     preload = {"preload_module_classes": preload_module_classes, **common}
+    hook_for = partial(AlignDevicesHook, **common)
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
             attach_align_device_hook(
                 module, execution_device, True, weights_map, offload_buffers, module_name, **preload
             )
         else:
-            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **common)
-            add_hook_to_module(module, hook)
+            add_hook_to_module(module, hook_for(execution_device, io_same_device=True, place_submodules=True))
         return
     if not isinstance(execution_device, Mapping):
         execution_device = dict.fromkeys(offload, execution_device)
@@ -145,20 +142,14 @@ def attach_align_device_hook_on_blocks(
         if name not in execution_device or name not in offload:
             # The root, and modules whose own tensors have entries in the map because the module was split.
             prefix = f"{name}." if name else ""
-            own = [
-                prefix + tensor for tensor, _ in named_module_tensors(current) if prefix + tensor in execution_device
-            ]
+            names = [prefix + tensor for tensor, _ in named_module_tensors(current)]
+            own = [tensor for tensor in names if tensor in execution_device]
             if not own and name != "":
                 continue
             offloaded = any(offload.get(tensor, False) for tensor in own) and weights_map is not None
-            hook = AlignDevicesHook(
-                execution_device.get(name, execution_device[own[0]] if own else None),
-                offload=offloaded,
-                io_same_device=name == "",
-                weights_map=PrefixedDataset(weights_map, prefix) if offloaded else None,
-                offload_buffers=offloaded and offload_buffers,
-                **common,
-            )
+            device = execution_device.get(name, execution_device[own[0]] if own else None)
+            source = PrefixedDataset(weights_map, prefix) if offloaded else None
+            hook = hook_for(device, offloaded, name == "", source, offloaded and offload_buffers)
             # The root's hook is that of the last dispatch; one below it may be another library's.
             add_hook_to_module(current, hook, append=name != "")
         elif offload[name]:
@@ -166,15 +157,10 @@ def attach_align_device_hook_on_blocks(
             attach_align_device_hook(current, device, True, weights_map, offload_buffers, name, **preload)
             if "_hf_hook" not in current.__dict__:
                 # A block without weights of its own still has to bring its inputs along.
-                add_hook_to_module(current, AlignDevicesHook(device, io_same_device=name == "", **common))
+                add_hook_to_module(current, hook_for(device, io_same_device=name == ""))
             attach_execution_device_hook(current, device, **preload)
         else:
-            hook = AlignDevicesHook(
-                execution_device[name],
-                offload_buffers=offload_buffers,
-                io_same_device=name == "",
-                place_submodules=True,
-                **common,
-            )
-            add_hook_to_module(current, hook)
-            attach_execution_device_hook(current, execution_device[name], **common)
+            device = execution_device[name]
+            buffers = {"offload_buffers": offload_buffers}
+            add_hook_to_module(current, hook_for(device, io_same_device=name == "", place_submodules=True, **buffers))
+            attach_execution_device_hook(current, device, **common)
