@@ -54,8 +54,7 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 )
 
 
-@contextlib.contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+def init_empty_weights(include_buffers: bool | None = None) -> contextlib.AbstractContextManager:
     """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be
     made.
 
@@ -72,8 +71,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
         >>> layer.weight.device.type
         'meta'
     """
-    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
-        yield
+    return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 
 
 @contextlib.contextmanager

@@ -135,9 +135,9 @@ def _warn_of_buffers(plan: Planner) -> None:
 def _warn_of_empty_devices(plan: Planner) -> None:
     """A budget of nothing is a wish; one that holds nothing is a mistake."""
     lines = [
-        f"\n  - {device}: {last.size + last.reserve} bytes required ({last.size} for {last.name!r}, {last.reserve} kept free "
+        f"\n  - {device}: {size + reserve} bytes required ({size} for {name!r}, {reserve} kept free "
         f"for the largest layer), the budget is {plan.budgets[device]} ({convert_bytes(plan.budgets[device])})"
-        for device, last in plan.refused.items()
+        for device, (name, size, reserve) in plan.refused.items()
         if plan.budgets[device] and not plan.used[device]
     ]
     if lines:

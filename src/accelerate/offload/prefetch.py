@@ -164,11 +164,8 @@ class Prefetcher:
         self._reader: ThreadPoolExecutor | None = None  # the thread, which ends when this object goes
         self._process = 0  # that has the thread; a forked one does not
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied model has other hooks
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())
+        return (type(None), ())  # a copied model has other hooks
 
     def begin(self) -> None:
         """Note that a forward of the whole model begins, and have its first modules read."""
