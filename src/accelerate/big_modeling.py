@@ -25,17 +25,8 @@ from accelerate.offload.loading import CheckpointLoad
 from accelerate.offload.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.offload.placement import Device, as_device, as_parameter
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
-from accelerate.offload.store import OffloadedWeightsLoader
 from accelerate.offload.tensors import check_tied_parameters_on_same_device, find_tied_parameters, retie_parameters
-from accelerate.offload.weights import (
-    check_data,
-    gather_weights,
-    name_tied_weights,
-    promised_weights,
-    shared_pointers,
-    state_tensors,
-    write_missing,
-)
+from accelerate.offload.weights import Offloading, check_data, shared_pointers, state_tensors
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
 
@@ -148,8 +139,7 @@ def cpu_offload(
     """
     prefetch_budget(prefetch)  # before anything is changed
     if state_dict is None:
-        has_data = {name: tensor for name, tensor in state_tensors(model).items() if tensor.device.type != "meta"}
-        state_dict = {name: tensor.to("cpu") for name, tensor in has_data.items()}
+        state_dict = {name: tensor.to("cpu") for name, tensor in state_tensors(model).items() if not tensor.is_meta}
     check_data(model, {"": "cpu"}, {"cpu"}, state_dict, find_tied_parameters(model), offload_buffers)
     _offload_all(model, state_dict, execution_device, offload_buffers, preload_module_classes, prefetch)
     return model
@@ -241,13 +231,9 @@ def disk_offload(
         torch.Size([1, 1])
     """
     prefetch_budget(prefetch)  # before anything is changed
-    tied = find_tied_parameters(model)
-    promised = promised_weights(model, tied, offload_dir=offload_dir)
-    check_data(model, {"": "disk"}, {"disk"}, promised, tied, offload_buffers)
-    index = write_missing(model, [""], offload_buffers, offload_dir)
-    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
-    name_tied_weights(weights, tied)
-    _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes, prefetch)
+    kept = Offloading(model, {"": "disk"}, {"disk"}, offload_buffers, offload_dir=offload_dir)
+    kept.check()
+    _offload_all(model, kept.gather(), execution_device, offload_buffers, preload_module_classes, prefetch)
     return model
 
 
@@ -315,18 +301,9 @@ def dispatch_model(
         main_device = next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
     offloaded_to = {"disk"} if main_device == "cpu" else {"cpu", "disk"}
     places = disjoint_map(model, device_map)
-    promised = promised_weights(model, tied, state_dict, offload_dir, offload_index)
-    check_data(model, places, offloaded_to, promised, tied, offload_buffers)
-    weights = gather_weights(
-        model,
-        on_cpu=[name for name, device in places.items() if device == "cpu" and "cpu" in offloaded_to],
-        on_disk=[name for name, device in places.items() if device == "disk"],
-        state_dict=state_dict,
-        offload_dir=offload_dir,
-        offload_index=offload_index,
-        offload_buffers=offload_buffers,
-    )
-    name_tied_weights(weights, tied)
+    kept = Offloading(model, places, offloaded_to, offload_buffers, state_dict, offload_dir, offload_index)
+    kept.check()
+    weights = kept.gather()
     check_tied_parameters_on_same_device(tied, device_map)
     execution = {name: main_device if device in offloaded_to else device for name, device in places.items()}
     execution.setdefault("", main_device)

@@ -206,14 +206,9 @@ class AlignDevicesHook(ModelHook):
     def _put_weight(self, name: str, place: _Place, value: torch.Tensor | None) -> torch.Tensor:
         owner, table, last = place
         empty, tied = table[last], name in self.tied_params_names
+        scales, known = self.source.scales(name, value), self.tied_params_map if tied else None
         set_module_tensor_to_device(
-            owner,
-            last,
-            self.execution_device,
-            value=value,
-            fp16_statistics=self.source.scales(name, value),
-            tied_params_map=self.tied_params_map if tied else None,
-            clear_cache=False,
+            owner, last, self.execution_device, value, None, scales, tied_params_map=known, clear_cache=False
         )
         filled = table[last]
         # The stored weight itself is worth keeping. Copies are not, because memory is what offloading saves.

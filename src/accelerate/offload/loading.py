@@ -434,15 +434,8 @@ class CheckpointLoad:
         if not step.entry.file.in_place and step.device == "cpu" and value.dtype is step.entry.value.dtype:
             # Files of torch.save are overwritten in place when they are saved again, so nothing stays mapped to them.
             value = value.clone()
-        set_module_tensor_to_device(
-            self.model,
-            step.name,
-            step.device,
-            value=value,
-            dtype=step.dtype,
-            fp16_statistics=step.scales,
-            clear_cache=False,
-        )
+        options = {"fp16_statistics": step.scales, "clear_cache": False}
+        set_module_tensor_to_device(self.model, step.name, step.device, value, step.dtype, **options)
 
     # -- without --------------------------------------------------------------------------------------------------------
 

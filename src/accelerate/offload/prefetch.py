@@ -8,11 +8,13 @@ it.
 """
 
 import contextlib
+import functools
 import logging
 import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
@@ -260,13 +262,13 @@ class Prefetcher:
 def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Prefetcher | None:
     """Have a dispatched model's hooks read weights ahead and return their prefetcher; None where nothing is gained."""
     budget, leading = prefetch_budget(prefetch), aligning_hook(model)
-    transfers: dict[torch.device, Any] = {}
-    found = (_unit(module, transfers) for module in model.modules() if budget != 0)
+    transfer_to = functools.cache(_transfer)
+    found = (_unit(module, transfer_to) for module in model.modules() if budget != 0)
     units = [unit for unit in found if unit is not None]
     if not units or leading is None:
         return None
     if budget is None:
-        on_cpu = all(device.type == "cpu" for device in transfers)
+        on_cpu = all(isinstance(unit.transfer, HostTransfer) for unit in units)
         budget = max(_AHEAD_ON_CPU if on_cpu else 0, *(unit.nbytes for unit in units))
     prefetcher = Prefetcher(units, budget)
     for unit in units:
@@ -280,7 +282,7 @@ def aligning_hook(module: nn.Module) -> Any | None:
     return next((hook for hook in hooks_of(module) if hasattr(hook, "io_same_device")), None)
 
 
-def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:
+def _unit(module: nn.Module, transfer_to: Callable[[torch.device], Any]) -> Unit | None:
     """What a module's hook brings in, if reading it ahead is of use: not what is in memory already, nor what is quantised."""
     hook = offloading_hook(module)
     if hook is None or hook.weights_map is None or hook.execution_device is None:
@@ -294,11 +296,8 @@ def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:
     source = WeightSource(hook.weights_map)
     if device.type == "cpu" and (nbytes < SMALLEST_ON_CPU or not any(map(source.in_file, offloaded))):
         return None
-    if device not in transfers:
-        transfers[device] = _transfer(device)
-    if transfers[device] is None:
-        return None
-    return Unit(hook, transfers[device], {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
+    transfer = transfer_to(device)
+    return transfer and Unit(hook, transfer, {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
 
 
 def _transfer(device: torch.device) -> HostTransfer | StreamTransfer | None:
