@@ -162,25 +162,17 @@ def clean_device_map(device_map: dict[str, int | str], module_name: str = "") ->
         >>> clean_device_map({"a.b": 0, "a.c": 0, "d": "cpu"})
         {'d': 'cpu', 'a': 0}
     """
-    entries: dict[str, list[str]] = {"": list(device_map)}  # module -> entries in it
-    children: dict[str, dict[str, None]] = {}  # module -> the modules and tensors right below it
+    inside: dict[str, list[str]] = {}  # module -> entries in it; outer modules come first
     for entry in device_map:
-        for name in name_and_parents(entry):
-            outer = name.rpartition(".")[0]
-            children.setdefault(outer, {})[name] = None
-            if outer:
-                entries.setdefault(outer, []).append(entry)
-    pending = [module_name]
-    while pending:
-        name = pending.pop()
-        inside = entries.get(name, ())
-        if len(inside) > 1 and len({device_map[entry] for entry in inside}) == 1:
-            device = device_map[inside[0]]
-            for entry in inside:
-                del device_map[entry]
+        for name in ("", *reversed(list(name_and_parents(entry.rpartition(".")[0])))):
+            inside.setdefault(name, []).append(entry)
+    for name, entries in inside.items():
+        is_below = not module_name or f"{name}.".startswith(f"{module_name}.")
+        devices = {device_map.get(entry) for entry in entries}  # of none where an outer module has taken the place
+        if is_below and len(entries) > 1 and len(devices) == 1 and entries[0] in device_map:
+            for entry in entries:
+                device = device_map.pop(entry)
             device_map[name] = device
-        else:
-            pending += reversed(children.get(name, ()))
     return device_map
 
 
