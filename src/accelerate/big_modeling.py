@@ -159,14 +159,8 @@ def _offload_all(
     tied = find_tied_parameters(model)
     with collection_paused():
         add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-        attach_align_device_hook(
-            model,
-            execution_device=execution_device,
-            offload=True,
-            offload_buffers=offload_buffers,
-            weights_map=weights,
-            preload_module_classes=preload_module_classes,
-        )
+        preload = {"preload_module_classes": preload_module_classes}
+        attach_align_device_hook(model, execution_device, True, weights, offload_buffers, **preload)
         aligning_hook(model).ties = tied
         attach_prefetcher(model, prefetch)
 
@@ -307,17 +301,11 @@ def dispatch_model(
     check_tied_parameters_on_same_device(tied, device_map)
     execution = {name: main_device if device in offloaded_to else device for name, device in places.items()}
     execution.setdefault("", main_device)
+    offload = {name: device in offloaded_to for name, device in places.items()}
+    options = {"skip_keys": skip_keys, "preload_module_classes": preload_module_classes}
+    options["tied_params_map"] = shared_pointers(model, tied)
     with collection_paused():
-        attach_align_device_hook_on_blocks(
-            model,
-            execution_device=execution,
-            offload={name: device in offloaded_to for name, device in places.items()},
-            weights_map=weights,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=shared_pointers(model, tied),
-        )
+        attach_align_device_hook_on_blocks(model, execution, offload, weights, offload_buffers, **options)
         # Weights that were moved one by one are tied no more.
         retie_parameters(model, tied)
         aligning_hook(model).ties = tied
@@ -410,32 +398,14 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, str):
         options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
         device_map = computed_map(model, device_map, max_memory, offload_buffers, **options)
-    load = CheckpointLoad(
-        model,
-        checkpoint,
-        device_map,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-        strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-        whole=True,
-    )
-    index = load.run()
+    sharded = {"full_state_dict": full_state_dict, "broadcast_from_rank0": broadcast_from_rank0}
+    options = {"strict": strict, "whole": True, **sharded}
+    index = CheckpointLoad(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, **options).run()
     if device_map is None:
         return model
-    return dispatch_model(
-        model,
-        device_map=device_map,
-        offload_dir=offload_folder,
-        offload_index=index or None,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-        prefetch=prefetch,
-    )
+    places = {"offload_dir": offload_folder, "offload_index": index or None, "offload_buffers": offload_buffers}
+    hooks = {"skip_keys": skip_keys, "preload_module_classes": preload_module_classes, "force_hooks": force_hooks}
+    return dispatch_model(model, device_map, **places, **hooks, prefetch=prefetch)
 
 
 def attach_layerwise_casting_hooks(

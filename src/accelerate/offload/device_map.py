@@ -109,7 +109,7 @@ def infer_auto_device_map(
     budgets, no_split = get_max_memory(max_memory), class_names(no_split_module_classes)
     dtypes = {"dtype": dtype, "special_dtypes": special_dtypes}
     options = {"offload_buffers": offload_buffers, "fallback": fallback_allocation, "verbose": verbose}
-    plan = make_plan(model, budgets, no_split, dtypes, **options)
+    plan = make_plan(model, budgets, no_split=no_split, dtypes=dtypes, **options)
     if not plan.ties.groups and check_tied_parameters_in_config(model):
         logger.warning(
             "The model weights are not tied, although its configuration says that they should be. Call "

@@ -356,8 +356,8 @@ class CheckpointLoad:
         self.files: list[WeightFile] = list(dict.fromkeys(entry.file for entry in entries.values()))
         read = entries.keys() & self.tensors.keys()
         read |= self.extra.keys() & {name for file in self.files for name in file.keys}
-        steps = [self._step(name, entry, entries) for name, entry in entries.items() if name in self.tensors]
-        steps += [self._step(name, entry, entries) for name, entry in self._aliases(entries)]
+        named = (*entries.items(), *self._aliases(entries))
+        steps = [self._step(name, entry, entries) for name, entry in named if name in self.tensors]
         self._compare(read, {name for name in entries.keys() - read if not name.endswith(_BELONG_TO_WEIGHTS)})
         if self.whole:
             arrives = {name for group in self.tied if not read.isdisjoint(group) for name in group} | read
@@ -577,16 +577,7 @@ def load_checkpoint_in_model(
         raise ValueError("The device_map sends modules to the disk: give an `offload_folder` to put them in.")
     if device_map is not None:
         check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
-    CheckpointLoad(
-        model,
-        checkpoint,
-        device_map,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-        keep_in_fp32_modules=keep_in_fp32_modules,
-        offload_8bit_bnb=offload_8bit_bnb,
-        strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-    ).run()
+    sharded = {"full_state_dict": full_state_dict, "broadcast_from_rank0": broadcast_from_rank0}
+    options = {"keep_in_fp32_modules": keep_in_fp32_modules, "offload_8bit_bnb": offload_8bit_bnb, "strict": strict}
+    load = CheckpointLoad(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, **options, **sharded)
+    load.run()

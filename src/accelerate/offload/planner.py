@@ -9,7 +9,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,20 +29,14 @@ Key = int | str
 UNBOUNDED = "disk"
 
 
-def make_plan(
-    model: nn.Module,
-    budgets: Mapping[Key, int | float],
-    no_split: Collection[str] = (),
-    dtypes: Mapping[str, Any] | None = None,
-    **options: bool,
-) -> "Planner":
-    """Return a planner that has placed a model.
+def make_plan(model: nn.Module, budgets: Mapping[Key, int | float], **options: Any) -> "Planner":
+    """Return a planner that has placed a model; `options` are further fields of `Planner`.
 
     What is tied to a module that comes along because of a tie is brought along as well only where a tied parameter
     would have two devices otherwise: all of them together may be too much for a device.
     """
     for follow_ties in (False, True):
-        plan = Planner(model, budgets, no_split, dtypes or {}, **options, follow_ties=follow_ties)
+        plan = Planner(model, budgets, **options, follow_ties=follow_ties)
         plan.run()
         if all(len({device_of(name, plan.placed) for name in group}) == 1 for group in plan.ties.groups):
             break
@@ -245,8 +239,8 @@ class Planner:
 
     model: nn.Module
     budgets: Mapping[Key, int | float | None]
-    no_split: Collection[str]
-    dtypes: Mapping[str, Any]
+    no_split: Collection[str] = ()
+    dtypes: Mapping[str, Any] = field(default_factory=dict)
     offload_buffers: bool = False
     fallback: bool = False
     verbose: bool = False

@@ -25,10 +25,7 @@ logger = logging.getLogger("accelerate.big_modeling")
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer of a model by every name it has."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

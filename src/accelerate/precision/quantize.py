@@ -99,16 +99,9 @@ def load_and_quantize_model(
     if empty:
         with init_empty_weights():
             replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
-        CheckpointLoad(
-            model,
-            weights_location,
-            placed,
-            dtype=config.torch_dtype,
-            offload_folder=offload_folder,
-            keep_in_fp32_modules=config.keep_in_fp32_modules,
-            offload_8bit_bnb=config.load_in_8bit and bool(_offloaded(placed)),
-            whole=True,
-        ).run()
+        options = {"keep_in_fp32_modules": config.keep_in_fp32_modules, "whole": True}
+        options["offload_8bit_bnb"] = config.load_in_8bit and bool(_offloaded(placed))
+        CheckpointLoad(model, weights_location, placed, offload_folder, config.torch_dtype, **options).run()
     else:
         _quantize_in_place(model, config, placed, ignored=weights_location)
     model.is_loaded_in_4bit = config.load_in_4bit
