@@ -182,7 +182,7 @@ class AlignDevicesHook(ModelHook):
 
     def _load_weights(self, module: nn.Module) -> None:
         ahead = self.prefetcher.enter(self) if self.prefetcher is not None else {}
-        source = self.source
+        source = self._source if self._source.weights_map is self.weights_map else self.source
         for name, place, empty in self._places(module):
             value = ahead.get(name)
             if value is None or value.dtype is not empty.dtype:
@@ -229,12 +229,10 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def _leave(self, module: nn.Module) -> None:
-        if self.offload:
-            self._offload_weights(module)
         if self.leads is not None:
             self.leads.end()
-
-    def _offload_weights(self, module: nn.Module) -> None:
+        if not self.offload:
+            return
         for name, ((owner, table, last), filled, empty) in self._present.items():
             now = table.get(last)
             if now is filled and empty.is_meta and filled.dtype is empty.dtype and type(empty) in PLAIN:
