@@ -28,7 +28,7 @@ _HOMES = {
         "InitProcessGroupKwargs ProfileKwargs"
     ),
     "accelerate.utils.imports": "is_rich_available",
-    "accelerate.utils.memory": "find_executable_batch_size",
+    "accelerate.training.batch_size": "find_executable_batch_size",
     "accelerate.utils.modeling": "infer_auto_device_map load_checkpoint_in_model",
     "accelerate.utils.random": "synchronize_rng_states",
 }

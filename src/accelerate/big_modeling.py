@@ -25,17 +25,8 @@ from accelerate.offload.loading import CheckpointLoad
 from accelerate.offload.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.offload.placement import Device, as_device, as_parameter
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
-from accelerate.offload.store import OffloadedWeightsLoader
 from accelerate.offload.tensors import check_tied_parameters_on_same_device, find_tied_parameters, retie_parameters
-from accelerate.offload.weights import (
-    check_data,
-    gather_weights,
-    name_tied_weights,
-    promised_weights,
-    shared_pointers,
-    state_tensors,
-    write_missing,
-)
+from accelerate.offload.weights import Offloading, check_data, shared_pointers, state_tensors
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
 
@@ -54,8 +45,7 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 )
 
 
-@contextlib.contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+def init_empty_weights(include_buffers: bool | None = None) -> contextlib.AbstractContextManager:
     """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be
     made.
 
@@ -72,8 +62,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
         >>> layer.weight.device.type
         'meta'
     """
-    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
-        yield
+    return init_on_device(torch.device("meta"), include_buffers=include_buffers)
 
 
 @contextlib.contextmanager
@@ -150,8 +139,7 @@ def cpu_offload(
     """
     prefetch_budget(prefetch)  # before anything is changed
     if state_dict is None:
-        has_data = {name: tensor for name, tensor in state_tensors(model).items() if tensor.device.type != "meta"}
-        state_dict = {name: tensor.to("cpu") for name, tensor in has_data.items()}
+        state_dict = {name: tensor.to("cpu") for name, tensor in state_tensors(model).items() if not tensor.is_meta}
     check_data(model, {"": "cpu"}, {"cpu"}, state_dict, find_tied_parameters(model), offload_buffers)
     _offload_all(model, state_dict, execution_device, offload_buffers, preload_module_classes, prefetch)
     return model
@@ -171,14 +159,8 @@ def _offload_all(
     tied = find_tied_parameters(model)
     with collection_paused():
         add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-        attach_align_device_hook(
-            model,
-            execution_device=execution_device,
-            offload=True,
-            offload_buffers=offload_buffers,
-            weights_map=weights,
-            preload_module_classes=preload_module_classes,
-        )
+        preload = {"preload_module_classes": preload_module_classes}
+        attach_align_device_hook(model, execution_device, True, weights, offload_buffers, **preload)
         aligning_hook(model).ties = tied
         attach_prefetcher(model, prefetch)
 
@@ -243,13 +225,9 @@ def disk_offload(
         torch.Size([1, 1])
     """
     prefetch_budget(prefetch)  # before anything is changed
-    tied = find_tied_parameters(model)
-    promised = promised_weights(model, tied, offload_dir=offload_dir)
-    check_data(model, {"": "disk"}, {"disk"}, promised, tied, offload_buffers)
-    index = write_missing(model, [""], offload_buffers, offload_dir)
-    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
-    name_tied_weights(weights, tied)
-    _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes, prefetch)
+    kept = Offloading(model, {"": "disk"}, {"disk"}, offload_buffers, offload_dir=offload_dir)
+    kept.check()
+    _offload_all(model, kept.gather(), execution_device, offload_buffers, preload_module_classes, prefetch)
     return model
 
 
@@ -317,32 +295,17 @@ def dispatch_model(
         main_device = next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
     offloaded_to = {"disk"} if main_device == "cpu" else {"cpu", "disk"}
     places = disjoint_map(model, device_map)
-    promised = promised_weights(model, tied, state_dict, offload_dir, offload_index)
-    check_data(model, places, offloaded_to, promised, tied, offload_buffers)
-    weights = gather_weights(
-        model,
-        on_cpu=[name for name, device in places.items() if device == "cpu" and "cpu" in offloaded_to],
-        on_disk=[name for name, device in places.items() if device == "disk"],
-        state_dict=state_dict,
-        offload_dir=offload_dir,
-        offload_index=offload_index,
-        offload_buffers=offload_buffers,
-    )
-    name_tied_weights(weights, tied)
+    kept = Offloading(model, places, offloaded_to, offload_buffers, state_dict, offload_dir, offload_index)
+    kept.check()
+    weights = kept.gather()
     check_tied_parameters_on_same_device(tied, device_map)
     execution = {name: main_device if device in offloaded_to else device for name, device in places.items()}
     execution.setdefault("", main_device)
+    offload = {name: device in offloaded_to for name, device in places.items()}
+    options = {"skip_keys": skip_keys, "preload_module_classes": preload_module_classes}
+    options["tied_params_map"] = shared_pointers(model, tied)
     with collection_paused():
-        attach_align_device_hook_on_blocks(
-            model,
-            execution_device=execution,
-            offload={name: device in offloaded_to for name, device in places.items()},
-            weights_map=weights,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=shared_pointers(model, tied),
-        )
+        attach_align_device_hook_on_blocks(model, execution, offload, weights, offload_buffers, **options)
         # Weights that were moved one by one are tied no more.
         retie_parameters(model, tied)
         aligning_hook(model).ties = tied
@@ -435,32 +398,14 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, str):
         options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
         device_map = computed_map(model, device_map, max_memory, offload_buffers, **options)
-    load = CheckpointLoad(
-        model,
-        checkpoint,
-        device_map,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-        strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-        whole=True,
-    )
-    index = load.run()
+    sharded = {"full_state_dict": full_state_dict, "broadcast_from_rank0": broadcast_from_rank0}
+    options = {"strict": strict, "whole": True, **sharded}
+    index = CheckpointLoad(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, **options).run()
     if device_map is None:
         return model
-    return dispatch_model(
-        model,
-        device_map=device_map,
-        offload_dir=offload_folder,
-        offload_index=index or None,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-        prefetch=prefetch,
-    )
+    places = {"offload_dir": offload_folder, "offload_index": index or None, "offload_buffers": offload_buffers}
+    hooks = {"skip_keys": skip_keys, "preload_module_classes": preload_module_classes, "force_hooks": force_hooks}
+    return dispatch_model(model, device_map, **places, **hooks, prefetch=prefetch)
 
 
 def attach_layerwise_casting_hooks(

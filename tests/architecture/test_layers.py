@@ -18,7 +18,7 @@ LAYERS: list[str] = [
     "logging modules precision utils.other utils.random utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
-    "utils.megatron_lm diagnostics.precision diagnostics.throughput",
+    "utils.megatron_lm diagnostics.precision diagnostics.throughput precision.quantize",
     "checkpoint checkpointing utils.fsdp_utils utils.memory diagnostics.memory diagnostics.inventory diagnostics.activations "
     "diagnostics.estimator",
     "backends",

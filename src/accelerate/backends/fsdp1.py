@@ -15,13 +15,12 @@ from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import canonical_names, is_compiled_module, is_parallel_wrapper
-from accelerate.parallel import consistency
+from accelerate.parallel import consistency, fsdp
 from accelerate.parallel.mesh import check_backend, shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
-from accelerate.utils import fsdp_utils
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +76,7 @@ class FSDP1(Sharded):
         if plugin.activation_checkpointing:
             parts = [part for part in wrapped.modules() if isinstance(part, FullyShardedDataParallel)]
             units = {part.module for part in parts if part is not wrapped}
-            fsdp_utils.checkpoint_activations(wrapped, plugin, units.__contains__ if units else None)
+            fsdp.checkpoint_activations(wrapped, plugin, units.__contains__ if units else None)
         if plugin.use_orig_params:
             remap_optimizers(accelerator, wrapped, before)
         else:
@@ -200,8 +199,8 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
         strategy = getattr(ShardingStrategy, _HYBRID[strategy.name])
     initialise = plugin.param_init_fn
     if initialise is not None:
-        initialise = fsdp_utils.ensure_weights_retied(initialise, model, device)
-    ignored = fsdp_utils.chosen_modules(plugin.ignored_modules, model)
+        initialise = fsdp.ensure_weights_retied(initialise, model, device)
+    ignored = fsdp.chosen_modules(plugin.ignored_modules, model)
     return {
         **{name: getattr(plugin, name) for name in _HANDED_ON},
         "sharding_strategy": strategy,

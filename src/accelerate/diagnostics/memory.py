@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.devices.memory import should_reduce_batch_size
 from accelerate.diagnostics.estimator import Layout, resting
 from accelerate.diagnostics.inventory import inventory_of_model
 from accelerate.diagnostics.table import Report
@@ -21,7 +22,6 @@ from accelerate.precision.master import local_part, size
 from accelerate.runtime import failure, torch_private
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import pytree
-from accelerate.utils.memory import should_reduce_batch_size
 
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")

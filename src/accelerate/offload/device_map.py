@@ -109,7 +109,7 @@ def infer_auto_device_map(
     budgets, no_split = get_max_memory(max_memory), class_names(no_split_module_classes)
     dtypes = {"dtype": dtype, "special_dtypes": special_dtypes}
     options = {"offload_buffers": offload_buffers, "fallback": fallback_allocation, "verbose": verbose}
-    plan = make_plan(model, budgets, no_split, dtypes, **options)
+    plan = make_plan(model, budgets, no_split=no_split, dtypes=dtypes, **options)
     if not plan.ties.groups and check_tied_parameters_in_config(model):
         logger.warning(
             "The model weights are not tied, although its configuration says that they should be. Call "
@@ -135,9 +135,9 @@ def _warn_of_buffers(plan: Planner) -> None:
 def _warn_of_empty_devices(plan: Planner) -> None:
     """A budget of nothing is a wish; one that holds nothing is a mistake."""
     lines = [
-        f"\n  - {device}: {last.size + last.reserve} bytes required ({last.size} for {last.name!r}, {last.reserve} kept free "
+        f"\n  - {device}: {size + reserve} bytes required ({size} for {name!r}, {reserve} kept free "
         f"for the largest layer), the budget is {plan.budgets[device]} ({convert_bytes(plan.budgets[device])})"
-        for device, last in plan.refused.items()
+        for device, (name, size, reserve) in plan.refused.items()
         if plan.budgets[device] and not plan.used[device]
     ]
     if lines:
@@ -162,25 +162,17 @@ def clean_device_map(device_map: dict[str, int | str], module_name: str = "") ->
         >>> clean_device_map({"a.b": 0, "a.c": 0, "d": "cpu"})
         {'d': 'cpu', 'a': 0}
     """
-    entries: dict[str, list[str]] = {"": list(device_map)}  # module -> entries in it
-    children: dict[str, dict[str, None]] = {}  # module -> the modules and tensors right below it
+    inside: dict[str, list[str]] = {}  # module -> entries in it; outer modules come first
     for entry in device_map:
-        for name in name_and_parents(entry):
-            outer = name.rpartition(".")[0]
-            children.setdefault(outer, {})[name] = None
-            if outer:
-                entries.setdefault(outer, []).append(entry)
-    pending = [module_name]
-    while pending:
-        name = pending.pop()
-        inside = entries.get(name, ())
-        if len(inside) > 1 and len({device_map[entry] for entry in inside}) == 1:
-            device = device_map[inside[0]]
-            for entry in inside:
-                del device_map[entry]
+        for name in ("", *reversed(list(name_and_parents(entry.rpartition(".")[0])))):
+            inside.setdefault(name, []).append(entry)
+    for name, entries in inside.items():
+        is_below = not module_name or f"{name}.".startswith(f"{module_name}.")
+        devices = {device_map.get(entry) for entry in entries}  # of none where an outer module has taken the place
+        if is_below and len(entries) > 1 and len(devices) == 1 and entries[0] in device_map:
+            for entry in entries:
+                device = device_map.pop(entry)
             device_map[name] = device
-        else:
-            pending += reversed(children.get(name, ()))
     return device_map
 
 

@@ -28,8 +28,8 @@ from accelerate.offload.store import (
     OffloadWriter,
     PathLike,
     WeightFile,
+    WeightSource,
     check_format,
-    with_scales,
 )
 from accelerate.offload.tensors import (
     _get_proper_dtype,
@@ -97,11 +97,12 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, o
         offload_folder: The folder with the files; it may be deleted afterwards.
     """
     index = index or {}
-    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    weights = WeightSource(OffloadedWeightsLoader(save_folder=offload_folder, index=index))
     for name in index:
         if not name.endswith("SCB"):  # which goes along with its weight
             # Copies, because the files may be temporary, so that nothing may stay mapped to them.
-            value, scales = (None if one is None else one.clone() for one in with_scales(weights, name))
+            value = weights.get(name)
+            value, scales = (None if one is None else one.clone() for one in (value, weights.scales(name, value)))
             set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=scales)
 
 
@@ -355,8 +356,8 @@ class CheckpointLoad:
         self.files: list[WeightFile] = list(dict.fromkeys(entry.file for entry in entries.values()))
         read = entries.keys() & self.tensors.keys()
         read |= self.extra.keys() & {name for file in self.files for name in file.keys}
-        steps = [self._step(name, entry, entries) for name, entry in entries.items() if name in self.tensors]
-        steps += [self._step(name, entry, entries) for name, entry in self._aliases(entries)]
+        named = (*entries.items(), *self._aliases(entries))
+        steps = [self._step(name, entry, entries) for name, entry in named if name in self.tensors]
         self._compare(read, {name for name in entries.keys() - read if not name.endswith(_BELONG_TO_WEIGHTS)})
         if self.whole:
             arrives = {name for group in self.tied if not read.isdisjoint(group) for name in group} | read
@@ -433,15 +434,8 @@ class CheckpointLoad:
         if not step.entry.file.in_place and step.device == "cpu" and value.dtype is step.entry.value.dtype:
             # Files of torch.save are overwritten in place when they are saved again, so nothing stays mapped to them.
             value = value.clone()
-        set_module_tensor_to_device(
-            self.model,
-            step.name,
-            step.device,
-            value=value,
-            dtype=step.dtype,
-            fp16_statistics=step.scales,
-            clear_cache=False,
-        )
+        options = {"fp16_statistics": step.scales, "clear_cache": False}
+        set_module_tensor_to_device(self.model, step.name, step.device, value, step.dtype, **options)
 
     # -- without --------------------------------------------------------------------------------------------------------
 
@@ -583,16 +577,7 @@ def load_checkpoint_in_model(
         raise ValueError("The device_map sends modules to the disk: give an `offload_folder` to put them in.")
     if device_map is not None:
         check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
-    CheckpointLoad(
-        model,
-        checkpoint,
-        device_map,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-        keep_in_fp32_modules=keep_in_fp32_modules,
-        offload_8bit_bnb=offload_8bit_bnb,
-        strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-    ).run()
+    sharded = {"full_state_dict": full_state_dict, "broadcast_from_rank0": broadcast_from_rank0}
+    options = {"keep_in_fp32_modules": keep_in_fp32_modules, "offload_8bit_bnb": offload_8bit_bnb, "strict": strict}
+    load = CheckpointLoad(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, **options, **sharded)
+    load.run()

@@ -184,15 +184,15 @@ def set_module_tensor_to_device(
         dtype = _get_proper_dtype(dtype)
     if type(old) not in PLAIN and quantizes(old):
         same = value is None and fp16_statistics is None and is_settled(old, dtype)
-        stays = same and check_device_same(old.device, target)
-        kept = QuantizedWeight(owner, name, value, target, dtype, fp16_statistics, non_blocking)
-        new = old if stays else kept.placed()
-        table[name] = new
+        if same and check_device_same(old.device, target):
+            new = old
+        else:
+            new = QuantizedWeight(owner, name, value, target, dtype, fp16_statistics, non_blocking).placed()
     else:
         new = _moved(old, value, target, dtype, table is owner._buffers, non_blocking)
-        table[name] = new
         if fp16_statistics is not None:
             new.SCB = fp16_statistics.to(target)
+    table[name] = new
     if key is not None and key in tied_params_map:
         tied_params_map[key][device] = new
     if clear_cache and not to_meta and target.type != "cpu":

@@ -6,9 +6,10 @@ for from the beginning.
 """
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,32 +29,17 @@ Key = int | str
 UNBOUNDED = "disk"
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """What, with all tied to it, did not fit onto a device; `reserve` is kept there for the largest layer."""
-
-    name: str
-    size: int | float
-    reserve: int | float
-
-
-def make_plan(
-    model: nn.Module,
-    budgets: Mapping[Key, int | float],
-    no_split: Collection[str] = (),
-    dtypes: Mapping[str, Any] | None = None,
-    **options: bool,
-) -> "Planner":
-    """Return a planner that has placed a model.
+def make_plan(model: nn.Module, budgets: Mapping[Key, int | float], **options: Any) -> "Planner":
+    """Return a planner that has placed a model; `options` are further fields of `Planner`.
 
     What is tied to a module that comes along because of a tie is brought along as well only where a tied parameter
     would have two devices otherwise: all of them together may be too much for a device.
     """
-    plan = Planner(model, budgets, no_split, dtypes or {}, **options)
-    plan.run()
-    if any(len({device_of(name, plan.placed) for name in group}) > 1 for group in plan.ties.groups):
-        plan = Planner(model, budgets, no_split, dtypes or {}, **options, follow_ties=True)
+    for follow_ties in (False, True):
+        plan = Planner(model, budgets, **options, follow_ties=follow_ties)
         plan.run()
+        if all(len({device_of(name, plan.placed) for name in group}) == 1 for group in plan.ties.groups):
+            break
     return plan
 
 
@@ -89,8 +75,8 @@ class Ties:
 class _Item:
     """A module or tensor that waits for a device.
 
-    `layers` are the sizes of what is in it and has to be on a device at once, `peak` the largest of them; `pieces`
-    wait in its place once it was opened, and `seen` is the measurement of the reserve in which it was looked at last.
+    `layers` are the sizes of what is in it and has to be on a device at once, `peak` the largest of them; `place` is its
+    number in the module that holds it, behind that one's; `seen` is the measurement of the reserve in which it was looked at last.
     """
 
     name: str
@@ -98,8 +84,8 @@ class _Item:
     size: int | float
     layers: list[int | float]
     whole: bool
+    place: tuple[int, ...]
     seen: int = -1
-    pieces: "list[_Item] | None" = None
 
     def __post_init__(self) -> None:
         self.is_module = isinstance(self.thing, nn.Module)
@@ -155,11 +141,10 @@ class _Reserve:
 
 
 class _Waiting:
-    """What has no device yet, in order.
+    """What has no device yet, by name, and in the order in which it is registered.
 
-    The first of `stack` is at its end, and what was placed or opened meanwhile is noticed when its turn comes. `loose`
-    has the full names of the buffers that opened modules hold themselves; `doubled` says that one holds something
-    under two names.
+    What was placed or opened meanwhile stays in the heap, and is noticed when its turn comes. `loose` has the full names
+    of the buffers that opened modules hold themselves.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> None:
@@ -168,11 +153,10 @@ class _Waiting:
         for name, child in model.named_children():
             self._find_layers(name, child)
         self.loose: list[str] = []
-        self.doubled = False
         first = self.pieces("", model)
         self.items = {item.name: item for item in first}
         self.reserve = _Reserve(first)
-        self.stack: list[_Item] = first[::-1]
+        self._heap = [(item.place, item.name) for item in first]
 
     def _find_layers(self, name: str, module: nn.Module) -> list[int | float]:
         found = [self._sizes.get(name, 0)] if is_whole(module, self._no_split) else []
@@ -181,46 +165,33 @@ class _Waiting:
         self._layers[name] = found
         return found
 
-    def pieces(self, name: str, module: nn.Module, seen: int = -1) -> list[_Item]:
-        """Divide a module: its own tensors, then its children."""
-        found = parts(name, module)
-        buffers = list(module.named_buffers(name, recurse=False))
-        tables = (module._parameters, module._modules, module._buffers)
-        held = sum(thing is not None for table in tables for thing in table.values())
-        self.doubled = self.doubled or held > len(found) + len(buffers)
+    def pieces(self, name: str, module: nn.Module, place: tuple[int, ...] = ()) -> list[_Item]:
+        """Divide a module that has some place: its own tensors, then its children."""
+        found, buffers = parts(name, module), list(module.named_buffers(name, recurse=False))
         if name:
             # Buffers wait at the root alone, as upstream; those of other modules join the rest of it afterwards.
             self.loose += [full for full, _ in buffers]
         else:
             found += buffers
+        sizes, layers, no_split = self._sizes, self._layers, self._no_split
         return [
-            _Item(
-                full, part, self._sizes.get(full, 0), self._layers.get(full, []), is_whole(part, self._no_split), seen
-            )
-            for full, part in found
+            _Item(full, part, sizes.get(full, 0), layers.get(full, []), is_whole(part, no_split), (*place, number))
+            for number, (full, part) in enumerate(found)
         ]
-
-    def in_order(self, stack: list[_Item] | None = None) -> Iterator[_Item]:
-        """Take what waits from a stack, first to last; None: from a copy of that of all."""
-        stack = list(self.stack) if stack is None else stack
-        while stack:
-            item = stack.pop()
-            if item.pieces is not None:
-                stack += reversed(item.pieces)
-            elif self.items.get(item.name) is item:
-                yield item
 
     def pop(self) -> _Item | None:
         """Take the first item out; None if nothing waits."""
-        item = next(self.in_order(self.stack), None)
-        if item is not None:
-            self.remove(item)
-        return item
+        while self._heap:
+            item = self.items.get(heapq.heappop(self._heap)[1])
+            if item is not None:
+                self.remove(item)
+                return item
+        return None
 
     def push(self, items: Sequence[_Item]) -> None:
-        """Put items before all others."""
-        self.stack += reversed(items)
+        """Have items wait, each in its place."""
         for item in items:
+            heapq.heappush(self._heap, (item.place, item.name))
             self.items[item.name] = item
             self.reserve.enter(item)
 
@@ -231,12 +202,16 @@ class _Waiting:
 
     def open(self, item: _Item) -> None:
         """Have the pieces of an item that waits wait in its place."""
-        item.pieces = self.pieces(item.name, item.thing, item.seen)
-        for piece in item.pieces:
-            if not piece.is_module:
-                piece.seen = 0  # no layer of the first measurement
-        del self.items[item.name]
-        self.items.update((piece.name, piece) for piece in item.pieces)
+        pieces = self.pieces(item.name, item.thing, item.place)
+        for piece in pieces:
+            piece.seen = item.seen if piece.is_module else 0  # tensors are no layers of the first measurement
+        self.remove(item)
+        self.push(pieces)
+
+    def bring_forward(self, item: _Item) -> None:
+        """Have an item that waits be the first."""
+        item.place = (-1,)
+        heapq.heappush(self._heap, (item.place, item.name))
 
     def holder(self, name: str) -> str | None:
         """Return the name of what waits and is, or holds, the module or tensor of a name."""
@@ -258,14 +233,14 @@ class Planner:
         placed: Name to device, for every module or tensor that was not split further.
         used: Bytes placed on each device.
         kept: Bytes that devices keep free for the largest layer that was still waiting when they were left.
-        refused: What each device refused last.
+        refused: What each device refused last: its name, its size with all tied to it, and the reserve there.
         buffers: Bytes of the buffers of offloaded layers that stay on the device that runs those.
     """
 
     model: nn.Module
     budgets: Mapping[Key, int | float | None]
-    no_split: Collection[str]
-    dtypes: Mapping[str, Any]
+    no_split: Collection[str] = ()
+    dtypes: Mapping[str, Any] = field(default_factory=dict)
     offload_buffers: bool = False
     fallback: bool = False
     verbose: bool = False
@@ -281,7 +256,7 @@ class Planner:
         self.waiting = _Waiting(self.model, self.sizes, self.no_split)
         self.reserve = self.waiting.reserve
         self.placed: dict[str, Key] = {}
-        self.refused: dict[Key, Refusal] = {}
+        self.refused: dict[Key, tuple[str, int | float, int | float]] = {}
         self.used: Counter[Key] = Counter()
         self.kept: dict[Key, int | float] = {}
         self.device = self.devices[0]  # the one that is being filled
@@ -294,8 +269,7 @@ class Planner:
         offloaded = [name for name, device in self.placed.items() if device in ("cpu", UNBOUNDED)]
         sizes = {} if self.offload_buffers else compute_module_sizes(self.model, **self.dtypes, buffers_only=True)
         self.buffers = sum(sizes.get(name, 0) for name in offloaded)
-        if self.waiting.doubled:
-            self._add_second_names()
+        self._add_second_names()
 
     @property
     def left(self) -> int | float:
@@ -322,7 +296,7 @@ class Planner:
             # What fills a device exactly is too large where it is tied, as upstream.
             elif item.size >= self.left and not item.whole:
                 self._refuse(item, item.size, "it was split")
-                self.waiting.push(self.waiting.pieces(item.name, item.thing))
+                self.waiting.push(self.waiting.pieces(item.name, item.thing, item.place))
                 self.reserve.measure()
                 return
             else:
@@ -374,7 +348,7 @@ class Planner:
         self.device = self.devices[self.devices.index(self.device) + 1]
 
     def _refuse(self, item: _Item, size: int | float, cause: str) -> None:
-        self.refused[self.device] = Refusal(item.name, size, self.reserve_here)
+        self.refused[self.device] = (item.name, size, self.reserve_here)
         if self.verbose:
             space = f"space available {max(0, self.left)}, needed {size}"
             print(f"Not enough space on {self.device} for {item.name} ({space}): {cause}.")
@@ -383,28 +357,28 @@ class Planner:
         """Look for a module further on, however deep, that fits onto an empty device, and have it treated next."""
         # What did not fit waits again, so there has to be room for it too, and for what is tied to it.
         limit = self.budgets[self.device] - max(self.reserve.size, needed)
-        tops = ((item.name, item.thing) for item in self.waiting.in_order() if item is not refused)
+        in_order = sorted(self.waiting.items.values(), key=lambda item: item.place)
+        tops = ((item.name, item.thing) for item in in_order if item is not refused)
         path = next(fitting(tops, self.sizes, limit, self.no_split, self.ties, self.waiting.holder), None)
         if path is None:
             return False
         for name in path[:-1]:
             self.waiting.open(self.waiting.items[name])
-        self.waiting.stack.append(self.waiting.items[path[-1]])
+        self.waiting.bring_forward(self.waiting.items[path[-1]])
         return True
 
     def _add_second_names(self) -> None:
         """Add the second names of what one module holds twice, which its list of children and tensors leaves out."""
         first: dict[int, str] = {}
-        for name, thing in (
-            *self.model.named_modules(remove_duplicate=False),
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        ):
+        kinds = (self.model.named_modules, self.model.named_parameters, self.model.named_buffers)
+        for name, thing in itertools.chain(*(named(remove_duplicate=False) for named in kinds)):
             known = first.setdefault(id(thing), name)
-            if known not in self.placed or any(part in self.placed for part in name_and_parents(name)):
+            is_module = isinstance(thing, nn.Module)
+            entry = known if is_module else entry_of(known, self.placed)
+            if entry not in self.placed or entry_of(name, self.placed) is not None:
                 continue
-            if isinstance(thing, torch.Tensor) or next(named_module_tensors(thing, recurse=True), None) is not None:
-                self.placed[name] = self.placed[known]
+            if not is_module or next(named_module_tensors(thing, recurse=True), None) is not None:
+                self.placed[name] = self.placed[entry]
 
 
 def fitting(

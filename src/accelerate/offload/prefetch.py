@@ -8,11 +8,13 @@ it.
 """
 
 import contextlib
+import functools
 import logging
 import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,7 +25,7 @@ from torch import nn
 
 from accelerate.devices import table
 from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, hooks_of, offloading_hook
-from accelerate.offload.store import OffloadedWeightsLoader, resolved
+from accelerate.offload.store import WeightSource
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.runtime.durable import POPULATE, advise
 from accelerate.utils.environment import str_to_bool
@@ -145,8 +147,8 @@ class Unit:
 
     def bring(self) -> tuple[Tensors, Any]:
         """Read the weights. Runs in the prefetching thread."""
-        weights = self.hook.weights_map
-        return self.transfer.bring({name: (weights[name], dtype) for name, dtype in self.dtypes.items()})
+        source = WeightSource(self.hook.weights_map)
+        return self.transfer.bring({name: (source.get(name), dtype) for name, dtype in self.dtypes.items()})
 
 
 class Prefetcher:
@@ -164,11 +166,8 @@ class Prefetcher:
         self._reader: ThreadPoolExecutor | None = None  # the thread, which ends when this object goes
         self._process = 0  # that has the thread; a forked one does not
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied model has other hooks
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())
+        return (type(None), ())  # a copied model has other hooks
 
     def begin(self) -> None:
         """Note that a forward of the whole model begins, and have its first modules read."""
@@ -263,13 +262,13 @@ class Prefetcher:
 def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Prefetcher | None:
     """Have a dispatched model's hooks read weights ahead and return their prefetcher; None where nothing is gained."""
     budget, leading = prefetch_budget(prefetch), aligning_hook(model)
-    transfers: dict[torch.device, Any] = {}
-    found = (_unit(module, transfers) for module in model.modules() if budget != 0)
+    transfer_to = functools.cache(_transfer)
+    found = (_unit(module, transfer_to) for module in model.modules() if budget != 0)
     units = [unit for unit in found if unit is not None]
     if not units or leading is None:
         return None
     if budget is None:
-        on_cpu = all(device.type == "cpu" for device in transfers)
+        on_cpu = all(isinstance(unit.transfer, HostTransfer) for unit in units)
         budget = max(_AHEAD_ON_CPU if on_cpu else 0, *(unit.nbytes for unit in units))
     prefetcher = Prefetcher(units, budget)
     for unit in units:
@@ -283,7 +282,7 @@ def aligning_hook(module: nn.Module) -> Any | None:
     return next((hook for hook in hooks_of(module) if hasattr(hook, "io_same_device")), None)
 
 
-def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:
+def _unit(module: nn.Module, transfer_to: Callable[[torch.device], Any]) -> Unit | None:
     """What a module's hook brings in, if reading it ahead is of use: not what is in memory already, nor what is quantised."""
     hook = offloading_hook(module)
     if hook is None or hook.weights_map is None or hook.execution_device is None:
@@ -294,19 +293,11 @@ def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:
     quantized = any(type(tensor).__name__ in (INT8, *FOUR_BIT) for tensor in offloaded.values())
     if device.type == "meta" or quantized or not nbytes:
         return None
-    in_files = any(_in_file(hook.weights_map, name) for name in offloaded)
-    if device.type == "cpu" and (nbytes < SMALLEST_ON_CPU or not in_files):
+    source = WeightSource(hook.weights_map)
+    if device.type == "cpu" and (nbytes < SMALLEST_ON_CPU or not any(map(source.in_file, offloaded))):
         return None
-    if device not in transfers:
-        transfers[device] = _transfer(device)
-    if transfers[device] is None:
-        return None
-    return Unit(hook, transfers[device], {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
-
-
-def _in_file(weights: Any, name: str) -> bool:
-    weights, name = resolved(weights, name)
-    return isinstance(weights, OffloadedWeightsLoader) and name not in weights.state_dict
+    transfer = transfer_to(device)
+    return transfer and Unit(hook, transfer, {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
 
 
 def _transfer(device: torch.device) -> HostTransfer | StreamTransfer | None:

@@ -6,6 +6,7 @@ while there is room, and drops it when there is none, because the file still has
 offloaded.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -13,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class _Publications:
     count = 0
 
 
-class OffloadWriter:
+class OffloadWriter(contextlib.AbstractContextManager):
     """Writes weights aside in a folder; leaving the ``with`` block publishes them, and with `indexed` their index.
 
     If the block raises, or a disk is full, what was written is removed and the files that were there stay. Where a file
@@ -140,18 +140,13 @@ class OffloadWriter:
         self._indexed = indexed and folder is not None
         self._aside: Path | None = None
 
-    def __enter__(self) -> "OffloadWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         try:
             if kind is None and self.index and self._indexed:
                 entries = {**read_index(self.folder), **self.index}
                 self._write(INDEX_NAME, json.dumps(entries, indent=2).encode("utf-8"))
             if kind is None and self._aside is not None:
-                self._publish()
+                self._publish(self._aside)
         finally:
             if self._aside is not None:
                 shutil.rmtree(self._aside, ignore_errors=True)
@@ -164,10 +159,10 @@ class OffloadWriter:
         self._write(os.path.basename(path), tensor_bytes(weight))
         self.index[name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
-    def _publish(self) -> None:
+    def _publish(self, aside: Path) -> None:
         """Give every file its name, the index last, so that it names nothing that is not there."""
         _Publications.count += 1
-        for file in sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
+        for file in sorted(aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
             os.replace(file, self.folder / file.name)
 
     def _write(self, file: str, data: memoryview | bytes) -> None:
@@ -309,10 +304,7 @@ class PrefixedDataset(Mapping):
         return key if key.startswith(self.prefix) and full not in self.dataset else full
 
     def __getitem__(self, key: str) -> Any:
-        try:  # hooks ask for each weight at each forward
-            return self.dataset[self.prefix + key]
-        except KeyError:
-            return self.dataset[self.full_name(key)]
+        return self.dataset[self.full_name(key)]
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.full_name(key) in self.dataset
@@ -412,23 +404,40 @@ class OffloadedWeightsLoader(Mapping):
         return len(self.all_keys)
 
 
-def with_scales(weights: Mapping, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a weight, and the scales stored beside it if it is an 8-bit weight of bitsandbytes."""
-    value, scales = weights[name], scales_name(name)
-    return value, weights[scales] if value.dtype is torch.int8 and scales in weights else None
+class WeightSource:
+    """Weights by their names below a module, from whatever mapping a hook has as ``weights_map``; of none it has none."""
 
+    def __init__(self, weights_map: Mapping | None) -> None:
+        self.weights_map = weights_map
+        self._weights: Mapping = {} if weights_map is None else weights_map
+        self._prefix = ""
+        while isinstance(self._weights, PrefixedDataset):
+            self._prefix, self._weights = self._weights.prefix + self._prefix, self._weights.dataset
 
-def resolved(weights: Mapping, name: str) -> tuple[Mapping, str]:
-    """Return the mapping below all prefixes that has a weight of a hook, and the weight's name there."""
-    while isinstance(weights, PrefixedDataset):
-        weights, name = weights.dataset, weights.full_name(name)
-    return weights, name
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return a weight with the dtype that it has in the model, or None."""
+        key = self._prefix + name
+        try:  # hooks ask for each weight at each forward
+            return self._weights[key]
+        except KeyError:
+            if key in self._weights:
+                raise  # its file lacks it
+            return None
 
+    def raw(self, name: str) -> torch.Tensor:
+        """Return a weight as it is kept, not cast to another dtype: what is in memory, or a view of its file."""
+        key = self._prefix + name
+        return self._weights.stored(key) if isinstance(self._weights, OffloadedWeightsLoader) else self._weights[key]
 
-def as_stored(weights: Mapping, name: str) -> torch.Tensor:
-    """Return a weight of a hook's ``weights_map`` as it is kept, not cast to another dtype."""
-    weights, name = resolved(weights, name)
-    return weights.stored(name) if isinstance(weights, OffloadedWeightsLoader) else weights[name]
+    def scales(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the scales beside a value of a weight, which it has as an 8-bit weight of bitsandbytes."""
+        return self.get(scales_name(name)) if value is not None and value.dtype is torch.int8 else None
+
+    def in_file(self, name: str) -> bool:
+        """Say whether a weight is read from a file."""
+        return (
+            isinstance(self._weights, OffloadedWeightsLoader) and self._prefix + name not in self._weights.state_dict
+        )
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:

@@ -37,13 +37,9 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         >>> get_non_persistent_buffers(nn.Sequential(block), recurse=True, fqns=True)
         {'0.mask'}
     """
-    if not recurse:
-        return set(module._non_persistent_buffers_set)
-    names = set()
-    for path, submodule in module.named_modules():
-        prefix = f"{path}." if fqns and path else ""
-        names.update(prefix + name for name in submodule._non_persistent_buffers_set)
-    return names
+    searched = module.named_modules() if recurse else [("", module)]
+    found = ((path, name) for path, part in searched for name in part._non_persistent_buffers_set)
+    return {f"{path}.{name}" if fqns and path else name for path, name in found}
 
 
 def named_module_tensors(
@@ -406,20 +402,17 @@ def get_max_layer_size(
         (48, ['1'])
     """
     whole = class_names(no_split_module_classes)
-    largest, names = 0, []
+    layers: dict[str, int] = {}
     pending = list(modules)[::-1]
     while pending:
         name, item = pending.pop()
-        if not is_whole(item, whole):
+        if is_whole(item, whole):
+            layers[name] = module_sizes.get(name, 0)
+        else:
             prefix = f"{name}." if name else ""
             pending += [(prefix + child_name, child) for child_name, child in reversed(list(item.named_children()))]
-            continue
-        size = module_sizes.get(name, 0)
-        if size > largest:
-            largest, names = size, [name]
-        elif size == largest:
-            names.append(name)
-    return largest, names
+    largest = max(layers.values(), default=0)
+    return largest, [name for name, size in layers.items() if size == largest]
 
 
 def class_names(classes: Iterable[str | type] | str | None) -> set[str]:

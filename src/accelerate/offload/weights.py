@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +18,14 @@ from accelerate.offload.store import (
     extract_submodules_state_dict,
     read_index,
 )
-from accelerate.offload.tensors import device_of, listed, named_module_tensors
+from accelerate.offload.tensors import device_of, find_tied_parameters, listed, named_module_tensors
 
 logger = logging.getLogger("accelerate.big_modeling")
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer of a model by every name it has."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,38 +33,68 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def gather_weights(
-    model: nn.Module,
-    on_cpu: Sequence[str],
-    on_disk: Sequence[str],
-    state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: PathLike | None,
-    offload_index: Mapping[str, dict] | None,
-    offload_buffers: bool,
-) -> OffloadedWeightsLoader | None:
-    """Return where hooks read offloaded weights from, or None; what goes to disk and has no index is written.
+@dataclass
+class Offloading:
+    """What a dispatched model keeps elsewhere: checked before anything is changed, then gathered.
 
-    `state_dict` has the weights of `on_cpu` (None: the model's). FileNotFoundError: the index names a file that is not
-    there. OSError: the disk is full; nothing is left behind. ValueError: no place on disk, or what is there does not
-    fit the model.
+    Attributes:
+        places: The device of each module, of which none lies in another.
+        elsewhere: The devices that mean offloading.
+        state_dict: The weights of what is offloaded to the CPU. None: the model's.
+        offload_dir: The folder of what goes to disk. What its index has is used, the rest is written.
+        offload_index: Where weights on disk are; then nothing is written.
     """
-    if state_dict is None and on_cpu:
-        state_dict = extract_submodules_state_dict(state_tensors(model), on_cpu)
-    given = offload_index is not None
-    if on_disk and not given:
-        if offload_dir is None:
-            raise ValueError(
-                f"The device_map sends {listed(map(repr, on_disk))} to the disk: give an `offload_dir` to put them in, or the "
-                "`offload_index` of where they are."
-            )
-        offload_index = write_missing(model, on_disk, offload_buffers, offload_dir)
-    if state_dict is None and not on_disk:
-        return None
-    in_memory = {name: tensor.to("cpu") for name, tensor in (state_dict or {}).items() if tensor.device.type != "meta"}
-    weights = OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, offload_index)
-    if on_disk and given:
-        check_stored(weights, extract_submodules_state_dict(all_tensors(model), on_disk))
-    return weights
+
+    model: nn.Module
+    places: Mapping[str, Device]
+    elsewhere: set[str]
+    offload_buffers: bool
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    offload_dir: PathLike | None = None
+    offload_index: Mapping[str, dict] | None = None
+
+    def __post_init__(self) -> None:
+        self.tied = find_tied_parameters(self.model)
+
+    def check(self) -> None:
+        """Raise a ValueError that names the tensors whose data nobody has. Nothing is written."""
+        index = self.offload_index
+        if index is None:
+            index = {} if self.offload_dir is None else read_index(self.offload_dir)
+        in_memory = [*state_tensors(self.model).items(), *(self.state_dict or {}).items()]
+        found = {*index, *(name for name, tensor in in_memory if tensor.device.type != "meta")}
+        for group in self.tied:
+            if not found.isdisjoint(group):
+                found.update(group)
+        check_data(self.model, self.places, self.elsewhere, found, self.tied, self.offload_buffers)
+
+    def gather(self) -> OffloadedWeightsLoader | None:
+        """Return where hooks read offloaded weights from, or None; what goes to disk and has no index is written.
+
+        FileNotFoundError: the index names a file that is not there. OSError: the disk is full; nothing is left behind.
+        ValueError: no place on disk, or what is there does not fit the model.
+        """
+        on_cpu, on_disk = (
+            [name for name, device in self.places.items() if device == kind] for kind in ("cpu", "disk")
+        )
+        state_dict, index = self.state_dict, self.offload_index
+        if state_dict is None and on_cpu and "cpu" in self.elsewhere:
+            state_dict = extract_submodules_state_dict(state_tensors(self.model), on_cpu)
+        if on_disk and index is None:
+            if self.offload_dir is None:
+                raise ValueError(
+                    f"The device_map sends {listed(map(repr, on_disk))} to the disk: give an `offload_dir` to put them in, or "
+                    "the `offload_index` of where they are."
+                )
+            index = write_missing(self.model, on_disk, self.offload_buffers, self.offload_dir)
+        if state_dict is None and not on_disk:
+            return None
+        in_memory = {name: tensor.to("cpu") for name, tensor in (state_dict or {}).items() if not tensor.is_meta}
+        weights = OffloadedWeightsLoader(in_memory, self.offload_dir if on_disk else None, index)
+        if on_disk and self.offload_index is not None:
+            check_stored(weights, extract_submodules_state_dict(all_tensors(self.model), on_disk))
+        name_tied_weights(weights, self.tied)
+        return weights
 
 
 def write_missing(
@@ -119,9 +147,9 @@ def check_stored(weights: OffloadedWeightsLoader, tensors: Mapping[str, torch.Te
         )
 
 
-def name_tied_weights(weights: OffloadedWeightsLoader | None, tied: Sequence[Sequence[str]]) -> None:
+def name_tied_weights(weights: OffloadedWeightsLoader, tied: Sequence[Sequence[str]]) -> None:
     """Make a tied weight, which checkpoints hold under one name only, known under its other names."""
-    for group in tied if weights is not None else ():
+    for group in tied:
         known = next((name for name in group if name in weights), None)
         for name in group if known is not None else ():
             if name in weights:
@@ -136,24 +164,6 @@ def name_tied_weights(weights: OffloadedWeightsLoader | None, tied: Sequence[Seq
             weights.all_keys.append(name)
 
 
-def promised_weights(
-    model: nn.Module,
-    tied: Sequence[Sequence[str]],
-    state_dict: Mapping[str, torch.Tensor] | None = None,
-    offload_dir: PathLike | None = None,
-    offload_index: Mapping[str, dict] | None = None,
-) -> set[str]:
-    """Return the names of the weights that will be found once those in memory are offloaded. Nothing is written."""
-    if offload_index is None:
-        offload_index = {} if offload_dir is None else read_index(offload_dir)
-    in_memory = [*state_tensors(model).items(), *(state_dict or {}).items()]
-    found = {*offload_index, *(name for name, tensor in in_memory if tensor.device.type != "meta")}
-    for group in tied:
-        if not found.isdisjoint(group):
-            found.update(group)
-    return found
-
-
 def check_data(
     model: nn.Module,
     device_map: Mapping[str, Device],
@@ -164,7 +174,7 @@ def check_data(
 ) -> None:
     """Raise a ValueError that names the tensors that would have no data once a model is dispatched.
 
-    `weights` has the names that `promised_weights` returns, `offloaded_to` the devices that mean offloading; what the
+    `weights` has the names of those that will be found then, `offloaded_to` the devices that mean offloading; what the
     map puts on ``"meta"`` is meant to have none.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))

@@ -15,6 +15,7 @@ from accelerate.backends.registry import resolve
 from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import FP8BackendType
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
+from accelerate.devices.memory import release_memory
 from accelerate.modules.optimizer_remap import remap_optimizer, remapping
 from accelerate.modules.unwrap import (
     compile_regions,
@@ -34,7 +35,6 @@ from accelerate.training import conditional, prepared
 from accelerate.training.prepared import Entry, Facade
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from accelerate.utils.megatron_lm import MegatronLMDummyScheduler
-from accelerate.utils.memory import release_memory
 
 _PLAIN = (str, bytes, int, float, complex)
 _CLASSES = {

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate import comm
 from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
-from accelerate.checkpoint import formats
+from accelerate.checkpoint import formats, fsdp
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
@@ -33,7 +33,7 @@ from accelerate.precision import four_bit
 from accelerate.precision.master import local_part
 from accelerate.training import averages
 from accelerate.training.prepared import Facade
-from accelerate.utils import fsdp_utils, other
+from accelerate.utils import other
 from accelerate.utils.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -335,7 +335,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
     any(accelerator._backend.whole_tensors(accelerator, model, names.append))  # which wants none of them
     # PEFT chooses by names, on all ranks, as it may ask units for their states. Rank 0's choice counts, as it may ask the hub.
     marks = {name: torch.tensor([number]) for number, name in enumerate(names)}
-    chosen = {adapter: fsdp_utils.adapter_entries(model, marks, adapter) for adapter in adapters}
+    chosen = {adapter: fsdp.adapter_entries(model, marks, adapter) for adapter in adapters}
     files = {adapter: {key: names[int(mark)] for key, mark in marks.items()} for adapter, marks in chosen.items()}
     files = states.gather_from_all_ranks(files)[0]
     wanted = {name for file in files.values() for name in file.values()}

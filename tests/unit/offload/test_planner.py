@@ -104,6 +104,16 @@ def test_a_module_that_is_in_two_places_has_one_device():
     assert (device_map["y.a"], device_map["y.b"]) == (device_map["x.a"], device_map["x.b"]) == ("cpu", "disk")
 
 
+def test_a_tied_parameter_that_a_split_module_holds_twice_has_a_device():
+    shared, other = _bytes(8), _bytes(1)
+    inner = _Weights(own=_bytes(5), other=other)
+    model = nn.ModuleDict({"a": _Weights(x=shared), "b": _Weights(x=shared, other=other, again=shared, inner=inner)})
+    for budget in range(2, 40):
+        device_map = _placed(model, {"cpu": budget})
+        check_device_map(model, device_map)
+        assert device_of("b.again", device_map) == device_of("b.x", device_map)
+
+
 def test_ties_of_tied_modules_are_followed_where_a_tie_would_break():
     one, two = _bytes(10), _bytes(10)
     model = nn.ModuleDict({"a": _Weights(u=one, w=10), "between": _Weights(w=100)})

@@ -13,7 +13,7 @@ from torch import nn
 from accelerate import init_empty_weights
 from accelerate.config.low_bit import BnbQuantizationConfig
 from accelerate.hooks import remove_hook_from_submodules
-from accelerate.utils import bnb
+from accelerate.precision import quantize as bnb
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 
 

@@ -1,0 +1,155 @@
+"""State dicts and optimizers of sharded models and of adapters of PEFT, as the public functions write and read them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint import layouts, load, low_bit, optimizers
+from accelerate.checkpoint import state as states
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
+from accelerate.offload.tensors import is_peft_model
+
+
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
+    """Return a model's state dict, or that of the active adapter of a PEFT model. With `sd_options` every rank calls it.
+
+    `sd_options` are torch's `StateDictOptions` for gathering a sharded model; None takes this rank's tensors as they are. With
+    `full_state_dict` and `cpu_offload`, ranks other than 0 get an empty dictionary.
+    """
+    if sd_options is None:
+        state = None
+    elif sd_options.full_state_dict and sd_options.cpu_offload and states.is_fsdp1(model):
+        # Torch frees what it gathered for rank 0 before it was copied, where that is host memory, and crashes.
+        whole = states.gathered(states.model_state(model).values)
+        state = whole if states.rank_and_size()[0] == 0 else {}
+    else:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state = get_model_state_dict(model, options=sd_options)
+    if adapter_only and is_peft_model(model):
+        # Gathered first: PEFT picks entries by name, and would otherwise pick this rank's shards.
+        return adapter_entries(model, model.state_dict() if state is None else state) if state != {} else state
+    return model.state_dict() if state is None else state
+
+
+def _set_model_state_dict(
+    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
+) -> Any:
+    """Load what `_get_model_state_dict` returned; return missing and unexpected keys.
+
+    With `sd_options` every rank calls it.
+    """
+    if adapter_only and is_peft_model(model):
+        from peft import set_peft_model_state_dict
+
+        if states.is_fsdp1(model):
+            return _load_adapter(model, state_dict)
+        return set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
+    if sd_options is not None:
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        return set_model_state_dict(model, state_dict, options=sd_options)
+    return model.load_state_dict(state_dict)
+
+
+# PEFT looks for the names of modules, and in models that FSDP1 wraps FSDP1's own are among them.
+
+
+def adapter_entries(model: nn.Module, state: Mapping[str, Any], adapter: str | None = None) -> dict[str, Any]:
+    """Return an adapter's entries of a state, by the names in its file; by default the active one's. Any rank.
+
+    Args:
+        model: a model with adapters of PEFT, wrapped or not.
+        state: all entries of its state dict, by the names the user wrote or those of a wrapped model.
+        adapter: the adapter's name.
+    """
+    from peft import get_peft_model_state_dict
+
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    # Of a wrapper and what it wraps the latter, which comes last.
+    inside = {canonical_name(name): name for name, _ in inner.named_modules()}
+    steps = {name: canonical_name(name).rpartition(".") for name in state}
+    state = {f"{inside.get(owner, owner)}{dot}{own}": state[name] for name, (owner, dot, own) in steps.items()}
+    found = get_peft_model_state_dict(inner, state_dict=state, adapter_name=adapter or inner.active_adapter)
+    return {canonical_name(name): value for name, value in found.items()}
+
+
+def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
+    """Load what `adapter_entries` returned together with the rest, since FSDP1 loads all parameters. All ranks."""
+    whole = model.state_dict()
+    names = {id(value): name for name, value in whole.items()}
+    own = adapter_entries(model, whole)
+    known = {names[id(value)]: adapter[name] for name, value in own.items() if name in adapter}
+    return model.load_state_dict({**whole, **known})
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    output_dir: str,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save the optimizer of a sharded model, keyed by the names of parameters. Every rank calls it.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` chooses what is written: with FULL_STATE_DICT the file `optimizer.bin`, gathered by
+            rank 0; else the folder `optimizer_0`, to which each rank writes its part, and which any number can load. None writes shards.
+        accelerator: not used.
+        optimizer: wrapped or not.
+        model: the model that it updates.
+        output_dir: the checkpoint's folder, which all ranks see.
+        optimizer_index: which of the optimizers it is, from 0.
+        use_dcp: False warns: a file per rank is not written.
+
+    Raises:
+        ValueError: the optimizer has a parameter that the model does not have, or `output_dir` is a checkpoint of `save_state`.
+        RuntimeError: writing failed on some rank; raised on all of them.
+    """
+    layout = layouts.layout_of(fsdp_plugin, use_dcp)
+    layouts.write(states.optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    input_dir: str,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load the optimizer of a sharded model. Every rank calls it.
+
+    It need not have been saved by the same number of ranks, or sharded in the same way, or sharded at all. Everything is read
+    before anything is changed.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the optimizer; None: shards.
+        accelerator: not used.
+        optimizer: wrapped or not.
+        model: the model that it updates.
+        input_dir: the checkpoint's folder, which all ranks see.
+        optimizer_index: which of the optimizers it is, from 0.
+        adapter_only: not used: the state is that of the parameters which the optimizer has.
+        use_dcp: False warns, as for saving.
+
+    Raises:
+        FileNotFoundError: the folder has no such optimizer.
+        RuntimeError: it is the state of other parameters, or reading failed on some rank; the optimizer is as it was.
+        DamagedCheckpoint: a file is damaged; the optimizer is as it was.
+    """
+    prefer = layouts.layout_of(fsdp_plugin, use_dcp)
+    folder = load.with_manifest(input_dir)
+    state = states.run_on_all_ranks(
+        lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer).state
+    )
+    inner = states.inner_optimizer(optimizer)
+    # What it keeps as it is may be memory of the file.
+    inner.load_state_dict(load.in_memory(low_bit.rebuilt(inner, state)))

@@ -1,0 +1,236 @@
+"""What FSDP is told of a model: which modules become shards, recompute or stay whole, and how tied and loaded weights reach them."""
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
+from accelerate.logging import get_logger
+from accelerate.modules.optimizer_remap import ties
+from accelerate.modules.unwrap import canonical_name
+from accelerate.parallel import shard
+from accelerate.runtime import torch_private
+
+logger = get_logger("accelerate.utils.fsdp_utils")  # the public path
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let only rank 0 read the weights in `from_pretrained`; sharding then sends them to the others."""
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let every rank read the weights in `from_pretrained`, as for a model that is not going to be sharded."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], Any]:
+    """Return a `param_init_fn` that keeps tied weights tied.
+
+    Moving modules off the meta device one at a time gives each its own copy of a weight that they share.
+
+    Args:
+        param_init_fn: materialises the parameters that a module holds directly.
+        model: the model as it is now, with its ties.
+        device: where the parameters go.
+
+    Returns:
+        `param_init_fn` itself if no weight is shared, else a function that also restores the ties.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = [[name.rpartition(".") for name in names] for _, names in ties(model)]
+    group_of = {(modules[owner], own): group for group, names in enumerate(places) for owner, _, own in names}
+    if not group_of:
+        return param_init_fn
+    shared: dict[int, nn.Parameter] = {}
+
+    def init_and_retie(module: nn.Module) -> nn.Module:
+        param_init_fn(module)
+        for name, parameter in list(module._parameters.items()):
+            if (group := group_of.get((module, name))) is None:
+                continue
+            if group not in shared and parameter.device.type != torch.device(device).type:
+                parameter = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+            module._parameters[name] = shared.setdefault(group, parameter)
+        return module
+
+    return init_and_retie
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules, moved to a device, so that FSDP can leave them unsharded.
+
+    Args:
+        modules: modules, or a regular expression that the whole name of a module matches; None means none.
+        model: where names are looked up.
+        device: FSDP does not move ignored parameters, so it is done here.
+
+    Example:
+        >>> len(get_parameters_from_modules("0", nn.Sequential(nn.Linear(2, 2)), torch.device("cpu")))
+        2
+    """
+    return {parameter for module in chosen_modules(modules, model) for parameter in module.to(device).parameters()}
+
+
+def chosen_modules(modules: Any, model: nn.Module) -> Iterable[nn.Module]:
+    """Return the modules that a plugin's `ignored_modules` stands for; see `get_parameters_from_modules`."""
+    if isinstance(modules, str):
+        return [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
+    if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
+        return [modules]
+    return () if modules is None else modules
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
+    """Turn the plugin's wrapping policy into a function from a module to whether it becomes a shard of its own.
+
+    Args:
+        fsdp2_plugin: its `auto_wrap_policy` is one of torch's policies, bound to a model or not, one of its policy objects,
+            or a callable that takes a module, or what torch's policies take (`module`, `recurse`, `nonwrapped_numel`).
+        model: the model about to be sharded.
+
+    Returns:
+        The function, or None when only the whole model is sharded.
+
+    Raises:
+        ValueError: a class name of the plugin does not occur in the model.
+    """
+    from torch.distributed.fsdp import wrap
+
+    policy = fsdp2_plugin.auto_wrap_policy
+    bound = policy.keywords if isinstance(policy, partial) else {}
+    function = policy.func if isinstance(policy, partial) else policy
+    if function is None:
+        return None
+    if function is wrap.transformer_auto_wrap_policy:
+        classes = bound.get("transformer_layer_cls")
+        classes = tuple(layer_classes(fsdp2_plugin, model) if classes is None else classes)
+        return lambda module: isinstance(module, classes)
+    if function is wrap.size_based_auto_wrap_policy:
+        smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
+        return (lambda module: _numel(module) >= smallest) if smallest else None
+    if torch_private.is_wrap_policy(policy):
+        selected = torch_private.chosen_modules(policy, model)
+        return lambda module: module in selected
+    parameters = inspect.signature(policy).parameters
+    if "recurse" in parameters:
+        size = {"nonwrapped_numel"} & set(parameters)
+        return lambda module: policy(module, recurse=False, **{name: _numel(module) for name in size})
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return lambda module: policy(module=module, recurse=False, nonwrapped_numel=_numel(module))
+    return policy
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+# What takes long to compute again, for the memory of its result: matrix products, and attention by each of torch's kernels.
+_ATTENTION = "flash_attention efficient_attention cudnn_attention fused_attention_overrideable flash_attention_for_cpu"
+_KEPT = ("mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTION.split()))
+
+
+def checkpoint_activations(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, is_part: Callable[[nn.Module], bool] | None
+) -> None:
+    """Let parts of a model recompute their activations in backward, in place."""
+    if is_part is None:
+        logger.warning("activation_checkpointing has no effect without an auto_wrap_policy that chooses layers.")
+        return
+
+    options: dict[str, Any] = {}
+    if plugin.activation_checkpointing == "selective":
+        kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+
+    def wrap(module: nn.Module) -> nn.Module:
+        made = torch_private.checkpoint_wrapper(module, **options)
+        return torch_private.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
+
+    torch_private.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_part)
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by the names they had before `torch.compile` and activation checkpointing wrapped modules.
+
+    Example:
+        >>> fsdp2_canonicalize_names({"_orig_mod.layer._checkpoint_wrapped_module.weight": 1})
+        {'layer.weight': 1}
+    """
+    return {canonical_name(name): value for name, value in named_params.items()}
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
+    """Let an optimizer that was made before sharding update the sharded parameters, in place.
+
+    Args:
+        optimizer: it must not have stepped, because its state has the old shapes.
+        mapping: from each old parameter, or its `data_ptr`, to the new one.
+
+    Raises:
+        KeyError: a parameter of the optimizer is not in `mapping`; nothing was changed.
+    """
+    switched = []
+    for index, group in enumerate(optimizer.param_groups):
+        new = []
+        for position, parameter in enumerate(group["params"]):
+            # An earlier step may have written the address on the parameter, because its storage is gone by now.
+            address = parameter.data_ptr
+            address = address() if callable(address) else address
+            key = parameter if parameter in mapping else address
+            if key not in mapping:
+                raise KeyError(
+                    f"Parameter {position} of the optimizer's group {index} (shape {tuple(parameter.shape)}) has no sharded "
+                    "counterpart. Make the optimizer from the parameters of the model that is prepared with it."
+                )
+            new.append(mapping[key])
+        switched.append(new)
+    for group, new in zip(optimizer.param_groups, switched, strict=True):
+        group["params"] = new
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
+    """Return a gradient scaler for fp16 with `fully_shard`; its sharded gradients need no special one."""
+    return torch.amp.GradScaler(**kwargs)
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+) -> None:
+    """Distribute rank 0's full state dict over a sharded model; no other rank holds more than its shards. Every rank calls it.
+
+    Args:
+        accelerator: the Accelerator.
+        model: sharded by `fully_shard`; shards that have no memory yet get some.
+        full_sd: on rank 0, whole tensors by name; not used elsewhere. Buffers that no state dict has stay as they are.
+        cpu_offload: shards stay in host memory.
+
+    Raises:
+        RuntimeError: rank 0's state does not fit the model.
+    """
+    own = {canonical_name(name) for name in model.state_dict()}
+    kept = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if canonical_name(name) not in own and not buffer.is_meta
+    }
+    if any(parameter.is_meta for parameter in model.parameters()):
+        shard.allocate(model, accelerator.device, cpu_offload)
+        for name, buffer in kept.items():
+            module, _, entry = name.rpartition(".")
+            model.get_submodule(module)._buffers[entry] = buffer.to(accelerator.device)
+    shard.distribute(accelerator, model, full_sd, optional=[canonical_name(name) for name in kept])
