@@ -1,7 +1,7 @@
 """The report of a simulated run: what one rank was seen to do, as JSON and as text."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -182,7 +182,7 @@ def text_of(found: dict[str, Any]) -> str:
     if "strategy" in run:
         models = ", ".join(run["models"]) or "no model"
         lines += [f"{run['strategy']}, mixed_precision {run['mixed_precision']}: {models}."]
-    lines += ["", *_section("Layout", ("group", "size", "ranks"), map(dict.values, found["layout"]), ("size",))]
+    lines += ["", *_section("Layout", found["layout"])]
     for number, plan in enumerate(found["data"]):
         lines += ["", f"Data of loader {number}", *_plan_lines(plan)]
     step = found["step"] or found["first_step"]
@@ -194,7 +194,7 @@ def text_of(found: dict[str, Any]) -> str:
         ("Collectives until the end of the first step", found["first_step"]),
     ):
         if part and part["collectives"]:
-            lines += ["", *_collective_lines(title, part["collectives"])]
+            lines += ["", *_section(title, part["collectives"])]
     for save in found["checkpoints"]:
         total = size_text(sum(save["files"].values()))
         lines += ["", f"Checkpoint {save['location']}: this rank writes {total} in {len(save['files'])} files"]
@@ -208,11 +208,10 @@ def text_of(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _section(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()
-) -> list[str]:
-    cells = [[str(cell) for cell in row] for row in rows]
-    return [title, table(columns, cells, right)] if cells else []
+def _section(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a title and a table of rows of the report, whose keys are the headings; nothing without rows."""
+    cells = [[size_text(cell) if key == "bytes" else str(cell) for key, cell in row.items()] for row in rows]
+    return [title, table(list(rows[0]), cells, ("size", "count", "bytes"))] if rows else []
 
 
 def _plan_lines(plan: dict[str, Any]) -> list[str]:
@@ -229,10 +228,9 @@ def _plan_lines(plan: dict[str, Any]) -> list[str]:
 
 def _memory_lines(memory: dict[str, Any], of: str) -> list[str]:
     title = f"Memory of this rank at the peak of {of}: {size_text(memory['peak'])} in tensors"
-    kinds = [(name, size_text(size)) for name, size in memory["kinds"].items()]
-    modules = [(row["module"] or "(the model)", size_text(row["bytes"])) for row in memory["modules"]]
-    lines = _section(title, ("what", "bytes"), kinds, ("bytes",))
-    return [*lines, *_section("of it in the largest modules", ("module", "bytes"), modules, ("bytes",))]
+    kinds = [{"what": name, "bytes": size} for name, size in memory["kinds"].items()]
+    modules = [{**row, "module": row["module"] or "(the model)"} for row in memory["modules"]]
+    return [*_section(title, kinds), *_section("of it in the largest modules", modules)]
 
 
 def _estimate_lines(estimate: dict[str, Any], peak: int) -> list[str]:
@@ -243,11 +241,6 @@ def _estimate_lines(estimate: dict[str, Any], peak: int) -> list[str]:
         f"{estimate['overlap']:.0%} of the computing hides exchanges of data parallelism",
         f"  {peak / estimate['memory']:.1%} of the device's {size_text(estimate['memory'])}, without its context and what allocators round up",
     ]
-
-
-def _collective_lines(title: str, calls: Iterable[dict[str, Any]]) -> list[str]:
-    rows = [(call["group"], call["kind"], call["count"], size_text(call["bytes"])) for call in calls]
-    return _section(title, ("group", "kind", "count", "bytes"), rows, ("count", "bytes"))
 
 
 def _uneven_lines(uneven: Sequence[dict[str, Any]]) -> list[str]:

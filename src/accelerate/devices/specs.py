@@ -5,6 +5,7 @@ Rates are those of dense arithmetic. Links count the bytes that one device sends
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 _T, _G = 1e12, 1e9
 
@@ -63,7 +64,8 @@ def _nvlink(generation: int, total: int) -> Link:
 
 
 _PCIE4 = Link("PCIe 4.0 x16", 32 * _G, "https://pcisig.com/specifications")
-_FABRIC = Link("Infinity Fabric", 448 * _G, "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html")
+_MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
+_FABRIC = Link("Infinity Fabric", 448 * _G, _MI300X)
 _HOPPER = 2 * (32 << 20)
 # Between machines, of one device: a network card each.
 LINKS = {
@@ -86,94 +88,37 @@ LINKS = {
 
 USUAL_LINK = "infiniband-ndr"
 
-DEVICES: dict[str, DeviceSpec] = {
-    row.name: row
-    for row in (
-        DeviceSpec(
-            "b200-180gb",
-            180 * 10**9,
-            _flops(2250, 75),
-            7.7e12,
-            _nvlink(5, 1800),
-            f"NVIDIA DGX B200 datasheet, {_NVIDIA}/dgx-b200/",
-            words=("B200",),
-            workspace=_HOPPER,
-        ),
-        DeviceSpec(
-            "h200-141gb",
-            141 * 10**9,
-            _flops(989, 67),
-            4.8e12,
-            _nvlink(4, 900),
-            f"NVIDIA H200 datasheet (SXM), {_NVIDIA}/h200/",
-            words=("H200",),
-            workspace=_HOPPER,
-        ),
-        DeviceSpec(
-            "h100-80gb",
-            80 * 10**9,
-            _flops(989, 67),
-            3.35e12,
-            _nvlink(4, 900),
-            f"NVIDIA H100 datasheet (SXM), {_NVIDIA}/h100/",
-            words=("H100",),
-            workspace=_HOPPER,
-        ),
-        DeviceSpec(
-            "a100-80gb",
-            80 * 10**9,
-            _flops(312, 19.5),
-            2.039e12,
-            _nvlink(3, 600),
-            f"NVIDIA A100 datasheet (SXM, 80 GB), {_NVIDIA}/a100/",
-            words=("A100",),
-        ),
-        DeviceSpec(
-            "a100-40gb",
-            40 * 10**9,
-            _flops(312, 19.5),
-            1.555e12,
-            _nvlink(3, 600),
-            f"NVIDIA A100 datasheet (SXM, 40 GB), {_NVIDIA}/a100/",
-        ),
-        DeviceSpec(
-            "l40s-48gb",
-            48 * 10**9,
-            _flops(362, 91.6),
-            0.864e12,
-            _PCIE4,
-            f"NVIDIA L40S datasheet, {_NVIDIA}/l40s/",
-            words=("L40S",),
-        ),
-        DeviceSpec(
-            "l4-24gb",
-            24 * 10**9,
-            _flops(121, 30.3),
-            0.3e12,
-            _PCIE4,
-            f"NVIDIA L4 datasheet, {_NVIDIA}/l4/",
-            words=("L4",),
-        ),
-        DeviceSpec(
-            "v100-32gb",
-            32 * 10**9,
-            _flops(125, 15.7, bf16=False),
-            0.9e12,
-            _nvlink(2, 300),
-            f"NVIDIA V100 datasheet (SXM2), {_NVIDIA}/v100/",
-            words=("V100",),
-        ),
-        DeviceSpec(
-            "mi300x-192gb",
-            192 * 10**9,
-            _flops(1307.4, 163.4),
-            5.3e12,
-            _FABRIC,
-            "AMD Instinct MI300X data sheet, https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
-            words=("MI300X",),
-        ),
-    )
-}
+
+def _nvidia(
+    model: str, size: int, half: float, single: float, bandwidth: float, node: Link, title: str, **more: Any
+) -> DeviceSpec:
+    """Return a row from gigabytes, TFLOP/s in half and single precision, GB/s of memory, and the datasheet with its page."""
+    name, bf16, page = f"{model.lower()}-{size}gb", more.pop("bf16", True), more.pop("page", model.lower())
+    source = f"NVIDIA {title}, {_NVIDIA}/{page}/"
+    given = {"words": (model,), **more}
+    return DeviceSpec(name, size * 10**9, _flops(half, single, bf16), bandwidth * _G, node, source, **given)
+
+
+_ROWS = (
+    _nvidia("B200", 180, 2250, 75, 7700, _nvlink(5, 1800), "DGX B200 datasheet", page="dgx-b200", workspace=_HOPPER),
+    _nvidia("H200", 141, 989, 67, 4800, _nvlink(4, 900), "H200 datasheet (SXM)", workspace=_HOPPER),
+    _nvidia("H100", 80, 989, 67, 3350, _nvlink(4, 900), "H100 datasheet (SXM)", workspace=_HOPPER),
+    _nvidia("A100", 80, 312, 19.5, 2039, _nvlink(3, 600), "A100 datasheet (SXM, 80 GB)"),
+    _nvidia("A100", 40, 312, 19.5, 1555, _nvlink(3, 600), "A100 datasheet (SXM, 40 GB)", words=()),
+    _nvidia("L40S", 48, 362, 91.6, 864, _PCIE4, "L40S datasheet"),
+    _nvidia("L4", 24, 121, 30.3, 300, _PCIE4, "L4 datasheet"),
+    _nvidia("V100", 32, 125, 15.7, 900, _nvlink(2, 300), "V100 datasheet (SXM2)", bf16=False),
+    DeviceSpec(
+        "mi300x-192gb",
+        192 * 10**9,
+        _flops(1307.4, 163.4),
+        5.3e12,
+        _FABRIC,
+        f"AMD Instinct MI300X data sheet, {_MI300X}",
+        words=("MI300X",),
+    ),
+)
+DEVICES: dict[str, DeviceSpec] = {row.name: row for row in _ROWS}
 # Boards of the same name that are slower than the rows above.
 _OTHER_BOARDS = {"PCIe", "NVL"}
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accelerate.diagnostics import gpu_kernels
 from accelerate.diagnostics.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
@@ -39,7 +38,7 @@ Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]
 def measure(
     build: Callable[[], nn.Module], inputs: Inputs, layout: Layout, sequence: int, gpu: bool = False
 ) -> Profile:
-    """Return what one step of a model allocates. Any rank, alone; with `cp`, `sp` or `ep` of a process that has joined no group.
+    """Return what one step of a model allocates. Any rank, alone; with `tp`, `cp`, `sp` or `ep` of a process that has joined no group.
 
     Args:
         build: returns the model, on any device; best on torch's meta device.
@@ -72,8 +71,9 @@ def measure(
     with contextlib.ExitStack() as last:
         if gpu:
             last.enter_context(gpu_kernels.as_on_gpus((sequences, "ATTENTION")))
-        if cp * sp * ep > 1:
-            last.enter_context(_joined(cp * sp * ep))
+        if tp * cp * sp * ep > 1:
+            last.enter_context(_joined(tp * cp * sp * ep))
+        sharing = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)) if tp > 1 else None
         if cp * sp > 1:
             last.enter_context(_cut_sequences(model, sequence, "cp" if cp > 1 else "sp", cp * sp))
         split, each = None, 0 if cp * sp > 1 else None
@@ -81,16 +81,21 @@ def measure(
             split = experts.splitting(model, ep, ep)[1]
             each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
         last.enter_context(torch_private.shapes_only())
-        _fake(model, styles, tp, dtype if layout.casts else None)
+        _fake(model, dtype if layout.casts else None)
         if split is not None:
             split()
+        if sharing is not None:
+            tensor_parallel.cut(model, styles, sharing)
+            last.enter_context(torch_private.shapes_of_wholes_unseen())
         inventory = inventory_of_model(model, type(model).__name__)
+        if sharing is not None:  # FSDP shards the parts over all of its ranks
+            inventory = replace(inventory, items=tuple(replace(item, split=1) for item in inventory.items))
         for module in list(experts.modules(model)):  # as FSDP hands them to forward
             for own, value in list(module._parameters.items()):
                 module._parameters[own] = nn.Parameter(torch_private.local_part(value))
         units, left_out = _shorten(model)
         recorder = _Recorder(model, each, gpu)
-        with recorder.watching(model, units, styles, tp), _as_if_real():
+        with recorder.watching(model, units), _as_if_real():
             arguments = dict(inputs(batch, sequence // (cp * sp)))
             if cp * sp > 1 and "labels" in arguments:
                 arguments["shift_labels"] = arguments["labels"]
@@ -159,20 +164,16 @@ def _loss(output: Any) -> torch.Tensor:
     return floating[0].float().mean()
 
 
-def _fake(model: nn.Module, styles: Mapping[str, Any], tp: int, dtype: torch.dtype | None) -> None:
-    """Put fake tensors in the place of a model's tensors, those that tensor parallelism splits as one rank has them."""
+def _fake(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Put fake tensors in the place of a model's tensors."""
     made: dict[int, Any] = {}
-    for name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         for own, old in list(module._parameters.items()):
             if old is None:
                 continue
             if id(old) not in made:
-                shape = list(old.shape)
-                dimension = tensor_parallel.cut_dimension(styles[name], module, own) if name in styles else None
-                if dimension is not None:
-                    shape[dimension] //= tp
                 kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
-                made[id(old)] = (nn.Parameter(torch.empty(shape, dtype=kind), old.requires_grad), old)
+                made[id(old)] = (nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad), old)
             module._parameters[own] = made[id(old)][0]
         for own, old in list(module._buffers.items()):
             if old is not None:
@@ -198,30 +199,27 @@ def _shorten(model: nn.Module) -> tuple[list[str], int]:
 
 def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Segment]:
     """Put back the segments of blocks that were taken out after the third one."""
-    *_, second, third = sorted(
-        (unit for unit in units if unit.rpartition(".")[2].isdigit()), key=lambda unit: int(unit.rpartition(".")[2])
-    )
+    numbered = [unit for unit in units if unit.rpartition(".")[2].isdigit()]
+    *_, second, third = sorted(numbered, key=lambda unit: int(unit.rpartition(".")[2]))
     stem, _, number = third.rpartition(".")
     at = {(segment.backward, segment.unit): segment for segment in segments}
-    grown = at[True, third].peak - at[True, second].peak  # what a block leaves for the backward pass
-    kept = at[False, third].end - at[False, second].end
+    grown = {  # what a block leaves in forward, and what it leaves for the backward pass
+        False: at[False, third].end - at[False, second].end,
+        True: at[True, third].peak - at[True, second].peak,
+    }
     longer: list[Segment] = []
-    passed = {False: False, True: False}
-
-    def raised(segment: Segment, by: int, unit: str) -> Segment:
-        return replace(segment, unit=unit, peak=segment.peak + by, end=segment.end + by)
-
+    above = (
+        0  # what comes after the blocks in forward and before them in backward has all of their activations below it
+    )
     for segment in segments:
-        each = grown if segment.backward else kept
+        steps, names = [above], [segment.unit]
         if segment.unit == third:
-            passed[segment.backward] = True
-            steps = range(count, -1, -1) if segment.backward else range(count + 1)
-            stem, _, number = third.rpartition(".")
-            longer += [raised(segment, step * each, f"{stem}.{int(number) + step}") for step in steps]
-        else:
-            # What comes after the blocks in forward and before them in backward has all of their activations below it.
-            above = count * each if passed[False] and not passed[True] else 0
-            longer.append(raised(segment, above, segment.unit))
+            above = 0 if segment.backward else count
+            steps = list(range(count, -1, -1) if segment.backward else range(count + 1))
+            names = [f"{stem}.{int(number) + step}" for step in steps]
+        for step, unit in zip(steps, names, strict=True):
+            more = step * grown[segment.backward]
+            longer.append(replace(segment, unit=unit, peak=segment.peak + more, end=segment.end + more))
     return longer
 
 
@@ -238,11 +236,12 @@ class _Recorder(TorchDispatchMode):
         self.segments: list[Segment] = []
         self.tracker = AllocationTracker()
         label(self.tracker, [model], [])
-        self.late: list[tuple[str, tuple[str, int]]] = []
         self._start(False, "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count what it returns."""
+        if any(map(torch_private.is_distributed, types)):
+            return NotImplemented  # it comes here again as what is done with local parts, exchanges included
         if torch_private.reads_value(func):
             if args[0].dtype == torch.bool:
                 return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
@@ -282,7 +281,7 @@ class _Recorder(TorchDispatchMode):
             self._start(backward, unit)
 
     @contextlib.contextmanager
-    def watching(self, model: nn.Module, units: list[str], styles: Mapping[str, Any], tp: int) -> Iterator[None]:
+    def watching(self, model: nn.Module, units: list[str]) -> Iterator[None]:
         """Count inside, with hooks that say where a unit begins and ends."""
         handles = [
             parameter.register_post_accumulate_grad_hook(lambda owner: self.tracker.see(owner.grad, GRADIENTS))
@@ -292,15 +291,10 @@ class _Recorder(TorchDispatchMode):
         modules = dict(model.named_modules())
         for name in units:
             handles += self._at_borders(name, modules[name])
-        for name in styles.keys() & modules.keys():  # of blocks that are left
-            handles.append(modules[name].register_forward_hook(_exchanging(self, styles[name], tp)))
         try:
             with self:
                 yield
             self._finish()
-            for unit, pair in self.late:
-                at = next(i for i, each in enumerate(self.segments) if each.backward and each.unit == unit)
-                self.segments[at] = replace(self.segments[at], split=(*self.segments[at].split, pair))
         finally:
             for handle in handles:
                 handle.remove()
@@ -329,23 +323,3 @@ class _Recorder(TorchDispatchMode):
 
 def _tracked(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def _exchanging(recorder: _Recorder, style: Any, tp: int) -> Callable[..., Any]:
-    """Return a forward hook of a layer that is split: it notes what ranks exchange, and gives the output the size that it has afterwards."""
-
-    def exchange(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if isinstance(style, RowwiseParallel):
-            recorder.split.append(("all_reduce", output.nbytes))
-        if not isinstance(style, ColwiseParallel):
-            return output
-        if args[0].requires_grad:
-            unit = recorder.unit  # by then the segment of the unit before may have begun
-            args[0].register_hook(lambda gradient: recorder.late.append((unit, ("all_reduce", gradient.nbytes))))
-        if tensor_parallel.keeps_output_cut(style):
-            return output
-        whole = torch.cat([output] * tp, -1)
-        recorder.split.append(("all_gather", whole.nbytes))
-        return whole
-
-    return exchange

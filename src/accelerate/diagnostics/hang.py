@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing import util as multiprocessing_util
 from types import FrameType
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from accelerate._warn import printable
 from accelerate.diagnostics import threads
 from accelerate.diagnostics.monitor import LONGEST_REPORT, Monitor, limits
-from accelerate.diagnostics.status import PREFIX, STILL_S, Question, RankStatus, connection, interval
+from accelerate.diagnostics.status import PREFIX, Diagnosis, Question, RankStatus, connection, interval
 from accelerate.diagnostics.threads import call_site
 from accelerate.runtime import failure
 
@@ -237,82 +237,3 @@ def watcher() -> Watcher | None:
 def _end() -> None:
     if _watcher is not None:
         _watcher.end()
-
-
-# -- slow, waiting in turn, or gone ---------------------------------------------------------------------------------
-#
-# A wrong guess ends a run, so the evidence must be strong: a rank has ended or was killed; or it stands still in a collective
-# that the waiting ranks have not joined. A rank that computes, reads or sleeps is waited for.
-
-# How long a missing rank must stand still (`status.STILL_S`) in a collective that we have not joined before it is taken for stuck:
-# ... where the group's backend does not count collectives, so that it may as well wait for a third rank,
-STILL_UNCOUNTED_S = 5.0
-# ... and where all missing ranks wait, but for nothing that we know of.
-STILL_TOGETHER_S = 15.0
-# How long a rank may leave questions unanswered if its process cannot be seen from here.
-SILENCE_S = 60.0
-
-# These backends count collectives alone; others count point-to-point operations as well, which not all ranks share.
-_EXACT_COUNTERS = ("nccl:", "xccl:")
-# So who waits in one of these has counted it, and need not wait for us.
-_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
-
-
-class Diagnosis:
-    """Finds out where missing ranks are. One of those that wait (`leads`) asks for all of them."""
-
-    def __init__(self, origin: Any, ranks: list[int], world_size: int, leads: bool, again: float) -> None:
-        self._origin, self._ranks, self._world_size, self._leads = origin, ranks, world_size, leads
-        self.began = self._next = time.monotonic()
-        self._again = again
-        self._question: Question | None = None
-        self.latest = {rank: RankStatus(rank) for rank in ranks}
-        self._heard = dict.fromkeys(ranks, self.began)
-
-    def news(self) -> bool:
-        """Go on with the diagnosis; say whether there are new answers. Does not wait."""
-        now = time.monotonic()
-        if now < self._next or not self._leads:
-            return False
-        if self._question is None:
-            # All of them: to see who is ahead, one has to know where those are that wait here.
-            self._question = Question(self._origin, self._ranks, self._world_size)
-        answers = self._question.answers()
-        if answers is None:
-            return False
-        self.note(answers.values())
-        self._question, self._next = None, time.monotonic() + self._again
-        return True
-
-    def note(self, answers: Iterable[RankStatus]) -> None:
-        """Note what ranks have answered, or that they have not."""
-        for answer in answers:
-            self.latest[answer.rank] = answer
-            if answer.answered:
-                self._heard[answer.rank] = time.monotonic()
-
-    def gone(self, ranks: Collection[int]) -> list[int]:
-        """Return which of some ranks can never come, or have not been heard of for too long."""
-        long_ago = time.monotonic() - SILENCE_S
-        silent = [rank for rank in ranks if self._heard[rank] < long_ago and not self.latest[rank].alive]
-        return [rank for rank in ranks if self.latest[rank].gone or rank in silent]
-
-    def stuck(self, missing: list[int]) -> list[int]:
-        """Return which of the missing ranks wait for something that only happens if we go on."""
-        here = [status.counters for rank, status in self.latest.items() if rank not in missing]
-        there = [self.latest[rank] for rank in missing]
-        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in there)
-        return [status.rank for status in there if self._is_stuck(status, here)] or missing * together
-
-    @staticmethod
-    def _is_stuck(status: RankStatus, here: list[dict[str, int]]) -> bool:
-        if status.still_s < STILL_S:
-            return False
-        for counters in here:
-            exact = {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}
-            if status.ahead_of(exact):
-                return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
-        ahead = [answer for counters in here if (answer := status.ahead_of(counters)) is not None]
-        if ahead:
-            return any(ahead) and status.blocked and not status.inside.endswith(_POINT_TO_POINT)
-        return status.blocked and status.still_s >= STILL_UNCOUNTED_S

@@ -1,7 +1,6 @@
 """The memory report: parameters, gradients, optimizer state and the peak of activations of each rank; shown, too, as memory runs out."""
 
 import contextlib
-import itertools
 import os
 import sys
 import weakref
@@ -17,9 +16,9 @@ from accelerate.diagnostics.estimator import Layout, resting
 from accelerate.diagnostics.inventory import inventory_of_model
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
-from accelerate.precision.footprint import engine_updates, pieces, zero_stage
+from accelerate.precision.footprint import pieces, tensors_here, zero_stage
 from accelerate.precision.master import local_part, size
-from accelerate.runtime import failure, torch_private
+from accelerate.runtime import failure
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import pytree
 
@@ -71,15 +70,10 @@ def memory_report(
     """
     counted: dict[Any, None] = {}
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
-    engines = [model for model in models if zero_stage(model) is not None]
-    notes = [_ENGINE] if engines else []
-    states += [part for engine in engines for part in engine_updates(engine)]
-    held = [
-        _count((tensor for model in models for tensor in _parameters(model)), counted),
-        _count((tensor for model in models for tensor in model.buffers()), counted),
-        _count((gradient for model in models for gradient in _gradients(model)), counted),
-        _count((value for value in states if isinstance(value, torch.Tensor)), counted),
-    ]
+    states = [value for value in states if isinstance(value, torch.Tensor)]
+    notes = [_ENGINE] if any(zero_stage(model) is not None for model in models) else []
+    here = [*map(tensors_here, models), {"optimizer": states}]
+    held = [_count((each for kinds in here for each in kinds.get(kind, ())), counted) for kind in _COLUMNS[1:5]]
     allocated = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
     if device.type == "cpu" or allocated is None:
         peak = _resident_peak()
@@ -110,26 +104,6 @@ def _count(tensors: Iterable[torch.Tensor], counted: dict[Any, None]) -> int:
             counted[key] = None
             total += key[2]
     return total
-
-
-def _parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    for parameter in model.parameters():
-        yield parameter
-        if (part := getattr(parameter, "ds_tensor", None)) is not None:  # ZeRO 3 lets the parameter itself be empty
-            yield part
-
-
-def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    found = [parameter.grad for parameter in model.parameters()]
-    if zero_stage(model) is not None:
-        zero = model.optimizer
-        found += [part.grad for part in engine_updates(model)]
-        found += [getattr(zero, "grad_partitions_flat_buffer", None)]
-        found += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
-    # While nothing is exchanged, whole gradients lie beside the parameters.
-    found += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
-    found += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
-    return (gradient for gradient in found if gradient is not None)
 
 
 def cached(device: torch.device) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from accelerate._warn import printable
 from accelerate.diagnostics import threads
-from accelerate.diagnostics.status import PREFIX, Question, RankStatus, connection, said_by
+from accelerate.diagnostics.status import PREFIX, Diagnosis, RankStatus, connection, said_by
 from accelerate.runtime import failure
 
 logger = logging.getLogger(__name__)
@@ -86,10 +86,10 @@ class Monitor:
         self.rank, self.world_size = rank, world_size
         self.report_after, self.abort_after = limits
         self._place, self._counters = "", {}
-        self._since = self._next = time.monotonic()
+        self._since = time.monotonic()
         self._waits: bool | None = None
-        self._question: Question | None = None
-        self._asks, self._again, self._reported = False, False, set[str]()
+        self._diagnosis: Diagnosis | None = None
+        self._unsure, self._reported = False, set[str]()
 
     @property
     def still_s(self) -> float:
@@ -114,22 +114,23 @@ class Monitor:
         """Ask and report, if this rank is the one to do so; say whether all ranks shall end. Does not wait."""
         keys = dist.PrefixStore(PREFIX, store)
         if not self._waits:
-            if self._asks:
+            if self._diagnosis is not None:
                 keys.compare_set("reporter", str(self.rank), "")
                 failure.write_hang_report("")
-                self._asks, self._question, self._reported = False, None, set()
+                self._diagnosis, self._reported = None, set()
             return False
-        if not self._asks and not self._elected(keys):
-            return False
-        if self._question is None and time.monotonic() >= self._next:
-            self._question = Question(store, range(self.world_size), self.world_size)
-        answers = self._question.answers() if self._question else None
-        if answers is not None:
-            self._question = None
+        if self._diagnosis is None:
+            if not self._elected(keys):
+                return False
+            again = min(self.report_after, 30.0)
+            self._diagnosis = Diagnosis(store, range(self.world_size), self.world_size, leads=True, again=again)
+        if self._diagnosis.news():
+            answers = self._diagnosis.latest
             # On a busy machine an answer may come late: once more, before a rank is said to give none.
-            self._again = not self._again and any(not (each.answered or each.gone) for each in answers.values())
-            if not self._again:
-                self._next = time.monotonic() + min(self.report_after, 30.0)
+            self._unsure = not self._unsure and any(not (each.answered or each.gone) for each in answers.values())
+            if self._unsure:
+                self._diagnosis.ask_now()
+            else:
                 self._report(Finding(answers), keys)
         return bool(self._reported) and self.still_s >= self.abort_after
 
@@ -139,8 +140,7 @@ class Monitor:
         chosen = keys.compare_set("reporter", "", me).decode()
         if chosen != me and said_by(keys, int(chosen)).gone:
             chosen = keys.compare_set("reporter", chosen, me).decode()
-        self._asks = chosen == me
-        return self._asks
+        return chosen == me
 
     def _report(self, finding: "Finding", keys: Any) -> None:
         if finding.waiting and finding.key not in self._reported:

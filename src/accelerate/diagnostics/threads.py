@@ -1,5 +1,6 @@
 """Where a thread of this process stands, what it waits in, and whether other processes of this machine exist."""
 
+import itertools
 import json
 import os
 import sys
@@ -52,28 +53,14 @@ def counters() -> dict[str, int]:
 
 def describe(frame: FrameType) -> tuple[str, str]:
     """Return the call site of a stack, and what was called there."""
-    below: list[str] = []
-    site: FrameType | None = None
-    caller: FrameType | None = None  # of a site in an installed package: who called that
-    in_package = False
-    each: FrameType | None = frame
-    while each is not None and caller is None:
-        frame, each = each, each.f_back
-        file = frame.f_code.co_filename
-        installed = _PACKAGES[0] in file or _PACKAGES[1] in file
-        standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not installed)
-        outside = not (standard or file.startswith((_OURS, _TORCH)))
-        if site is None:
-            if outside:
-                site, in_package = frame, installed
-                if not installed:
-                    break
-            else:
-                below.append(f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}")
-        elif outside and in_package and not installed:
-            caller = frame
-    if site is None:  # a script of this library's own
-        return _line(frame), below[0] if below else ""
+    frames = list(_outward(frame))
+    inside = list(itertools.takewhile(lambda each: not _is_users(each), frames))
+    below = [f"{each.f_globals.get('__name__', '?')}.{each.f_code.co_name}" for each in inside]
+    if len(inside) == len(frames):  # a script of this library's own
+        return _line(frames[-1]), below[0]
+    site = frames[len(inside)]
+    callers = frames[len(inside) :] if _is_installed(site) else []
+    caller = next((each for each in callers if _is_users(each) and not _is_installed(each)), None)
     line = _line(site) if caller is None else f"{_line(site)}, called from {_line(caller)}"
     return line, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
 
@@ -146,10 +133,14 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _is_installed(frame: FrameType) -> bool:
+    return any(part in frame.f_code.co_filename for part in _PACKAGES)
+
+
 def _is_users(frame: FrameType) -> bool:
+    """Say whether a line is outside of torch, this library and Python's own; one of another package may be a user's."""
     file = frame.f_code.co_filename
-    installed = any(part in file for part in _PACKAGES)
-    standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not installed)
+    standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not _is_installed(frame))
     return not (standard or file.startswith((_OURS, _TORCH)))
 
 

@@ -60,7 +60,7 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
         if plan is None:
             _adopt(model, mesh)
         else:
-            _cut(model, plan, mesh)
+            cut(model, plan, mesh)
             for buffer in model.buffers():
                 if not isinstance(buffer, DTensor):
                     take_from_first(buffer, torch.device(mesh.device_type), mesh.get_group())
@@ -306,7 +306,7 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping
 # -- cutting ----------------------------------------------------------------------------------------------------
 
 
-def _cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> None:
+def cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> None:
     """Apply the styles, and restore what torch's do not keep: ties, and which parameters are frozen."""
     tied = ties(model)
     trains = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}

@@ -1,5 +1,6 @@
 """What a prepared model's parameters are on this rank: dtypes at rest and in use, whole and local sizes, per strategy."""
 
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -74,6 +75,26 @@ def engine_updates(engine: Any) -> list[torch.Tensor]:
     flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
     groups = getattr(engine.optimizer, "param_groups", ())
     return [parameter for group in groups for parameter in group["params"]] if flat is None else list(flat)
+
+
+def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return what this rank holds of a model, by kind, whichever strategy keeps it; some of it more than once. Any rank, alone.
+
+    "optimizer" has what DeepSpeed updates in the place of the parameters; states of optimizers are not among it.
+    """
+    parameters, updated = list(model.parameters()), []
+    gradients = [parameter.grad for parameter in parameters]
+    parameters += [getattr(parameter, "ds_tensor", None) for parameter in parameters]  # of ZeRO 3
+    if zero_stage(model) is not None:
+        zero, updated = model.optimizer, engine_updates(model)
+        gradients += [part.grad for part in updated]
+        gradients += [getattr(zero, "grad_partitions_flat_buffer", None)]
+        gradients += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
+    # While nothing is exchanged, whole gradients lie beside the parameters.
+    gradients += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
+    gradients += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
+    found = {"parameters": parameters, "buffers": model.buffers(), "gradients": gradients, "optimizer": updated}
+    return {kind: [each for each in tensors if each is not None] for kind, tensors in found.items()}
 
 
 def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:

@@ -187,6 +187,20 @@ def sharding_for_one() -> Iterator[None]:
         yield
 
 
+def shapes_of_wholes_unseen() -> contextlib.AbstractContextManager[None]:
+    """Let no mode see, for a block, the operators on whole shapes by which DTensor learns what one on its local parts returns."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    propagator = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
+    learn = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return learn(self, schema)
+
+    return replaced((propagator, "_propagate_tensor_meta_non_cached", unseen))
+
+
 def reads_value(operator: Any) -> bool:
     """Say whether an operator of torch reads the one value of a tensor, as `item` does."""
     return operator is torch.ops.aten._local_scalar_dense.default

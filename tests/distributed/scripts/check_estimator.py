@@ -142,8 +142,7 @@ def check_bytes_of_tensor_parallelism():
     if CPU:
         handler = TorchTensorParallelConfig(plan=PLAN)
         accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(tp_size=world(), tp_handler=handler))
-        found, said = counted(accelerator), foretold(tp=world())
-        assert found == said, (found, said)
+        compare(counted(accelerator), {}, tp=world())
 
 
 def four_bytes_of_hsdp():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group, SaveBarrier
-from accelerate.diagnostics import hang
+from accelerate.diagnostics import hang, status
 from accelerate.diagnostics.hang import Watcher
 from cases import cases
 
@@ -73,7 +73,7 @@ def asking(ranks, monkeypatch):
     for name in ("ASK_AFTER_S", "ASK_AGAIN_S", "ASK_WRITERS_AFTER_S", "ASK_WRITERS_AGAIN_S"):
         monkeypatch.setattr(barrier, name, 0.05)
     monkeypatch.setattr(barrier, "REPORT_AFTER_S", 0)
-    monkeypatch.setattr(hang, "STILL_UNCOUNTED_S", 0.1)
+    monkeypatch.setattr(status, "STILL_UNCOUNTED_S", 0.1)
     ranks.watched = True
     return ranks
 
@@ -230,7 +230,7 @@ def test_ranks_do_not_wait_for_one_in_a_collective_and_meet_it_afterwards(asking
 def test_a_rank_that_has_ended_or_gives_no_answer_is_not_waited_for(asking, monkeypatch, silent):
     asking.size = 2
     if silent:
-        monkeypatch.setattr(hang, "SILENCE_S", 0)
+        monkeypatch.setattr(status, "SILENCE_S", 0)
     else:
         asking.play(lambda rank: None, 1)
         asking.watchers[1].end()
