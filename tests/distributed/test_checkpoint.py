@@ -21,6 +21,7 @@ def test_saving_and_loading_together(launch, tmp_path, monkeypatch):
     check_checkpoint.read(places["OF_SEVERAL"])
 
 
+@pytest.mark.slow
 def test_one_rank_reads_for_others(launch):
     done = launch("readers_of_files.py", processes=4, cpu=True)
     assert done.stdout.count("ok check_") == 3

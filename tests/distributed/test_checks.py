@@ -17,8 +17,8 @@ QUICK = [
         "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
         "check_weights.py check_ema.py",
     ),
-    (2, "check_pipeline.py check_schedules check_short check_checkpoints"),
-    (2, "check_replay.py"),
+    (2, "check_pipeline.py check_schedules check_checkpoints"),
+    (2, "check_replay.py check_a_clean check_the_rank"),
     (3, STATES),
 ]
 SLOW = [
@@ -34,7 +34,8 @@ SLOW = [
     (4, "check_norms.py check_ four_"),
     (4, "check_sharded.py check_fsdp2_units.py check_adapters.py check_conditional.py four_"),
     (4, "check_ema.py"),
-    (2, "check_pipeline.py check_items check_auto check_an_axis slow_"),
+    (2, "check_replay.py check_what check_a_step check_layers"),
+    (2, "check_pipeline.py check_short check_items check_auto check_an_axis slow_"),
     (2, "check_fsdp2_units.py"),
     (4, "check_pipeline.py four_"),
     (1, "check_ema.py"),

@@ -118,12 +118,16 @@ def listed(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"name": name, **options} for name, options in cases.items()]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=SLOW), 2], ids=["1 process", "2 processes"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((1, ["load", "skip"]), marks=SLOW), (2, ["load"]), pytest.param((2, ["skip"]), marks=SLOW)],
+    ids=["1 process", "2 processes", "2 processes, skipping"],
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, dict]:
     """The logs of all whole runs and of all resumed ones; two launches. Cases that do not say where save at four places or two."""
-    processes, folder = request.param, tmp_path_factory.mktemp("runs")
+    (processes, resumes), folder = request.param, tmp_path_factory.mktemp("runs")
     saves = ["0-1", "1-3", "1-last", "1-after"] if processes == 1 else ["1-3", "1-last"]
-    cases = {name: {"saves": saves, "resumes": ["load", "skip"], **options} for name, options in CASES.items()}
+    cases = {name: {"saves": saves, "resumes": resumes, **options} for name, options in CASES.items()}
     launch(folder, processes, "write", mode="write", out=folder / "whole", cases=listed(cases))
     reading = {"from": folder / "whole", "out": folder / "on", "cases": listed(cases)}
     launch(folder, processes, "read", mode="read", **reading)

@@ -5,10 +5,11 @@ import re
 import pytest
 
 # Those that need no library, and take the fewest seconds; all of them are in the slow test.
-QUICK = ("conditional, FSDP2", "Muon", "EMA", "contrastive loss")
+QUICK = ("conditional, FSDP2", "Muon")
 ALL = (
     *("conditional, DDP", "LoRA, FSDP2", "LoRA, tensor parallelism", "8-bit AdamW", "module_precision"),
     *("packed rows, context parallelism", "packed rows, sequence parallelism", "TokenBudgetSampler"),
+    *("EMA", "contrastive loss"),
     *QUICK,
 )
 SCRIPT = "twenty_steps.py"

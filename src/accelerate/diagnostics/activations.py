@@ -208,9 +208,8 @@ def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Seg
         True: at[True, third].peak - at[True, second].peak,
     }
     longer: list[Segment] = []
-    above = (
-        0  # what comes after the blocks in forward and before them in backward has all of their activations below it
-    )
+    # What comes after the blocks in forward and before them in backward has all of their activations below it.
+    above = 0
     for segment in segments:
         steps, names = [above], [segment.unit]
         if segment.unit == third:
