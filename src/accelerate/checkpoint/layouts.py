@@ -35,7 +35,7 @@ from accelerate.checkpoint.state import (
     Kind,
     Layout,
     ModelState,
-    gather_from_all_ranks,
+    from_first_rank,
     is_distributed_tensor,
     run_on_all_ranks,
 )
@@ -370,7 +370,7 @@ def _publish_shards(values: dict[str, Any], folder: str) -> None:
 
     main = state.rank_and_size()[0] == 0
     storage = LocalStorage(folder)
-    staged = gather_from_all_ranks(run_on_all_ranks(lambda: storage.stage() if main else ""))[0]
+    staged = from_first_rank(run_on_all_ranks(lambda: storage.stage() if main else ""))
     try:
         dcp.save(values, staged)
         run_on_all_ranks(lambda: storage.publish() if main else None)

@@ -559,7 +559,7 @@ def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None 
         if keeps_state(loader):
             file = manifest.dataloader_file(index)
             # Former formats have a file of each rank.
-            state = states.get(index) or read(f"rank{common.process_index}_{file}") or read(file)
+            state = states[index] if index in states else read(f"rank{common.process_index}_{file}") or read(file)
         if index < len(positions) and isinstance(loader, PreparedLoader):
             position = positions[index]
         if position is not None and loader.continue_after_load:

@@ -341,14 +341,15 @@ def read_whole_optimizer(
     file = manifest.optimizer_file(index)
     if os.path.exists(os.path.join(folder, file)):
         found = Found(os.fspath(folder), file, "full", index, "optimizer")
-    else:
-        found = find(folder, "optimizer", index)
+    elif (found := find(folder, "optimizer", index)) is not None:
+        file = found.name  # such as a Trainer's
     model, groups = state.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
-    if found is not None and goal is not None and found.layout in ("sharded", "zero"):
+    in_parts = found is not None and found.layout in ("sharded", "zero")
+    if in_parts and goal is not None:
         return state.numbered(read_optimizer(goal, found.open(), found))
-    raw = load.read_optimizer(folder, index, **options)
-    if not is_state(raw) or (goal is None and not is_named(raw)):
+    raw = None if in_parts else load.read_file(folder, file, f"optimizer {index}", mapped=True, **options)
+    if not in_parts and (not is_state(raw) or (goal is None and not is_named(raw))):
         return raw
     if goal is None:
         raise RuntimeError(

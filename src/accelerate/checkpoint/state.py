@@ -73,6 +73,14 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
     return given
 
 
+def from_first_rank(value: Any) -> Any:
+    """Return what rank 0 gives, small and plain data. All ranks."""
+    given = [value]
+    if rank_and_size()[1] > 1:
+        dist.broadcast_object_list(given, 0)
+    return given[0]
+
+
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Suppress the warnings about deprecated parts of torch that torch itself uses."""

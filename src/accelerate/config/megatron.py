@@ -248,7 +248,8 @@ class MegatronLMPlugin:
             arguments["tensorboard_dir"] = self.tensorboard_dir
             if self.set_all_logging_options:
                 self.set_tensorboard_logging_options()
-        self.megatron_lm_default_args = arguments | (self.other_megatron_args or {})
+        arguments.update(self.other_megatron_args or {})
+        self.megatron_lm_default_args = arguments
 
     def _resolve_recomputation(self) -> None:
         others = self.other_megatron_args or {}

@@ -1,6 +1,7 @@
 """Batches by a budget of tokens: as many steps on every rank, as much work in each of a step; of similar length, or packed in a row."""
 
 import bisect
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         lengths: of each sample of the dataset, in tokens.
         max_tokens: in a batch at most: its number of samples times its longest sample; with `packed`, the sum of their lengths.
         ranks: among how many ranks the loader is prepared: `accelerator.num_processes`, without ranks that share a batch.
-            `prepare` refuses another number.
+            `prepare` refuses a number that does not divide it.
         shuffle: whether samples within buckets, and the steps, are in random order; else the longest come first.
         seed: of the order.
         steps_in_bucket: more of them mix samples better, and pad more. It has no use with `packed`.
@@ -146,10 +147,18 @@ def _pack(lengths: Any, max_tokens: int, ranks: int) -> tuple[Any, list[tuple[in
             if room - length not in with_room:
                 bisect.insort(rooms, room - length)
             with_room.setdefault(room - length, []).append(number)
-    while len(batches) % ranks:
-        most = max(batches, key=len)
-        batches.append(most[::2])
-        most[:] = most[1::2] or most  # a single sample is in two
+    largest = [(-len(batch), number) for number, batch in enumerate(batches)]
+    heapq.heapify(largest)
+    for _ in range(-len(batches) % ranks):
+        order, number = heapq.heappop(largest)
+        halves = batches[number][::2], batches[number][1::2]
+        batches.append(halves[0])
+        if halves[1]:
+            batches[number] = halves[1]
+            heapq.heappush(largest, (-len(halves[0]), len(batches) - 1))
+            heapq.heappush(largest, (-len(halves[1]), number))
+        else:  # a single sample is in two, and the others before it is in a third one
+            heapq.heappush(largest, (order + 1, number))
     squares = (lengths * lengths).tolist()
     batches.sort(key=lambda batch: -sum(squares[place] for place in batch))
     ends = np.cumsum([len(batch) for batch in batches])

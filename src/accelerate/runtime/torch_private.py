@@ -409,8 +409,8 @@ def chosen_modules(policy: Any, model: nn.Module) -> set[nn.Module]:
 
 def forget_named_models() -> None:
     """Let torch 2.7 forget the models of which it has looked up names for a state dict: it keeps each until the program ends."""
-    lookup = getattr(sys.modules.get("torch.distributed.checkpoint.state_dict"), "_get_fqns", None)
-    getattr(lookup, "cache_clear", lambda: None)()
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    getattr(getattr(module, "_get_fqns", None), "cache_clear", bool)()
 
 
 def member_names(parameter: nn.Parameter) -> Sequence[str] | None:
@@ -523,9 +523,7 @@ def grouped_products() -> list[Any]:
 
 def muon_rate(lr: float, adjustment: str | None, shape: torch.Size) -> float:
     """Return the learning rate of torch's Muon for a matrix of a shape."""
-    from torch.optim._muon import _adjust_lr
-
-    return _adjust_lr(lr, adjustment, shape)
+    return importlib.import_module("torch.optim._muon")._adjust_lr(lr, adjustment, shape)
 
 
 def hook_steps(optimizer: torch.optim.Optimizer) -> None:

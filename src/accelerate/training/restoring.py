@@ -59,7 +59,7 @@ def load_state(
     return READ(search, problem, options, model_options, missing_ok)
 
 
-def _read(
+def _load_found(
     search: "Search",
     problem: Exception | None,
     options: dict[str, Any],
@@ -110,7 +110,7 @@ def _read(
 
 
 # What reads the checkpoint that a search finds; `accelerate.simulation` has another.
-READ: Callable[..., Path | str | None] = _read
+READ: Callable[..., Path | str | None] = _load_found
 
 
 def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:
@@ -371,7 +371,7 @@ def _read_together(
     if not _may_go_on(barrier, chosen, problem):
         return None
     reads = chosen.readers is None or chosen.readers.reads
-    contents, problem = _attempted(lambda: _read(accelerator, chosen.folder, options, model_options, reads))
+    contents, problem = _attempted(lambda: _read_contents(accelerator, chosen.folder, options, model_options, reads))
     may_go_on = False
     try:
         # Before any rank gives its objects anything: they may have collectives of their own.
@@ -436,7 +436,7 @@ def _complete(
         setattr(accelerator, name, value)
 
 
-def _read(
+def _read_contents(
     accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any], reads: bool
 ) -> Contents:
     """Read all states, but for models and optimizers where another rank `reads` them for this one.

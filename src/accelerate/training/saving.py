@@ -337,7 +337,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
     marks = {name: torch.tensor([number]) for number, name in enumerate(names)}
     chosen = {adapter: fsdp.adapter_entries(model, marks, adapter) for adapter in adapters}
     files = {adapter: {key: names[int(mark)] for key, mark in marks.items()} for adapter, marks in chosen.items()}
-    files = states.gather_from_all_ranks(files)[0]
+    files = states.from_first_rank(files)
     wanted = {name for file in files.values() for name in file.values()}
     own = {} if states.is_fsdp1(model) else {canonical_name(name): value for name, value in inner.named_parameters()}
     state, problems = {}, []

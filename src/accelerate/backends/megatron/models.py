@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint.state import gather_from_all_ranks
+from accelerate.checkpoint.state import from_first_rank
 from accelerate.config.megatron import MegatronLMPlugin, unknown_model
 
 # Core's modules, and what a Llama and a GPT-2 have in their place: in each layer, and around the layers.
@@ -213,7 +213,7 @@ class Translation:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         # The ranks of a layer drop the same values, however they were seeded; each stage drops others.
-        seed = gather_from_all_ranks(torch.initial_seed() % 2**31)[0]
+        seed = from_first_rank(torch.initial_seed() % 2**31)
         model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.arguments |= {"params_dtype": dtype, "pipeline_dtype": dtype}
         config = build(TransformerConfig, self.arguments)
