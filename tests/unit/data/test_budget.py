@@ -102,7 +102,8 @@ def test_packed_rows_are_full_and_cost_ranks_alike():
     sampler.set_epoch(1)
     assert len(sampler) == len(batches) and list(sampler) != batches
     assert [len(batch) for batch in TokenBudgetSampler([10] * 5, 10, 2, packed=True)] == [1] * 6
-    for ranks, expected in ((8, [1, 1, 2, 2, 2]), (12, [2, 2, 2, 3, 3])):  # none comes a third time before all come twice
+    # None comes a third time before all come twice.
+    for ranks, expected in ((8, [1, 1, 2, 2, 2]), (12, [2, 2, 2, 3, 3])):
         found = Counter(place for batch in TokenBudgetSampler([10] * 5, 10, ranks, packed=True) for place in batch)
         assert sorted(found.values()) == expected
 
