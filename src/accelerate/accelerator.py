@@ -906,7 +906,7 @@ class Accelerator(Processes):
             joinables: The prepared models (or other ``torch.distributed.algorithms.Joinable``).
             even_batches: Overrides ``even_batches`` of the prepared loaders inside the context.
 
-        Inside, gradients are exchanged after every micro-batch, and ranks that have ended add zeros to the averages, so a
+        Inside, gradients are exchanged after every micro-batch, and ranks that have ended add zeros to the averages, so an
         accumulation step in which some end counts by the share of ranks that close it. ``num_items`` is refused.
 
         Example:

@@ -183,8 +183,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             gradient_state.is_xla_gradients_synced = False
             # torch_xla 2.9 gives wrong values where tensors are read one by one while updates in place are still pending.
             DEVICES["xla"].namespace().mark_step()
-        if gradient_state._step_watch is not None:
-            gradient_state._step_watch.stepped()
+        self._note_end_of_step()
+
+    def _note_end_of_step(self) -> None:
+        """Let what waits for the end of a step, such as a signal to save at, know that it has come."""
+        if self.gradient_state._step_watch is not None:
+            self.gradient_state._step_watch.stepped()
 
     def _scaled_step(self, closure: Callable | None) -> None:
         if "_optimizer_patched_step_method" not in self.__dict__:  # the scaler was assigned after construction

@@ -35,8 +35,12 @@ class Ema:
         self.decay, self.is_applied = decay, False
         self._model, self._optimizers, self._average = model, optimizers, get_ema_multi_avg_fn(decay)
         self._averaged = {id(parameter) for parameter in model.parameters()}
-        for optimizer in optimizers:
-            optimizer.register_step_post_hook(self._update)
+        self._hooks = [optimizer.register_step_post_hook(self._update) for optimizer in optimizers]
+
+    def close(self) -> None:
+        """Average no more; `free_memory` calls it. Any rank, alone."""
+        for hook in self._hooks:
+            hook.remove()
 
     def has(self, parameters: Collection[int]) -> bool:
         """Say whether it is the average of one of some parameters, which are given by identity."""

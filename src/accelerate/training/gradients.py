@@ -222,7 +222,8 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
         )
     # The wrapper averages over its replicas; the mean over items needs their sum.
     scale = accelerator.num_processes // copies / total
-    _rescale(accelerator, models, window.reference * scale)
+    if window.counted > 1:  # else what there is belongs to another backward pass, which has its weight
+        _rescale(accelerator, models, window.reference * scale)
     window.factor = count * scale
 
 

@@ -277,6 +277,15 @@ def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
     outer, *inners = entry.objects()
     amp.check_weights(outer, accelerator.scaler)
     bare = outer._orig_mod if is_compiled_module(outer) else outer
+    layout = accelerator.parallelism_config
+    splits = (
+        [] if layout is None else [axis for axis in ("tp", "cp", "sp", "ep") if getattr(layout, f"{axis}_size") > 1]
+    )
+    if (splits or accelerator.fp8_enabled) and not model_has_dtensor(bare):
+        raise ValueError(
+            f"{type(bare).__name__} was prepared with evaluation_mode=True, and {', '.join(f'{axis}_size' for axis in splits) or 'fp8'} changes "
+            "models that are new alone. Call free_memory(), and prepare it to train at once."
+        )
     wrapped = _wrap(accelerator, bare)
     if wrapped is bare:
         wrapped = outer
@@ -572,6 +581,8 @@ def mesh_rank(accelerator: Facade, dimension: str, what: str) -> int:
 def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
     resolve(accelerator.state).release(accelerator)
+    for average in accelerator.prepared.averages:
+        average.close()
     accelerator.prepared.clear()
     accelerator._window.__init__()
     accelerator.step = 0

@@ -101,7 +101,10 @@ class Readers:
         rank, local = accelerator.process_index, accelerator.local_process_index
         count = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
         obstacle = "" if choice == "all" else _obstacle(accelerator, listing, options)
-        if choice == "one_per_node" and (count < 1 or accelerator.num_processes % count):
+        # Machines may have different numbers of ranks, and then some would read and others wait.
+        if choice == "one_per_node" and not (
+            comm.current().is_same(count) and count and accelerator.num_processes % count == 0
+        ):
             obstacle = "the launcher did not number the ranks machine by machine"
         if choice == "all" or obstacle or accelerator.num_processes == 1:
             if obstacle and rank == 0 and wished() is not None:

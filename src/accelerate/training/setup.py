@@ -178,8 +178,11 @@ def replica_check(accelerator: Facade) -> Any:
     if not every:
         return None
     layout = accelerator.parallelism_config
-    if traits.of(accelerator.distributed_type).deepspeed:
-        warn_user(f"{CHECK_EVERY}={every} has no effect with DeepSpeed, whose engine steps by itself.")
+    kind = traits.of(accelerator.distributed_type)
+    if kind.deepspeed or kind.megatron:
+        warn_user(
+            f"{CHECK_EVERY}={every} has no effect with {accelerator.distributed_type}, whose engine steps by itself."
+        )
         return None
     if layout is not None and layout.pp_enabled:
         warn_user(
@@ -199,6 +202,7 @@ def replay_check(accelerator: Facade) -> Any:
     kind, layout = traits.of(accelerator.distributed_type), accelerator.parallelism_config
     cannot = {
         "DeepSpeed, whose engine keeps gradients": kind.deepspeed,
+        "Megatron-LM, whose call is a whole step": kind.megatron,
         "XLA, which traces a step": kind.xla,
         "fsdp_version=1, which flattens parameters; set fsdp_version=2": kind.sharded and not accelerator.is_fsdp2,
         "context or sequence parallelism": layout is not None and (layout.cp_enabled or layout.sp_enabled),

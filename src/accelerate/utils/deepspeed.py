@@ -108,7 +108,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Do nothing: the engine clears gradients in its step."""
 
     def step(self) -> None:
-        """Do nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""
+        """Update nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""
+        if self.gradient_state.sync_gradients:
+            self._note_end_of_step()
 
     @property
     def step_was_skipped(self) -> bool:

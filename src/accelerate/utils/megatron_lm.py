@@ -214,7 +214,8 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         """Do nothing: the engine clears gradients before its step."""
 
     def step(self, closure: Callable | None = None) -> None:
-        """Do nothing: the engine stepped when the model was called."""
+        """Update nothing: the engine stepped when the model was called."""
+        self._note_end_of_step()
 
     @property
     def step_was_skipped(self) -> bool:

@@ -217,6 +217,10 @@ def check_refused():
         with raised(ValueError, *fragments):
             tensor.prepare(accelerator_for(plan), (model,))
         assert all(one is two for one, two in zip(model.parameters(), before, strict=True))
+    accelerator = accelerator_for({"up": "colwise", "down": "rowwise"})
+    model = accelerator.prepare_model(Mlp(), evaluation_mode=True)
+    with raised(ValueError, "evaluation_mode=True, and tp_size changes"):  # it would train whole on each rank
+        accelerator.prepare(model)
 
 
 def check_same_work():

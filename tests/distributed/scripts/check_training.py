@@ -115,6 +115,17 @@ def check_items_are_counted_over_all_ranks():
         accelerator.backward(mean_square(model, own_inputs(accelerator)))
 
 
+def check_items_of_two_models_before_a_step():
+    """Each backward pass has its own count: the second one leaves what the first one brought."""
+    accelerator = fresh_accelerator()
+    first, second = accelerator.prepare(network(), network())
+    pieces = [inputs_of(place, 2 + 3 * place) for place in range(accelerator.num_processes)]
+    mine = pieces[accelerator.process_index].to(accelerator.device)
+    for model, count in ((first, len(mine)), (second, 1 + accelerator.process_index)):
+        accelerator.backward(mean_square(model, mine), num_items=count)
+    assert_all_close(gradients(first), whole_batch_gradients(accelerator, pieces), rtol=1e-6, atol=1e-6)
+
+
 def check_backward_may_synchronise_after_unsynchronised_forwards():
     accelerator = fresh_accelerator()
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device

@@ -57,6 +57,25 @@ def test_a_second_average_of_the_same_weights_is_refused():
         accelerator.ema(model)
 
 
+def test_an_average_ends_with_what_was_prepared():
+    """Else a second one of the same model would average each step twice."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        accelerator.free_memory()
+        _, prepared = accelerator.prepare(model, optimizer)
+        ema = accelerator.ema(model, decay=0.5)
+        optimizer.state.clear()
+    weights = []
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        prepared.step()
+        prepared.zero_grad()
+        weights.append(model.weight.item())
+    with ema.applied():
+        assert model.weight.item() == pytest.approx(sum(weights) / 2)
+
+
 def test_a_module_with_a_method_of_that_name_is_left_alone():
     class Own(nn.Linear):
         def reshard(self):

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -357,3 +358,19 @@ def test_a_lost_process_is_an_error(agreements):
     agreements[0].watcher.stop()
     with pytest.raises(RuntimeError, match="A process was lost"):
         agreements[0].count(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron_lm"])
+def test_the_steps_of_engines_count(engine):
+    """They are taken elsewhere; without a step that has ended, a signal would never be followed by a save."""
+    module = importlib.import_module(f"accelerate.utils.{engine}")
+    wrapper = getattr(module, "DeepSpeedOptimizerWrapper" if engine == "deepspeed" else "MegatronLMOptimizerWrapper")
+    Accelerator(cpu=True)
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer, seen = wrapper(torch.optim.SGD([parameter], lr=1.0)), []
+    optimizer.gradient_state._step_watch = SimpleNamespace(stepped=lambda: seen.append(True))
+    try:
+        optimizer.step()
+    finally:
+        optimizer.gradient_state._step_watch = None
+    assert seen == [True] and parameter.item() == 1.0
