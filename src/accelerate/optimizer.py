@@ -183,10 +183,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             gradient_state.is_xla_gradients_synced = False
             # torch_xla 2.9 gives wrong values where tensors are read one by one while updates in place are still pending.
             DEVICES["xla"].namespace().mark_step()
-        self._note_end_of_step()
+        if gradient_state._step_watch is not None:
+            gradient_state._step_watch.stepped()
 
     def _note_end_of_step(self) -> None:
-        """Let what waits for the end of a step, such as a signal to save at, know that it has come."""
+        """Do what `step` does last, where an engine takes the steps: what waits for the end of one, as a signal does, learns of it."""
         if self.gradient_state._step_watch is not None:
             self.gradient_state._step_watch.stepped()
 

@@ -1,6 +1,5 @@
 """Where a thread of this process stands, what it waits in, and whether other processes of this machine exist."""
 
-import itertools
 import json
 import os
 import sys
@@ -53,14 +52,17 @@ def counters() -> dict[str, int]:
 
 def describe(frame: FrameType) -> tuple[str, str]:
     """Return the call site of a stack, and what was called there."""
-    frames = list(_outward(frame))
-    inside = list(itertools.takewhile(lambda each: not _is_users(each), frames))
+    inside: list[FrameType] = []
+    site: FrameType | None = frame
+    while site is not None and not _is_users(site):
+        inside.append(site)
+        site = site.f_back
     below = [f"{each.f_globals.get('__name__', '?')}.{each.f_code.co_name}" for each in inside]
-    if len(inside) == len(frames):  # a script of this library's own
-        return _line(frames[-1]), below[0]
-    site = frames[len(inside)]
-    callers = frames[len(inside) :] if _is_installed(site) else []
-    caller = next((each for each in callers if _is_users(each) and not _is_installed(each)), None)
+    if site is None:  # a script of this library's own
+        return _line(inside[-1]), below[0]
+    caller = site if _is_installed(site) else None
+    while caller is not None and (_is_installed(caller) or not _is_users(caller)):
+        caller = caller.f_back
     line = _line(site) if caller is None else f"{_line(site)}, called from {_line(caller)}"
     return line, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
 
