@@ -10,6 +10,9 @@ from accelerate.training.pipeline import _Batch, _only_loss, _place
 from accelerate.utils import FullyShardedDataParallelPlugin, is_torch_version
 
 
+OLD = pytest.mark.skipif(is_torch_version("<", "2.10"), reason="pipelines train with torch 2.10 or newer")
+
+
 @pytest.fixture(autouse=True)
 def _fresh(place):
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -58,13 +61,14 @@ def test_models_that_are_not_divided():
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "no trainable parameter"),
     ],
 )
-@pytest.mark.skipif(is_torch_version("<", "2.10"), reason="pipelines train with torch 2.10 or newer")
+@OLD
 def test_arguments(options, text):
     accelerator = Accelerator(cpu=True, parallelism_config=_two())
     with pytest.raises(ValueError, match=text):
         accelerator.prepare_pipeline(options.pop("model", nn.Linear(2, 2)), **options)
 
 
+@OLD
 def test_settings_of_the_run(monkeypatch):
     """An fp8 library that the environment names computes nothing without fp8, and refuses nothing; a compiler and whole shards do."""
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
