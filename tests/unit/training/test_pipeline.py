@@ -9,7 +9,6 @@ from accelerate.state import AcceleratorState
 from accelerate.training.pipeline import _Batch, _only_loss, _place
 from accelerate.utils import FullyShardedDataParallelPlugin, is_torch_version
 
-
 OLD = pytest.mark.skipif(is_torch_version("<", "2.10"), reason="pipelines train with torch 2.10 or newer")
 
 
