@@ -78,7 +78,16 @@ def test_adapters_train_as_on_one_process_and_load_into_stock_peft(launched, pro
 @pytest.mark.slow
 def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
     need("transformers")
-    names = ["fsdp-tp", "norms-fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp"]
+    names = [
+        "four-stages",
+        "fsdp-tp",
+        "norms-fsdp-tp",
+        "hsdp",
+        "ep-in-fsdp",
+        "ep-fsdp-tp",
+        "own-ep-in-fsdp",
+        "own-ep-hsdp",
+    ]
     launched("arrived_models.py", "train", *names, processes=4)
     pairs = ["fsdp<hsdp", "tp<fsdp-tp", "fsdp<fsdp-tp"]
     pairs += [f"ep-fsdp<{name}" for name in ("ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp")]

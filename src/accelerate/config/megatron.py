@@ -278,8 +278,8 @@ class MegatronLMPlugin:
     def core_arguments(self) -> dict[str, Any]:
         """Return the settings, and what `prepare` has found out, by the names of Megatron core; it is not told those that are None."""
         rows = self.__dataclass_fields__.items()
-        told = {core: getattr(self, name) for name, row in rows if (core := row.metadata.get("core"))}
-        arguments = told | self.megatron_lm_default_args
+        named = {core: getattr(self, name) for name, row in rows if (core := row.metadata.get("core"))}
+        arguments = named | self.megatron_lm_default_args
         if self.custom_train_step_class or self.custom_loss_function:  # what a step of one's own returns is a mean
             arguments["calculate_per_token_loss"] = False
         # Core's own attention is the local one.

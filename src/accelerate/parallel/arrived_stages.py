@@ -5,7 +5,7 @@ gradients; here the backward pass returns these the same way. `Accelerator.prepa
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,21 +44,32 @@ def adopt(accelerator: Run, model: nn.Module) -> None:
             f"{name} arrives as a pipeline of {size} stages, which train neither with a plugin nor in fp16 or fp8 (distributed_type is "
             f"{accelerator.distributed_type}, mixed_precision={accelerator.mixed_precision!r}). Leave the plugin out, and use 'bf16' or 'no'."
         )
+    if any(getattr(accelerator, check, None) for check in ("_replica_check", "_replay_check")):
+        raise ValueError(
+            f"{name} arrives as a pipeline of {size} stages, and ACCELERATE_CHECK_EVERY and ACCELERATE_REPLAY_EVERY check what ranks share or "
+            "compute alone. Unset them."
+        )
     if derived and accelerator.prepared.dataloaders:
         raise ValueError(
             f"{name} arrives as a pipeline of {size} stages, and a loader was prepared before, which gives each of them other batches. "
             f"Prepare the model first, or pass parallelism_config=ParallelismConfig(pp_size={size})."
         )
     accelerator.state.parallelism_config = layout
-    if is_new := not isinstance(stage, TrainableStage):
+    if not isinstance(stage, TrainableStage):
         model.holdings = _holdings(model, stage)
-        setattr(model, _STAGE, TrainableStage(stage))
+        stage = TrainableStage(stage, model.holdings.make_groups(layout.get_device_mesh(accelerator.device.type)))
+        setattr(model, _STAGE, stage)
         model.forward = _with_loss(model, model.forward)
-    groups = model.holdings.make_groups(layout.get_device_mesh(accelerator.device.type))
-    for parameter, count, group in model.holdings.shared(model, groups):
-        if is_new:  # `backward` takes the mean over the stages that have it, and it is to be their sum
+        for parameter, count, _ in model.holdings.shared(model, stage.groups):
+            # `backward` takes the mean over the stages that have it, and it is to be their sum.
             parameter.register_hook(functools.partial(torch.mul, other=count))
-        accelerator.prepared.replicated.append((model, [parameter], group))
+    replicated = accelerator.prepared.replicated
+    if not any(
+        known is model for known, *_ in replicated
+    ):  # `prepare` adopts all models, and `prepare_model` each again
+        replicated += [
+            (model, [parameter], group) for parameter, _, group in model.holdings.shared(model, stage.groups)
+        ]
 
 
 def _holdings(model: nn.Module, stage: Any) -> Holdings:
@@ -66,12 +77,12 @@ def _holdings(model: nn.Module, stage: Any) -> Holdings:
     named = *model.named_parameters(), *model.named_buffers()
     kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in named}
     mine = kinds, [names for _, names in ties(model)], list(model.state_dict())
-    told = comm.current().gather_object(mine)
-    every = {name: kind for own, _, _ in told for name, kind in own.items()}
+    of_ranks = comm.current().gather_object(mine)
+    every = {name: kind for own, _, _ in of_ranks for name, kind in own.items()}
     tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in every.items()}
-    holders = {name: tuple(place for place, (own, _, _) in enumerate(told) if name in own) for name in tensors}
-    tied = {tuple(names): None for _, groups, _ in told for names in groups}
-    elsewhere = frozenset(name for _, _, saved in told for name in saved) - {*mine[2]}
+    holders = {name: tuple(place for place, (own, _, _) in enumerate(of_ranks) if name in own) for name in tensors}
+    tied = {tuple(names): None for _, groups, _ in of_ranks for names in groups}
+    elsewhere = frozenset(name for _, _, saved in of_ranks for name in saved) - {*mine[2]}
     ranks = dist.get_process_group_ranks(stage.pp_group)
     return Holdings(tensors, holders, stage.pp_rank, ranks, stage.pp_group, [[*names] for names in tied], elsewhere)
 
@@ -96,10 +107,11 @@ class TrainableStage:
 
     Args:
         stage: What transformers has left in the model.
+        groups: The process groups of the tensors that several stages have, by name.
     """
 
-    def __init__(self, stage: Any) -> None:
-        self._stage, self._sent = stage, None
+    def __init__(self, stage: Any, groups: Mapping[str, Any]) -> None:
+        self._stage, self.groups, self._sent = stage, groups, None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_stage"], name)
@@ -120,7 +132,7 @@ class TrainableStage:
         logits = self._stage.broadcast_from_last(None if tensor is None else tensor.detach(), **given)
         sent, self._sent = self._sent, None
         if tensor is not None:
-            return tensor
+            return tensor.to(logits.dtype)
         if sent is None:  # without gradients
             return logits
         like = torch.empty_like(sent, device="meta")

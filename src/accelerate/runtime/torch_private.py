@@ -191,14 +191,14 @@ def shapes_of_wholes_unseen() -> contextlib.AbstractContextManager[None]:
     """Let no mode see, for a block, the operators on whole shapes by which DTensor learns what one on its local parts returns."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    propagator = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
-    learn = propagator._propagate_tensor_meta_non_cached
+    home = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
+    learn = getattr(home, name := "_propagate_tensor_meta_non_cached", None)
 
     def unseen(self: Any, schema: Any) -> Any:
         with _disable_current_modes():
             return learn(self, schema)
 
-    return replaced((propagator, "_propagate_tensor_meta_non_cached", unseen))
+    return replaced((home, name, unseen)) if learn is not None else contextlib.nullcontext()
 
 
 def reads_value(operator: Any) -> bool:
