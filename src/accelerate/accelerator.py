@@ -36,6 +36,7 @@ from accelerate.data.plan import DataPlan
 from accelerate.diagnostics import memory
 from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
+from accelerate.parallel import mesh
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
 from accelerate.precision.amp import apply_downcast, precision
@@ -92,7 +93,7 @@ def _read(path: str) -> Any:
 
 def _mesh_rank(dimension: str, what: str) -> Any:
     """Return an attribute that is this rank's place in a dimension of the mesh; an error says `what` is not configured."""
-    return property(lambda self: prepare.mesh_rank(self, dimension, what))
+    return property(lambda self: mesh.dimension_rank(self, dimension, what))
 
 
 def _from_main_process(method: Callable) -> Callable:
@@ -383,7 +384,7 @@ class Accelerator(Processes):
         layout = self.parallelism_config
         if layout is None or not layout.pp_enabled:
             raise NotImplementedError("No rank has a place in a pipeline: set ParallelismConfig(pp_size=...) above 1.")
-        return prepare.mesh_rank(self, "pp", "Pipeline parallelism")
+        return mesh.dimension_rank(self, "pp", "Pipeline parallelism")
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -623,7 +624,7 @@ class Accelerator(Processes):
 
     def _prepare_device_mesh(self) -> None:
         """Build the device mesh that ``parallelism_config`` describes."""
-        prepare.device_mesh(self)
+        mesh.build(self)
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
         """Split the layers of the models among the objects, over the mesh's tensor-parallel dimension."""

@@ -172,7 +172,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return
         if self._before_step is not None:
             self._before_step(self)
-        if self._reduces_on_step:
+        if self._reduces_on_step and not gradient_state.is_xla_gradients_synced:
             self._reduce_gradients()
         if self.scaler is None:
             if not self._steps_in_backward:
@@ -211,8 +211,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = False
 
     def _reduce_gradients(self) -> None:
-        if self.gradient_state.is_xla_gradients_synced:
-            return
         import torch_xla.core.xla_model as xm
 
         gradients = xm._fetch_gradients(self.optimizer)

@@ -62,9 +62,19 @@ class XLA(Backend):
 
     def clip_grad_norm(self, accelerator: Run, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Reduce the gradients first, so that the norm is that of the global batch."""
-        for optimizer in accelerator.prepared.optimizers:
-            optimizer._reduce_gradients()
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        self._reduce(accelerator)
+        return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, accelerator: Run, parameters: Any, clip_value: float) -> None:
+        """Reduce the gradients first, so that the elements are those of the global batch."""
+        self._reduce(accelerator)
+        super().clip_grad_value(accelerator, parameters, clip_value)
+
+    @staticmethod
+    def _reduce(accelerator: Run) -> None:
+        if not accelerator.gradient_state.is_xla_gradients_synced:
+            for optimizer in accelerator.prepared.optimizers:
+                optimizer._reduce_gradients()
 
     def make_scaler(self, accelerator: Run, handler: Any) -> Any | None:
         """Return torch_xla's scaler, which knows that steps are traced."""

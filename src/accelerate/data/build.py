@@ -132,8 +132,14 @@ def prepare_data_loader(
     if reading == plan.OWN_SHARD and isinstance(batching_sampler(dataloader), TokenBudgetSampler):
         batching_sampler(dataloader).check_ranks(layout.num_shards)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
-    if rng_types is not None and generator is None:
-        rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles
+    if rng_types is not None:
+        rng_types = [
+            kind for kind in rng_types if kind != "generator" or generator is not None
+        ]  # else nothing shuffles
+        # A generator made here is known to nobody else: without its synchronisation the parts would overlap.
+        ours = getattr(adapter.get_sampler(dataloader), "generator_is_ours", False)
+        if generator is not None and ours and "generator" not in rng_types:
+            rng_types.append("generator")
 
     division = Division(reading, layouts, process_index, split_batches, even_batches, readers)
     made, changes = plan.make(dataloader, division), _changes(dataloader, division)

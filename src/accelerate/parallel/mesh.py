@@ -1,15 +1,44 @@
-"""Questions to the device mesh: which ranks belong together, and where this rank stands among them."""
+"""The device mesh of a run, and questions to it: which ranks belong together, and where this rank stands among them."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.master import local_part
-from accelerate.runtime import torch_private
+from accelerate.runtime import torch_private, traits
+from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def check_layout(accelerator: Run) -> None:
+    """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
+    layout = accelerator.parallelism_config
+    if layout._sp_by_deepspeed:
+        raise ValueError(
+            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
+            "sp_backend='torch', which does the same with torch alone."
+        )
+    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
+        raise ValueError(
+            f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
+            f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
+            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
+        )
+    if layout.tp_enabled and accelerator.fp8_enabled:
+        raise ValueError(
+            f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut. "
+            "Use mixed_precision='bf16', or set tp_size=1."
+        )
+    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
+        sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
+        raise ValueError(
+            f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves. Pass "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or make tp_size the number of processes."
+        )
 
 
 def check_backend(device: torch.device) -> None:
@@ -22,6 +51,31 @@ def check_backend(device: torch.device) -> None:
             f"backend='gloo' cannot gather what is sharded on {device.type}: torch crashes in its functional collectives. Start one process per "
             "device and leave the backend to its default, train replicas (DDP), or pass cpu=True to Accelerator."
         )
+
+
+def build(accelerator: Run) -> None:
+    """Build the device mesh of the parallelism configuration, once."""
+    layout = accelerator.parallelism_config
+    if layout is not None and accelerator.torch_device_mesh is None:
+        layout._validate_accelerator(accelerator)
+        if layout.tp_enabled or layout.cp_enabled or layout.pp_enabled or layout.dp_shard_enabled:
+            check_backend(accelerator.device)
+        accelerator.state.device_mesh = layout.get_device_mesh(accelerator.device.type)
+
+
+def dimension_rank(accelerator: Run, dimension: str, what: str) -> int:
+    """Return this rank's place in a dimension of the mesh, 0 where its size is 1; also before the mesh is built."""
+    layout = accelerator.parallelism_config
+    if layout is None:
+        kind = NotImplementedError if dimension == "cp" else RuntimeError
+        raise kind(f"{what} is not configured. Set `parallelism_config` first.")
+    if accelerator.torch_device_mesh is not None:
+        return rank(accelerator.torch_device_mesh, dimension)
+    names, sizes = layout._get_mesh() or ((), ())
+    if dimension not in names:
+        return 0
+    place = names.index(dimension)
+    return accelerator.process_index // math.prod(sizes[place + 1 :]) % sizes[place]
 
 
 def submesh(mesh: "DeviceMesh | None", name: str) -> "DeviceMesh | None":

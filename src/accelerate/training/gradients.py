@@ -207,10 +207,11 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     last = accelerator.gradient_state.sync_gradients
     if same_on_all and not (window.reference or window.usual or last):
         window.usual = _over_ranks(accelerator, count, "mean") * accelerator.gradient_state.num_steps
-    known = 2.0 ** math.frexp(window.usual)[1] if same_on_all else count
-    window.reference = window.reference or known or 1.0
+    known = 2.0 ** math.frexp(window.usual)[1] if same_on_all and window.usual else 0.0 if same_on_all else count
+    window.reference = window.reference or known
     if not last:
-        window.factor = count / window.reference
+        # Without items so far nothing says what is near one; the micro-batch weighs nothing then.
+        window.factor = count / window.reference if window.reference else 0.0
         return
     # Ranks that share each layer, or divide the layers, count the same items.
     copies = layout.tp_size * layout.pp_size if layout is not None else 1

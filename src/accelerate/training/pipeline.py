@@ -17,7 +17,7 @@ from accelerate.checkpoint.state import run_on_all_ranks, tied_names
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
 from accelerate.parallel.holdings import Holdings
-from accelerate.parallel.mesh import shard_mesh, submesh
+from accelerate.parallel.mesh import check_layout, shard_mesh, submesh
 from accelerate.precision import master
 from accelerate.runtime.torch_private import pytree
 from accelerate.training import gradients, prepare
@@ -254,7 +254,7 @@ def prepare_pipeline(
         raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
     if problem := _problem(accelerator, model, schedule, microbatches):
         raise ValueError(problem)
-    prepare.check_mesh(accelerator)
+    check_layout(accelerator)
     accelerator._prepare_device_mesh()
     accelerator._backend.check(accelerator, ())
     part = submesh(accelerator.torch_device_mesh, "pp")

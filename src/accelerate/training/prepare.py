@@ -1,7 +1,6 @@
 """How objects are prepared: one pass of detection by identity, then what is new is wrapped and registered."""
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -167,7 +166,7 @@ def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn
     if layout is None or traits.of(accelerator.distributed_type).deepspeed:
         return model
     if not evaluation or model_has_dtensor(model):
-        check_mesh(accelerator)
+        meshes.check_layout(accelerator)
     shares = layout.cp_enabled or layout.sp_enabled
     if shares or not evaluation:
         accelerator._prepare_device_mesh()
@@ -188,33 +187,6 @@ def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn
         if evaluation:
             models.join(model, accelerator.prepared.sequence_context)
     return model
-
-
-def check_mesh(accelerator: Facade) -> None:
-    """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
-    layout = accelerator.parallelism_config
-    if layout._sp_by_deepspeed:
-        raise ValueError(
-            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
-            "sp_backend='torch', which does the same with torch alone."
-        )
-    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
-        raise ValueError(
-            f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
-            f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
-            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
-        )
-    if layout.tp_enabled and accelerator.fp8_enabled:
-        raise ValueError(
-            f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut. "
-            "Use mixed_precision='bf16', or set tp_size=1."
-        )
-    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
-        sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
-        raise ValueError(
-            f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves. Pass "
-            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or make tp_size the number of processes."
-        )
 
 
 def find_prepared(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
@@ -275,6 +247,7 @@ def _adopt(accelerator: Facade, entry: Entry) -> Any:
 def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
     """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
     outer, *inners = entry.objects()
+    resolve(accelerator.state).check(accelerator, (outer,))
     amp.check_weights(outer, accelerator.scaler)
     bare = outer._orig_mod if is_compiled_module(outer) else outer
     layout = accelerator.parallelism_config
@@ -345,6 +318,8 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
             "and reach its parts through `accelerator.unwrap_model`."
         )
     _adopt_sharded(accelerator, (model,))
+    if not evaluation_mode:  # once more: a model may come here without `prepare`
+        resolve(accelerator.state).check(accelerator, (model,))
     model = _overlay_mesh(accelerator, model, evaluation_mode)
     convert = {FP8BackendType.TE: accelerator._prepare_te, FP8BackendType.AO: accelerator._prepare_ao}
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend in convert:
@@ -379,9 +354,8 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
 
 
 def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
-    """Let the strategy wrap a model, after what ``prepare`` does first: a model may come to ``prepare_model`` by itself."""
+    """Let the strategy wrap a model."""
     backend = accelerator._backend = resolve(accelerator.state)
-    backend.check(accelerator, (model,))
     accelerator._prepare_device_mesh()
     if accelerator.prepared.conditional:
         conditional.install(accelerator, model)
@@ -491,7 +465,7 @@ def prepare_data_loader(
         # Its Accelerator let go of it; nothing is sharded twice.
         return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
-    device_mesh(accelerator)  # in a direct call, it may not be there yet
+    meshes.build(accelerator)  # in a direct call, it may not be there yet
     # Passed only when it says something, because users put functions of upstream's signature in the place of `build`.
     usual = {"shard_iterable_dataset": True, "already_sharded": False, "dispatch_readers": "one"}
     divided = {name: getattr(config, name, value) for name, value in usual.items()}
@@ -551,31 +525,6 @@ def restore_registry(accelerator: Facade) -> None:
         for item in getattr(accelerator.prepared, name):
             inside = chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
             accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
-
-
-def device_mesh(accelerator: Facade) -> None:
-    """Build the device mesh of the parallelism configuration, once."""
-    layout = accelerator.parallelism_config
-    if layout is not None and accelerator.torch_device_mesh is None:
-        layout._validate_accelerator(accelerator)
-        if layout.tp_enabled or layout.cp_enabled or layout.pp_enabled or layout.dp_shard_enabled:
-            meshes.check_backend(accelerator.device)
-        accelerator.state.device_mesh = layout.get_device_mesh(accelerator.device.type)
-
-
-def mesh_rank(accelerator: Facade, dimension: str, what: str) -> int:
-    """Return this rank's place in a dimension of the mesh, 0 where its size is 1; also before the mesh is built."""
-    layout = accelerator.parallelism_config
-    if layout is None:
-        kind = NotImplementedError if dimension == "cp" else RuntimeError
-        raise kind(f"{what} is not configured. Set `parallelism_config` first.")
-    if accelerator.torch_device_mesh is not None:
-        return meshes.rank(accelerator.torch_device_mesh, dimension)
-    names, sizes = layout._get_mesh() or ((), ())
-    if dimension not in names:
-        return 0
-    place = names.index(dimension)
-    return accelerator.process_index // math.prod(sizes[place + 1 :]) % sizes[place]
 
 
 def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:

@@ -49,14 +49,14 @@ def indices(loader):
 
 
 def check_independent_generators_draw_one_order():
-    """Processes whose default generators differ still draw one common order."""
+    """Processes whose default generators differ still draw one common order, whichever other generators are synchronised."""
     fresh_accelerator()
     torch.manual_seed(rank())
     torch.rand(rank() + 1)
     for sampler in (None, WeightedRandomSampler([1.0] * 12, 12, replacement=False)):
         loader = DataLoader(range(12), 2, sampler=sampler, shuffle=sampler is None)
-        for seedable in (False, True):
-            prepared = prepare_data_loader(loader, rng_types=["generator"], use_seedable_sampler=seedable)
+        for seedable, kinds in ((False, ["generator"]), (True, ["generator"]), (False, ["torch"]), (False, [])):
+            prepared = prepare_data_loader(loader, rng_types=kinds, use_seedable_sampler=seedable)
             orders = [sum(sum(everywhere(values(prepared)), []), []) for _ in range(2)]
             assert set(orders[0]) == set(orders[1]) == set(range(12)) and orders[0] != orders[1], orders
     synchronize_rng_states(["torch"])

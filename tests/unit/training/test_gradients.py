@@ -95,6 +95,18 @@ def test_a_new_accelerator_steps_although_the_last_window_was_left_open():
     assert second.sync_gradients and second.gradient_accumulation_steps == 1
 
 
+def test_a_first_micro_batch_without_items_leaves_the_others_in_the_range_of_fp16():
+    accelerator, (model,), (optimizer,) = make(1)
+    accelerator.gradient_accumulation_steps = 3
+    before = model.weight.detach().clone()
+    for count in (0, 5000, 5000):
+        with accelerator.accumulate(model, num_items=count):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    assert (before - model.weight).tolist()[0] == pytest.approx([0.5, 0.5], rel=1e-3)
+
+
 class Fused(torch.optim.Optimizer):
     """Updates weights in its backward pass as LOMO's optimizers do, and has no `step`."""
 
