@@ -217,6 +217,12 @@ def check_refused():
         with raised(ValueError, *fragments):
             tensor.prepare(accelerator_for(plan), (model,))
         assert all(one is two for one, two in zip(model.parameters(), before, strict=True))
+    # What the strategy refuses, it refuses before layers are cut, also without `prepare`.
+    layout, model = ParallelismConfig(tp_size=world(), tp_handler=TorchTensorParallelConfig(plan=PLAN)), Mlp()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+    with raised(ValueError, "cpu_ram_efficient_loading=True with tp_size"):
+        fresh_accelerator(parallelism_config=layout, fsdp_plugin=plugin).prepare_model(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     accelerator = accelerator_for({"up": "colwise", "down": "rowwise"})
     model = accelerator.prepare_model(Mlp(), evaluation_mode=True)
     with raised(ValueError, "evaluation_mode=True, and tp_size changes"):  # it would train whole on each rank
