@@ -9,8 +9,7 @@ from accelerate.backends.deepspeed.engine import is_schedule
 from accelerate.data.loader import PreparedLoader
 from accelerate.training.prepare import chain, find_prepared, kind_of, own_states, register
 from accelerate.training.prepared import Facade
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedSchedulerWrapper
-from accelerate.utils.megatron_lm import MegatronLMSchedulerWrapper
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 
 def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
@@ -30,31 +29,17 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
             f"{sizes} of parallelism_config with DeepSpeed, whose ZeRO stages shard over all processes. Set it to 1; sequences are shared with "
             "sp_size and sp_backend='deepspeed'. With FSDP each size is possible, and sp_backend='torch'."
         )
-    made, new = _sorted(accelerator, objects, "DeepSpeed")
-    if not new:
-        return tuple(made)
     if accelerator._exact_accumulation:
         raise ValueError(
             "GradientAccumulationPlugin(exact=True) is not possible with DeepSpeed, whose engine divides each loss by "
             "gradient_accumulation_steps. Leave exact away."
         )
-    names = ("model", "optimizer", "scheduler")
-    model, optimizer, scheduler = (objects[new[kind]] if kind in new else None for kind in names)
-    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
-    inside = [model, *chain(model)]
-    with own_states(accelerator):
-        built = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
-    engine, own_optimizer, own_scheduler = built
-    made[new["model"]] = register(accelerator, "model", engine, *chain(engine), *inside)
-    if own_optimizer is not None:
-        made[new["optimizer"]] = register(accelerator, "optimizer", own_optimizer, own_optimizer.optimizer, optimizer)
-    if isinstance(own_scheduler, DeepSpeedSchedulerWrapper):
-        made[new["scheduler"]] = register(accelerator, "scheduler", own_scheduler, own_scheduler.scheduler, scheduler)
-    elif scheduler is not None:
-        made[new["scheduler"]] = accelerator._prepare_one(scheduler)
+    made, engine, trains = _built(accelerator, objects, "DeepSpeed")
+    if engine is None:
+        return tuple(made)
     accelerator.deepspeed_config = accelerator.deepspeed_plugin.deepspeed_config
     wrapped, trained = DeepSpeedEngineWrapper(engine), accelerator.prepared.engines
-    if own_optimizer is not None:
+    if trains:
         trained.append(wrapped)
     accelerator.deepspeed_engine_wrapped = (trained or [wrapped])[0]
     if shares:
@@ -62,6 +47,38 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
             if kind_of(item) == "loader":
                 made[position] = accelerator.deepspeed_ulysses_dl_adapter(made[position], engine)
     return tuple(made)
+
+
+def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine of Megatron core. All ranks.
+
+    Raises:
+        AssertionError: There are two new models, optimizers or schedulers.
+        ValueError: An optimizer or a scheduler comes without its model.
+    """
+    return tuple(_built(accelerator, objects, "Megatron-LM")[0])
+
+
+def _built(accelerator: Facade, objects: Sequence[Any], kind: str) -> tuple[list[Any], Any, bool]:
+    """Return the prepared objects in order, the new engine, None where nothing was new, and whether it trains."""
+    made, new = _sorted(accelerator, objects, kind)
+    if not new:
+        return made, None, False
+    model, optimizer, scheduler = (
+        objects[new[part]] if part in new else None for part in ("model", "optimizer", "scheduler")
+    )
+    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
+    inside = [model, *chain(model)]
+    with own_states(accelerator):
+        engine, wrapped, stepped = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
+    made[new["model"]] = register(accelerator, "model", engine, *chain(engine), *inside)
+    if wrapped is not None:
+        made[new["optimizer"]] = register(accelerator, "optimizer", wrapped, wrapped.optimizer, optimizer)
+    if scheduler is not None and (stepped is None or stepped is scheduler):  # which no engine steps
+        made[new["scheduler"]] = accelerator._prepare_one(scheduler)
+    elif scheduler is not None:
+        made[new["scheduler"]] = register(accelerator, "scheduler", stepped, stepped.scheduler, scheduler)
+    return made, engine, wrapped is not None
 
 
 def _sorted(accelerator: Facade, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
@@ -86,32 +103,6 @@ def _sorted(accelerator: Facade, objects: Sequence[Any], engine: str) -> tuple[l
             "optimizer and its scheduler in one call."
         )
     return made, new
-
-
-def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine of Megatron core. All ranks.
-
-    Raises:
-        AssertionError: There are two new models, optimizers or schedulers.
-        ValueError: An optimizer or a scheduler comes without its model.
-    """
-    made, new = _sorted(accelerator, objects, "Megatron-LM")
-    if not new:
-        return tuple(made)
-    model, optimizer, scheduler = (
-        objects[new[kind]] if kind in new else None for kind in ("model", "optimizer", "scheduler")
-    )
-    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
-    with own_states(accelerator):
-        engine, wrapped, scheduler = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
-    made[new["model"]] = register(accelerator, "model", engine, model)
-    if wrapped is not None:
-        made[new["optimizer"]] = register(accelerator, "optimizer", wrapped, wrapped.optimizer, optimizer)
-    if isinstance(scheduler, MegatronLMSchedulerWrapper):
-        made[new["scheduler"]] = register(accelerator, "scheduler", scheduler, objects[new["scheduler"]])
-    elif scheduler is not None:
-        made[new["scheduler"]] = accelerator._prepare_one(scheduler)
-    return tuple(made)
 
 
 def share_loader(accelerator: Facade, loader: Any) -> Any:
