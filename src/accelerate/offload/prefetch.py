@@ -2,7 +2,7 @@
 
 A dispatched model with offloaded weights gets one `Prefetcher`, which all its hooks share. In a forward of the model
 each hook that brings weights in announces itself; the order of the last forward says which hooks follow. A thread
-reads their weights ahead, in that order and no further than a budget of bytes; where the model takes another way, what
+reads their weights ahead of what the device computes, in that order and no further than a budget of bytes; where the model takes another way, what
 is ahead is dropped. Nothing is ahead between two forwards, when weights may be changed, so results do not depend on
 it.
 """
@@ -79,6 +79,9 @@ class HostTransfer:
             _read_pages(tensor)
         return {name: tensor.to(dtype) for name, (tensor, dtype) in weights.items()}, None
 
+    def mark(self) -> None:
+        """Return nothing to wait for: this device is never behind the host."""
+
     def receive(self, tensors: Tensors, event: None) -> Tensors:
         """Return the weights to the module that runs now."""
         return tensors
@@ -108,6 +111,12 @@ class StreamTransfer:
         event = self.namespace.Event()
         event.record(self._stream)
         return on_device, event
+
+    def mark(self) -> Any:
+        """Return an event that comes when the device has computed all that it was given so far."""
+        event = self.namespace.Event()
+        event.record(self.namespace.current_stream(self.device))
+        return event
 
     def receive(self, tensors: Tensors, event: Any) -> Tensors:
         """Return the weights; what their device's current stream computes from here on waits for their copies."""
@@ -145,8 +154,10 @@ class Unit:
     dtypes: dict[str, torch.dtype]
     nbytes: int
 
-    def bring(self) -> tuple[Tensors, Any]:
-        """Read the weights. Runs in the prefetching thread."""
+    def bring(self, after: Any) -> tuple[Tensors, Any]:
+        """Read the weights, `after` an event if there is one. Runs in the prefetching thread."""
+        if after is not None:
+            after.synchronize()
         source = WeightSource(self.hook.weights_map)
         return self.transfer.bring({name: (source.get(name), dtype) for name, dtype in self.dtypes.items()})
 
@@ -198,7 +209,8 @@ class Prefetcher:
                 self._drop()
                 self._find(unit)
             self._next += 1
-            self._extend()
+            # The host may be far ahead of the device: there is room when that gets to this unit.
+            self._extend(after=unit.transfer.mark())
         return self._received(unit, found) if found is not None else {}
 
     def close(self) -> None:
@@ -215,18 +227,18 @@ class Prefetcher:
         positions = (*range(self._next, end), *range(min(self._next, end)))
         self._next = next((position for position in positions if self._order[position] is unit), end)
 
-    def _extend(self) -> None:
-        """Ask for the modules that follow, as far as the budget goes."""
+    def _extend(self, after: Any = None) -> None:
+        """Ask for the modules that follow, as far as the budget goes; their weights are read after an event."""
         position = self._next + len(self._ahead)
         while position < len(self._order) and self._bytes_ahead + self._order[position].nbytes <= self.budget:
-            self._ask(self._order[position])
+            self._ask(self._order[position], after)
             position += 1
 
-    def _ask(self, unit: Unit) -> None:
+    def _ask(self, unit: Unit, after: Any) -> None:
         try:
             if self._reader is None or self._process != os.getpid():
                 self._reader, self._process = ThreadPoolExecutor(1, "accelerate-prefetch"), os.getpid()
-            future = self._reader.submit(unit.bring)
+            future = self._reader.submit(unit.bring, after)
         except RuntimeError as error:  # the system has no thread left, or the interpreter is about to exit
             self._turn_off(f"Weights are read when they are needed, because no thread can read them ahead: {error}")
             return

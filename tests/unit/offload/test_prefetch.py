@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import queue
 import sys
 import threading
 from unittest import mock
@@ -117,6 +118,43 @@ def test_never_more_than_the_budget_is_ahead(budget):
         prefetcher.end()
         assert not prefetcher._ahead
     assert any(asked) == (budget >= 10) and (all(asked[5:10]) or budget < 3 * LAYER_BYTES)
+    prefetcher.close()
+
+
+class _Device:
+    """Computes what it is given when the test says so; it notes what the reading thread does."""
+
+    def __init__(self):
+        self.given, self.noted = [], queue.SimpleQueue()
+
+    def mark(self):
+        number, event = len(self.given), threading.Event()
+        self.given.append(event)
+        return mock.Mock(synchronize=lambda: (self.noted.put(f"waits for {number}"), event.wait(60)))
+
+    def bring(self, weights):
+        self.noted.put(f"reads {next(iter(weights))}")
+        return dict(weights), None
+
+    def receive(self, tensors, event):
+        return tensors
+
+
+def test_a_host_ahead_of_its_device_reads_no_further_than_the_budget_from_there():
+    device = _Device()
+    hooks = [mock.Mock(weights_map={str(number): torch.ones(2)}) for number in range(4)]
+    units = [Unit(hook, device, {str(number): torch.float32}, 8) for number, hook in enumerate(hooks)]
+    prefetcher = Prefetcher(units, budget=8)
+    for forward in range(2):  # the order is known in the second one
+        device.given.clear()
+        prefetcher.begin()
+        for number, hook in enumerate(hooks):
+            prefetcher.enter(hook)
+            if forward and number < 3:
+                seen = [device.noted.get(timeout=60) for _ in range(2)]
+                assert seen == [f"reads {number}", f"waits for {number}"]
+                device.given[number].set()
+        prefetcher.end()
     prefetcher.close()
 
 
