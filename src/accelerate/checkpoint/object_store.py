@@ -8,7 +8,8 @@ the generation, and the manifest beside it says which generation counts::
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/...
 
 Replacing a checkpoint writes another generation, then the manifest, then removes the former generation. A reader finds the
-old one or the new one. A save that is killed leaves a generation that no manifest names; the next save removes it.
+old one or the new one. A save that is killed leaves a generation that no manifest names; the next save to its place removes it, and
+another save of the run when it is a day old.
 
 Each rank streams its files into the generation while it makes them; what hooks and other code write by path comes from a local
 folder. A load downloads into a local folder what the ranks of its node read, of large files the pieces of them.
@@ -25,13 +26,21 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from datetime import datetime, timezone
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
-from accelerate.checkpoint.storage import CheckpointStorage, FileStat, LocalStorage, refuse_unfinished, warned
+from accelerate.checkpoint.storage import (
+    ABANDONED_S,
+    CheckpointStorage,
+    FileStat,
+    LocalStorage,
+    refuse_unfinished,
+    warned,
+)
 from accelerate.runtime.durable import CHUNK, HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
@@ -48,6 +57,7 @@ _TIMES = ("LastModified", "mtime", "last_modified", "created")
 Range = tuple[str, int, int]
 
 _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
+_LATEST = "g-~"  # is behind the names of all generations
 
 
 class ObjectStore(CheckpointStorage):
@@ -252,7 +262,7 @@ class ObjectStore(CheckpointStorage):
         """
         self.discard()
         self._staged = _folder()
-        self.generation = self._own = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
+        self.generation = self._own = f"{_generation_at(datetime.now(timezone.utc))}-{os.urandom(8).hex()}"
         return self._staged.name
 
     def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
@@ -326,13 +336,15 @@ class ObjectStore(CheckpointStorage):
             for name, stored in storage._superseded().items()
         }
 
-    def sweep(self) -> None:
-        """Remove what killed saves left in here and in its folders. Only the process that writes here calls it."""
+    def sweep(self, older_than_s: float = ABANDONED_S) -> None:
+        """Remove from here and its folders what has been replaced, and what saves left that began so long ago and did not publish."""
+        # A store has no locks: another run may still be writing a younger one.
+        last = _generation_at(datetime.now(timezone.utc) - timedelta(seconds=older_than_s))
         for storage in (self, *self.entries()):
-            storage._clear()
+            storage._clear(last)
 
-    def _superseded(self) -> dict[str, FileStat | None]:
-        """Return the entries that do not count any more: of killed saves, or of what has been replaced."""
+    def _superseded(self, last: str = _LATEST) -> dict[str, FileStat | None]:
+        """Return the entries that do not count: of what has been replaced, and of saves begun until `last` that did not publish."""
         entries = self._objects.entries()
         # What is no part of a checkpoint is the user's own.
         parts = [name for name in sorted(entries) if manifest.is_checkpoint_file(name) or _GENERATION.fullmatch(name)]
@@ -344,11 +356,15 @@ class ObjectStore(CheckpointStorage):
             return {}  # a person may still want to look at the parts
         if not current:  # the parts beside the generations count
             parts = [name for name in parts if _GENERATION.fullmatch(name)]
-        return {name: entries[name] for name in parts if name != current}
+        # Names of generations sort by time.
+        younger = {
+            name for name in parts if _GENERATION.fullmatch(name) and name > current and name[: len(last)] > last
+        }
+        return {name: entries[name] for name in parts if name != current and name not in younger}
 
-    def _clear(self) -> None:
-        """Remove what does not count any more."""
-        superseded = self._superseded()
+    def _clear(self, last: str = _LATEST) -> None:
+        """Remove what `_superseded` returns."""
+        superseded = self._superseded(last)
         for name in superseded:
             self._objects.remove(name)
         if superseded and not self._objects.entries():
@@ -357,6 +373,11 @@ class ObjectStore(CheckpointStorage):
 
 class _Published(NamedTuple):
     """The files that count; the manifest is None if another library saved them.
+def _generation_at(time: datetime) -> str:
+    """Return how the name of a generation begins that is made at a time."""
+    return f"g-{time:%Y%m%dT%H%M%SZ}"
+
+
 
     Attributes:
         generation: the folder that holds them; empty if they lie beside the manifest.

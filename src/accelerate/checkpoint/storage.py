@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 # How long a save waits for another process to release the lock: a save in the background ends by itself, and a worker process of a
 # killed run may outlive it a little.
 PATIENCE_S = 60.0
+# How old a save is that no run can still be at work on, where nothing else tells.
+ABANDONED_S = 24 * 3600.0
 
 
 class Busy(RuntimeError):
@@ -189,9 +191,9 @@ class CheckpointStorage(ABC):
     def remove(self) -> None:
         """Remove the checkpoint; no reader sees a part of it meanwhile."""
 
-    def sweep(self) -> None:
-        """Remove what killed runs left among the checkpoints here; only a process that writes here calls it."""
-        return
+    @abstractmethod
+    def sweep(self, older_than_s: float = ABANDONED_S) -> None:
+        """Remove what killed runs left among the checkpoints here: what no run holds locked or, without locks, what is so old."""
 
     def stored(self) -> FileStat:
         """Return the bytes of all that is here, and when any of it was last written to, where that is known."""
@@ -456,8 +458,8 @@ class LocalStorage(CheckpointStorage):
             finally:
                 _remove(aside)
 
-    def sweep(self) -> None:
-        """Remove what killed runs left among the checkpoints here."""
+    def sweep(self, older_than_s: float = ABANDONED_S) -> None:
+        """Remove what killed runs left among the checkpoints here, however old: no run has its lock."""
         names = {name for _, name in _asides(self.location)}
         names |= {one.name[len(LOCK_PREFIX) :] for one in _scan(self.location) if one.name.startswith(LOCK_PREFIX)}
         for name in sorted(names - {""}):

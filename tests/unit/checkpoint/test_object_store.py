@@ -22,6 +22,7 @@ from accelerate.checkpoint.manifest import (
     write_part,
 )
 from accelerate.checkpoint.object_store import ObjectStore, storage_of
+from accelerate.checkpoint.storage import prune
 from accelerate.runtime import durable
 from accelerate.runtime.durable import CHUNK
 
@@ -172,8 +173,24 @@ def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, mon
         save(URL)
     storage, folder = storage_of(URL), storage_of("memory://run")
     assert (storage.state().kind, storage.state().reason) == ("incomplete", "its saving did not come to its end")
-    folder.sweep()
+    folder.sweep(older_than_s=0)
     assert (storage.state().kind, folder.entries()) == ("absent", [])
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_run_removes_nothing_that_another_one_is_saving_beside_it(memory, replaces):
+    """Both save under one URL, and prune there: the one that publishes first took the files of the other for those of a killed run."""
+    other, folder = save(URL, step=1) if replaces else storage_of(URL), storage_of("memory://run")
+    write(other.stage(), step=2)
+    with other.create("", "streamed.bin") as file:
+        file.write(b"bytes")
+    put(f"{URL}/{FORMER}/model.safetensors")  # of a run that was killed years ago
+    save("memory://run/checkpoint_1")
+    prune(folder, 2, [])
+    assert "streamed.bin" in objects(other) and not any(FORMER in path for path in stored(other))
+    other.publish()
+    other.discard()
+    assert (other.state().kind, other.state().manifest.step) == ("complete", 2)
 
 
 @pytest.mark.parametrize(
