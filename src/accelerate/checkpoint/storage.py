@@ -205,6 +205,11 @@ class CheckpointStorage(ABC):
         """Return what saves and removals in here left behind, or are at work on right now, by location."""
         return {}
 
+    def has_checkpoint_files(self) -> bool:
+        """Say whether something here has a name that a checkpoint's files have, ours or another library's."""
+        entries = [*self.files(), *(entry.name for entry in self.entries())]
+        return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
+
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
         """Return the automatically named checkpoints here, whole or not, with their numbers, oldest first."""
         numbered = [(number_of(entry.name), entry) for entry in self.entries()]
@@ -239,16 +244,23 @@ def prune(
     """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`.
 
     One rank per file system calls it, once the newest one is at its location and all ranks know it: what goes wrong here is
-    a warning. Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at. `listed`
-    returns those that may count, oldest first; by default the automatically named ones.
+    a warning. Complete ones count and go, those of upstream too, and what killed saves left; a damaged one stays, so that it can be looked at.
+    `listed` returns those that may count, oldest first; by default the automatically named ones that have a checkpoint's files: a folder of
+    that name may be the user's own.
     """
+
+    def counts(storage: CheckpointStorage) -> bool:
+        state = storage.state()
+        known = state.kind == "complete" or listed is not None
+        return state.loads and (known or storage.has_checkpoint_files())
+
     with warned(f"What killed saves left in {folder.location} could not be removed"):
         folder.sweep()
     whole: list[CheckpointStorage] = []
     with warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
         # What a link leads to is not ours to remove.
         found = [] if limit is None else listed() if listed else [one for _, one in folder.checkpoints()]
-        whole = [storage for storage in found if storage.parent() == folder and storage.state().loads]
+        whole = [storage for storage in found if storage.parent() == folder and counts(storage)]
     surplus = max(0, len(whole) - max(limit or 1, 1))
     for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
         logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
