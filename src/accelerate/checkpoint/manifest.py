@@ -294,6 +294,19 @@ class Manifest:
 
 
 def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
+def mark(folder: Path) -> tuple[int, ...]:
+    """Return what tells the manifest in a local folder from that of another save, without reading it; nothing without one."""
+    # Opened: only then do network file systems look for what other machines have written.
+    with contextlib.suppress(OSError), open(os.path.join(folder, NAME), "rb") as file:
+        return _mark(file.fileno())
+    return ()
+
+
+def _mark(descriptor: int) -> tuple[int, ...]:
+    about = os.fstat(descriptor)
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
     """Return the text of a manifest, or of a part of it, with a line for each value and file, for people and `diff`."""
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in values.items()]
     listed = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(files.items())]
@@ -308,10 +321,9 @@ def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> Fil
     return FileEntry.of(file, rank)
 
 
-def parts(folder: Path, ranks: Iterable[int]) -> dict[int, bytes]:
-    """Return the parts in a staged folder, by rank."""
+def parts(folder: Path, ranks: Iterable[int], written: int = 0) -> dict[int, bytes]:
+    """Return the parts in a staged folder, by rank, of which other nodes have written so many."""
 
-    # By name: the listing of a network's file system may be older than what other nodes have written.
     def read(rank: int) -> bytes | None:
         try:
             with open(os.path.join(folder, part_file(rank)), "rb") as file:
@@ -319,7 +331,12 @@ def parts(folder: Path, ranks: Iterable[int]) -> dict[int, bytes]:
         except FileNotFoundError:
             return None
 
-    ranks = list(ranks)
+    ranks, listed = list(ranks), set()
+    with contextlib.suppress(FileNotFoundError):
+        listed = set(os.listdir(os.path.join(folder, PARTS_FOLDER)))
+    there = [rank for rank in ranks if os.path.basename(part_file(rank)) in listed]
+    # The listing of a network's file system may be older than what other nodes have written. Then each rank's is looked for by its name.
+    ranks = ranks if len(there) < written else there
     found = zip(ranks, durable.each(read, ranks, _READERS), strict=True)
     return {rank: text for rank, text in found if text is not None}
 

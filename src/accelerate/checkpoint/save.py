@@ -285,7 +285,7 @@ class Save:
         if own and not leads:
             self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
         written = self._with_all_ranks(self.barrier.count_of, bool(own) and not leads)
-        listed = self.attempt(lambda: self._complete(own, writers)) if leads else None
+        listed = self.attempt(lambda: self._complete(own, writers, written)) if leads else None
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
             written += self._with_all_ranks(self.barrier.count_of, bool(own) and leads and not publishes)
         if publishes:
@@ -319,10 +319,11 @@ class Save:
         refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
-    def _complete(self, own: dict[str, FileEntry], threads: int) -> dict[str, FileEntry]:
+    def _complete(self, own: dict[str, FileEntry], threads: int, written: int) -> dict[str, FileEntry]:
         """Add what hooks and strategies wrote by themselves to this rank's files, and upload the folder; return what other ranks list."""
         folder, ranks = self.plan.folder, range(self.group.world_size)
-        listed = manifest.gathered(manifest.parts(folder, ranks))
+        # Where several lead, each has the parts of its machine in the folder, which it has written to itself.
+        listed = manifest.gathered(manifest.parts(folder, ranks, written if self.group.shared else 0))
         own |= unlisted(folder, {*own, *listed}, self.group.rank, threads)
         if own and not self._publishes:
             manifest.write_part(folder, self.group.rank, own)
