@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from check_estimator import Exchanges
 from check_sharded import sharding
 from expect import raised
-from harness import everywhere, fresh_accelerator
+from harness import everywhere, fresh_accelerator, shared_folder
 from pytest import raises as pytest_raises
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -121,3 +122,20 @@ def check_whole_parameters_are_lent():
         assert torch.allclose(model(rows), wanted), name
         model(rows).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel()), name
+
+
+def check_adapters_are_gathered_once():
+    """FSDP1 gathered all units to learn the names in them, and then all units once more, those without adapters too."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        return
+    accelerator = fresh_accelerator(**RUNS["fsdp1-orig"])
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))
+    model = accelerator.prepare(get_peft_model(layers, LoraConfig(r=2, target_modules=["1.0"])))
+    unit = 4 * (64 * 64 + 64 + 2 * 2 * 64)
+    exchanged = Exchanges()
+    with shared_folder() as folder, exchanged:
+        accelerator.save_adapter(model, folder)
+        assert Path(folder, "adapter_model.safetensors").stat().st_size > 4 * 2 * 2 * 64
+    assert unit <= exchanged.bytes["all_gather"] < 2 * unit, exchanged.bytes
