@@ -53,6 +53,8 @@ _PREFIX = "accelerate/barrier"
 ASK_AFTER_S, ASK_AGAIN_S = 2.0, 1.0
 # The same while ranks write: that takes as long as it takes, and only a rank that is gone ends it.
 ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S = 10.0, 5.0
+# The deputy of the rank that asks begins so many times later.
+_DEPUTY = 3
 # How long after its first question a rank reports which ranks it waits for.
 REPORT_AFTER_S = 10.0
 # The rank that asks, and all where torch cannot clone the connection, look at the store the more seldom the longer they wait, so that
@@ -315,7 +317,8 @@ class SaveBarrier:
     ) -> Note:
         """Come to the next round, and return the outcome that the last rank to come decides by the counter.
 
-        When no rank has come for `after_s`, a judge may decide before. The first rank to come, or to fail, asks where those missing are.
+        When no rank has come for `after_s`, a judge may decide before. The first rank to come, or to fail, asks where those missing are;
+        the second to come is its deputy, should it be killed, and asks later.
         """
         self._round_number += 1
         self._round = dist.PrefixStore(str(self._round_number), self._keys)
@@ -328,7 +331,9 @@ class SaveBarrier:
         come = self._round.add("come", 1 + _FLAG * flag + _FAILED * (failed > 0))
         self._ticket = come % _FLAG
         outcome = decide(come) if self._ticket == self.world_size else None
-        asks = self._ticket == 1 or failed == 1
+        asks = self._ticket <= 2 or failed == 1
+        if self._ticket == 2 and failed != 1:
+            after_s *= _DEPUTY
         if outcome is None and self._connection is self._origin:
             # Not before the others count this rank: to connect takes seconds where torch looks up the host's name in vain.
             self._use(_connected(self._origin))
