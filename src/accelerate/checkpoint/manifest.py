@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -221,7 +221,7 @@ class Manifest:
         mesh: sizes of the mesh dims by name, or None without a mesh.
         step: the run's count of batches within the accumulation step, as upstream counts.
         iteration: number of the checkpoint in its run.
-        text: what it was read from; another save has another one.
+        mark: what `mark` returned of the file that it was read from.
     """
 
     files: Mapping[str, FileEntry]
@@ -234,7 +234,7 @@ class Manifest:
     mesh: dict[str, int] | None = None
     step: int = 0
     iteration: int = 0
-    text: str | bytes = field(default="", repr=False, compare=False)
+    mark: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     def to_json(self, **more: Any) -> str:
         """Return the text, `more` values first."""
@@ -250,7 +250,7 @@ class Manifest:
                 raise ValueError(f"format {values['format']} is newer than {FORMAT}; update accelerate to read it")
             if values.pop("checksum") != _CHECKSUM or values.get("world_size") == 0:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
-            return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])}, text=text)
+            return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])})
         except (ValueError, RecursionError) as error:
             raise UnreadableManifest(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
@@ -262,7 +262,8 @@ class Manifest:
             raise UnreadableManifest(f"{path} is no file, so that the manifest cannot be read.")
         try:
             with open(path, "rb") as file:
-                return cls.from_json(file.read(), path)
+                found = _mark(file.fileno())
+                return replace(cls.from_json(file.read(), path), mark=found)
         except PermissionError as error:
             raise UnreadableManifest(f"{path} could not be read: {error}") from error
 
@@ -293,7 +294,6 @@ class Manifest:
             file.write(self.to_json().encode())
 
 
-def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
 def mark(folder: Path) -> tuple[int, ...]:
     """Return what tells the manifest in a local folder from that of another save, without reading it; nothing without one."""
     # Opened: only then do network file systems look for what other machines have written.
@@ -307,6 +307,7 @@ def _mark(descriptor: int) -> tuple[int, ...]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
+def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
     """Return the text of a manifest, or of a part of it, with a line for each value and file, for people and `diff`."""
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in values.items()]
     listed = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(files.items())]
@@ -519,10 +520,10 @@ def difference(name: str, written: int, size: int | None) -> str:
     return f"{name} has {size} bytes, but {written} were written"
 
 
-def files_below(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files below a local folder, by path with ``/`` between parts."""
+def files_below(folder: Path) -> set[str]:
+    """Return the paths of the files below a local folder, with ``/`` between parts."""
     paths = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
-    return {os.path.relpath(path, folder).replace(os.sep, "/"): os.path.getsize(path) for path in paths}
+    return {os.path.relpath(path, folder).replace(os.sep, "/") for path in paths}
 
 
 def first_of(lines: Sequence[str]) -> list[str]:

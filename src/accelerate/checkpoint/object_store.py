@@ -83,6 +83,7 @@ class ObjectStore(CheckpointStorage):
         self._objects = _Objects(location)
         self._staged: TemporaryDirectory[str] | None = None
         self._own: str | None = None  # the generation of what this process staged
+        self._listing: Manifest | None = None  # of what `fetch` has fetched
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -168,24 +169,25 @@ class ObjectStore(CheckpointStorage):
                     {name: (size, None) for name, size in sizes.items() if not wanted or wanted(name)}
                 )
                 if not found:
-                    if published.manifest is not None:
-                        published.manifest.write(folder)
+                    self._listing = published.manifest
+                    if self._listing is not None:
+                        self._listing.write(folder)
                     return folder
         except DamagedCheckpoint as error:
             found = [str(error)]
         raise damaged(self.location, found)
 
-    def outline(self) -> str:
+    def outline(self) -> tuple[str, Manifest | None]:
         """Return what `fetch` returns, with the manifest and files that have their size and no content, until `bring` downloads it.
 
         What another library saved is fetched: nothing says what its bytes should be.
         """
         folder = self.fetch(lambda name: False)
-        if not os.path.isfile(os.path.join(folder, NAME)):
-            return self.fetch()
-        for _ in self._missing({name: (size, ()) for name, size in _sizes(Manifest.read(folder)).items()}):
+        if self._listing is None:
+            return self.fetch(), None
+        for _ in self._missing({name: (size, ()) for name, size in _sizes(self._listing).items()}):
             pass  # making the files is what it is for
-        return folder
+        return folder, replace(self._listing, mark=manifest.mark(folder))
 
     def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
         """Download pieces of files, or with None all of them, into the folder that was fetched, which ranks of a node may share."""
@@ -271,7 +273,7 @@ class ObjectStore(CheckpointStorage):
 
     def upload(self, staged: str) -> None:
         """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
-        sizes = {name: size for name, size in files_below(staged).items() if name != NAME}
+        sizes = {name: os.path.getsize(os.path.join(staged, name)) for name in files_below(staged) - {NAME}}
 
         def put(name: str) -> None:
             file = os.path.join(staged, name)
@@ -371,13 +373,13 @@ class ObjectStore(CheckpointStorage):
             self._objects.remove()  # a file system with real folders keeps the empty one
 
 
-class _Published(NamedTuple):
-    """The files that count; the manifest is None if another library saved them.
 def _generation_at(time: datetime) -> str:
     """Return how the name of a generation begins that is made at a time."""
     return f"g-{time:%Y%m%dT%H%M%SZ}"
 
 
+class _Published(NamedTuple):
+    """The files that count; the manifest is None if another library saved them.
 
     Attributes:
         generation: the folder that holds them; empty if they lie beside the manifest.

@@ -345,7 +345,7 @@ class Save:
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
     """Return entries of the files in a staged folder that no rank has listed. One process per folder."""
-    names = sorted(manifest.files_below(folder).keys() - {*known, manifest.NAME})
+    names = sorted(manifest.files_below(folder) - {*known, manifest.NAME})
     if bad := [name for name in names if not durable.is_inside(name)]:
         raise ValueError(
             f"The file {bad[0]!r} cannot be part of a checkpoint: not every system can have a file of that name. Let the "

@@ -171,9 +171,9 @@ class CheckpointStorage(ABC):
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return a local folder with the wanted files, by their path in the manifest; all by default."""
 
-    def outline(self) -> str:
-        """Return a local folder that has all files of the checkpoint, of which `bring` has to be asked for what is read."""
-        return self.fetch()
+    def outline(self) -> tuple[str, Manifest | None]:
+        """Return a local folder that has all files of the checkpoint, of which `bring` has to be asked for what is read, and its manifest if that was read."""
+        return self.fetch(), None
 
     def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
         """See to it that the folder that was fetched has pieces of files; any rank whose `fetched` is set, alone.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import checkpointing
+from accelerate import Accelerator, checkpointing
 from accelerate.checkpoint import formats, layouts, load
 from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
@@ -382,6 +382,22 @@ def test_a_scaler_or_a_rank_that_was_not_there_is_told(tmp_path, caplog):
 def listed(tmp_path, *names):
     entries = {name: formats.describe(tmp_path / name) for name in names}
     return Manifest(entries)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_load_reads_the_manifest_once(tmp_path, monkeypatch, request, remote):
+    """The rank that finds it has read it, and each look whether it was replaced did, too; a machine's copy of a store's is another one."""
+    if remote:
+        request.getfixturevalue("memory")
+    accelerator, location = Accelerator(), "memory://run/c" if remote else tmp_path / "c"
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(location)
+    read, real = [], Manifest.from_json.__func__
+    monkeypatch.setattr(
+        Manifest, "from_json", classmethod(lambda cls, *given: (read.append(given), real(cls, *given))[1])
+    )
+    accelerator.load_state(location)
+    assert len(read) == 1 + remote
 
 
 def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
