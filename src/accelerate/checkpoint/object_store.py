@@ -264,7 +264,9 @@ class ObjectStore(CheckpointStorage):
         """
         self.discard()
         self._staged = _folder()
-        self.generation = self._own = f"{_generation_at(datetime.now(timezone.utc))}-{os.urandom(8).hex()}"
+        now = datetime.now(timezone.utc)
+        # The microseconds let names of one second sort by time, too.
+        self.generation = self._own = f"{_generation_at(now)}-{now.microsecond:05x}{os.urandom(8).hex()[5:]}"
         return self._staged.name
 
     def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
