@@ -27,7 +27,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -174,18 +174,15 @@ class SaveBarrier:
                 f"Ranks share {LARGEST_VALUE} bytes at most, but got {len(text)}. Share the path of a file."
             )
         # A rank that sets its next value but one knows that all others have read this one.
-        place, shares = f"value/{{}}/{(self._round_number + 1) % 2}", text != "null"
+        key, shares = f"value/{{}}/{(self._round_number + 1) % 2}", text != "null"
         if shares and self._store is not None:
-            self._store.set(place.format(self.rank), json.dumps([self.name, self._round_number + 1, text]))
-        shared, texts = self._synchronize(shares, problem, text)
-        if texts is None:
-            known = _read(self._store, place.format(root)) if shared and root != self.rank else None
-            texts = (
-                {self.rank: text}
-                if known is None or known[:2] != [self.name, self._round_number]
-                else {root: known[2]}
-            )
-        return json.loads(texts[root]) if root in texts else None
+            self._store.set(key.format(self.rank), json.dumps([self.name, self._round_number + 1, text]))
+        outcome = self._synchronize(shares, problem, text)
+        if "texts" in outcome or self.rank == root:
+            return json.loads(outcome.get("texts", {root: text})[root])
+        known = _read(self._store, key.format(root)) if outcome["flags"] else None
+        is_new = known is not None and known[:2] == [self.name, self._round_number]
+        return json.loads(known[2]) if is_new else None
 
     def any_of(self, flag: bool, problem: BaseException | None = None) -> bool:
         """Say whether the flag of any rank is true, or raise what `share` raises. All ranks."""
@@ -193,7 +190,7 @@ class SaveBarrier:
 
     def count_of(self, flag: bool, problem: BaseException | None = None) -> int:
         """Return on how many ranks the flag is true, or raise what `share` raises. All ranks."""
-        return self._synchronize(bool(flag), problem)[0]
+        return self._synchronize(bool(flag), problem)["flags"]
 
     def smallest(self, number: int) -> int:
         """Return the smallest of the numbers of all ranks."""
@@ -220,42 +217,38 @@ class SaveBarrier:
 
     # Rounds
 
-    def _synchronize(
-        self, flag: bool, problem: BaseException | None, text: str = "null"
-    ) -> tuple[int, dict[int, str] | None]:
-        """Wait for all ranks, or raise where one failed or is gone; return how many have the flag. Texts only without a store."""
+    def _synchronize(self, flag: bool, problem: BaseException | None, text: str = "null") -> Note:
+        """Wait for all ranks, or raise where one failed or is gone; return the outcome, with the texts of all only without a store."""
         self._failed = self._failed or problem is not None
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            flags, failed, texts = self._run_round(flag, said, text)
+            outcome = self._join_round(flag, said, text)
         except RuntimeError as error:
             if problem is None or self._given_up:  # what failed here then is that the others have left
                 raise error from problem
             raise problem from None
-        if failed:
+        if outcome["failed"]:
             self.leave()
         if problem is not None:
             raise problem
-        if failed:
-            raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(failed)}")
-        return flags, texts
+        if outcome["failed"]:
+            raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(outcome['failed'])}")
+        return outcome
 
-    def _run_round(self, flag: bool, problem: str | None, text: str) -> tuple[int, list[str], dict[int, str] | None]:
+    def _join_round(self, flag: bool, problem: str | None, text: str) -> Note:
         if self._store is None:
-            notes = self._gather([flag, problem, text])
-            failed = {rank: note[1] for rank, note in enumerate(notes) if note[1] is not None}
-            texts = {rank: note[2] for rank, note in enumerate(notes)}
-            return sum(note[0] for note in notes), _problems(failed, len(failed)), texts
-        ask = (ASK_AFTER_S, ASK_AGAIN_S) if self._failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
+            flags, problems, texts = zip(*self._gather([flag, problem, text]), strict=True)
+            failed = {rank: said for rank, said in enumerate(problems) if said is not None}
+            return {"flags": sum(flags), "failed": _problems(failed, len(failed)), "texts": texts}
         try:
-            outcome = self._come(flag, problem, self._sum_up, self._judge_missing, *ask)
+            outcome = self._come(flag, problem)
         except RuntimeError as error:
             raise RuntimeError(self._store_problem(error)) from error
         if "lost" in outcome:
             self._given_up = self._ticket > outcome["come"]
             raise RuntimeError(f"{self.kind}({self.location!r}) did not come to its end. {outcome['lost']}")
         self._problems = len(outcome["failed"])
-        return outcome["flags"], outcome["failed"], None
+        return outcome
 
     def _gather(self, note: Any) -> list[Any]:
         """Return the notes of all ranks, which have no store."""
@@ -269,9 +262,7 @@ class SaveBarrier:
             while True:
                 self._number, self._round_number = int(shared.compare_set("round", "", "0")), -1
                 self._use(_connected(self._origin, new=False))
-                outcome = self._come(
-                    self._call(call), None, self._agree, self._judge_callers, ASK_AFTER_S, ASK_AGAIN_S
-                )
+                outcome = self._come(self._call(call))
                 # Before this rank goes on, because it may begin the next barrier at once.
                 self._store.compare_set("round", str(self._number), str(self._number + 1))
                 if self._ticket <= outcome["come"]:
@@ -306,22 +297,14 @@ class SaveBarrier:
             continue
         return json.loads(known)[1]
 
-    def _come(
-        self,
-        flag: bool,
-        problem: str | None,
-        decide: Callable[[int], Note],
-        judge: Callable[[Diagnosis], Note | None],
-        after_s: float,
-        again_s: float,
-    ) -> Note:
-        """Come to the next round, and return the outcome that the last rank to come decides by the counter.
+    def _come(self, flag: bool, problem: str | None = None) -> Note:
+        """Come to the next round, and return its outcome: the last rank to come decides it by the counter.
 
-        When no rank has come for `after_s`, a judge may decide before. The first rank to come, or to fail, asks where those missing are;
-        the second to come is its deputy, should it be killed, and asks later.
+        Before that the first rank to come, or to fail, may do so: it asks where the others are. The second to come is its deputy, should it
+        be killed, and asks later.
         """
         self._round_number += 1
-        self._round = dist.PrefixStore(str(self._round_number), self._keys)
+        self._round, begins = dist.PrefixStore(str(self._round_number), self._keys), self._round_number == 0
         failed = 0
         if problem is not None:
             failed = self._round.add("problems", 1)
@@ -330,32 +313,41 @@ class SaveBarrier:
         self._store.set(f"at/{self.rank}", json.dumps([self._number, self._round_number]))
         come = self._round.add("come", 1 + _FLAG * flag + _FAILED * (failed > 0))
         self._ticket = come % _FLAG
-        outcome = decide(come) if self._ticket == self.world_size else None
-        asks = self._ticket <= 2 or failed == 1
-        if self._ticket == 2 and failed != 1:
-            after_s *= _DEPUTY
-        if outcome is None and self._connection is self._origin:
+        if self._ticket == self.world_size:
+            return self._decide(self._agree(come) if begins else self._sum_up(come))
+        if self._connection is self._origin:
             # Not before the others count this rank: to connect takes seconds where torch looks up the host's name in vain.
             self._use(_connected(self._origin))
-        polls = self._connection is self._origin
+        asks = self._ticket <= 2 or failed == 1
+        if asks or self._connection is self._origin:
+            return self._poll(begins, asks, _DEPUTY if self._ticket == 2 and failed != 1 else 1)
+        self._round.wait(["outcome"], _FOREVER)
+        return _read(self._round, "outcome") or _OVER
+
+    def _poll(self, begins: bool, asks: bool, later: int) -> Note:
+        """Look for the outcome of a round until it is there. One that `asks` decides it, if a rank will never come: so many times `later`."""
+        writes = not begins and not self._failed
+        after_s, again_s = (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S) if writes else (ASK_AFTER_S, ASK_AGAIN_S)
+        judge = self._judge_callers if begins else self._judge_missing
         began, waited_s, diagnosis, there = time.monotonic(), 0.0, None, self._ticket
-        while outcome is None:
-            if not (asks or polls):
-                self._round.wait(["outcome"], _FOREVER)
-                return _read(self._round, "outcome") or _OVER
+        while True:
             time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
             # Looked for first: a read of what is not there yet would wake those that wait for it.
             if self._round.check(["outcome"]) and (known := _read(self._round, "outcome")) is not None:
                 return known
             waited_s = time.monotonic() - began
-            if waited_s >= after_s:
-                if asks and diagnosis is None and (count := self._round.add("come", 0) % _FLAG) != there:
-                    began, there = time.monotonic(), count  # of many ranks on few cores some are still on their way
-                    continue
-                everyone = list(range(self.world_size))
-                diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
-                outcome = judge(diagnosis)
-        # What another rank has decided meanwhile holds.
+            if waited_s < after_s * later:
+                continue
+            if asks and diagnosis is None and (count := self._round.add("come", 0) % _FLAG) != there:
+                began, there = time.monotonic(), count  # of many ranks on few cores some are still on their way
+                continue
+            everyone = list(range(self.world_size))
+            diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
+            if (outcome := judge(diagnosis)) is not None:
+                return self._decide(outcome)
+
+    def _decide(self, outcome: Note) -> Note:
+        """Write the outcome of the round, unless another rank has; return what holds."""
         return json.loads(self._round.compare_set("outcome", "", json.dumps(outcome)))
 
     def _store_problem(self, error: RuntimeError) -> str:
