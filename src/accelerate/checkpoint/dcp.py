@@ -75,9 +75,9 @@ class CheckpointReader:
 
     @classmethod
     def in_folder(cls, path: durable.Path, folder: CheckpointFolder | None = None) -> "CheckpointReader":
-        """Return what a local folder in torch's format holds; DamagedCheckpoint as `read_metadata`."""
+        """Return what a local folder in torch's format, in a checkpoint's `folder`, holds; DamagedCheckpoint as `read_metadata`."""
         if folder is not None:
-            folder.check_file(METADATA)
+            folder.check([METADATA], below=os.path.basename(path))
         metadata = read_metadata(path, folder)
         reader = dcp.FileSystemReader(path)
         reader.fs = _HeldFiles()
@@ -170,7 +170,7 @@ class CheckpointReader:
                 place = self.metadata.storage_data[item.storage_index]
                 ranges.setdefault(place.relative_path, set()).add((place.offset, place.offset + place.length))
         if self.folder is not None:
-            self.folder.check(ranges)
+            self.folder.check(ranges, below=os.path.basename(self.origin))
         return plan, planner, list(ranges)
 
     def read_flat(self, value: torch.Tensor, start: int, count: int) -> torch.Tensor:
@@ -295,11 +295,7 @@ class _Unpickler(pickle.Unpickler):
     _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     _UNUSED = {"_MEM_FORMAT_ENCODING", "_get_layout", *_PATHS}  # functions that return nothing stand for these
     _PLANS = (
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
+        "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData".split()
     )  # which Megatron core keeps there
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -335,13 +331,15 @@ def read_metadata(folder: durable.Path, listed: CheckpointFolder | None = None) 
         found = _Unpickler(file).load()
         places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}
         paths = {name: tuple(path) for name, path in (found.planner_data or {}).items()}
-        problem = _problem_of_files(places, listed or os.fspath(folder))
+        problem = _problem_of_files(places, os.fspath(folder), listed.listing.files if listed else {})
         if problem := problem or _problem_of_pieces(found.state_dict_metadata):
             raise DamagedCheckpoint(f"{path} is damaged: {problem}.")
         return Metadata(found.state_dict_metadata, paths, places)
 
 
-def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: str) -> str:
+def _problem_of_files(
+    places: Mapping[MetadataIndex, StorageInfo], folder: str, listed: Mapping[str, FileEntry]
+) -> str:
     """Say which file does not have what it should; an empty text if all have."""
     ends: dict[str, tuple[int, str]] = {}
     for index, place in places.items():
@@ -351,13 +349,10 @@ def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: str) 
     if bad := durable.outside(ends):
         return f"the file name {bad[0]!r} leads out of the folder"
     for file, (end, name) in ends.items():
-        size = folder.size(file) if isinstance(folder, CheckpointFolder) else None
-        if size is None:
-            path = os.path.join(folder, *file.split("/"))
-            if not os.path.isfile(path):
-                return f"{file} is missing"
-            size = os.stat(path).st_size
-        if end > size:
+        path, entry = os.path.join(folder, *file.split("/")), listed.get(f"{os.path.basename(folder)}/{file}")
+        if entry is None and not os.path.isfile(path):
+            return f"{file} is missing"
+        if end > (size := os.stat(path).st_size if entry is None else entry.size):
             return f"{file} has {size} bytes, but {name} ends at {end}"
     return ""
 
@@ -369,35 +364,26 @@ def _problem_of_pieces(values: Mapping[str, Any]) -> str:
             continue
         if not isinstance(value.properties.dtype, torch.dtype):
             return f"{name} has the dtype {value.properties.dtype!r}"
-        shape, cut = tuple(value.size), set()
+        shape = tuple(value.size)
         # Ranks that have the same piece may both list it.
         pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
         for offsets, sizes in pieces:
-            for dim, (start, length, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
+            for start, length, whole in zip(offsets, sizes, shape, strict=True):
                 if start < 0 or length < 0 or start + length > whole:
                     return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
-                cut |= {dim} if length != whole else set()
         stored = sum(math.prod(sizes) for _, sizes in pieces)
         if stored != math.prod(shape):
             return (
                 f"{name} of shape {shape} is not whole: of its {math.prod(shape)} elements {stored} are in the files"
             )
-        overlaps = False
-        if len(cut) == 1 and stored:  # as usual: in turn along one dim
-            (dim,), end = cut, 0
-            for offsets, sizes in sorted(pieces):
-                overlaps = overlaps or (sizes[dim] > 0 and offsets[dim] < end)
-                end = max(end, offsets[dim] + sizes[dim])
-        elif cut:
-            overlaps = not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape))
-        if overlaps:
+        if not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape)):
             return f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
     return ""
 
 
 def _disjoint(pieces: list[Any], dims: int) -> bool:
     """Say whether no two pieces, offsets and sizes, have an element in common."""
-    for dim in range(dims):
+    for dim in range(dims if len(pieces) > 1 else 0):
         groups: list[list[Any]] = []
         end = 0
         for piece in sorted(pieces, key=lambda piece: piece[0][dim]):

@@ -85,16 +85,16 @@ class Found:
         known = folder if isinstance(folder, CheckpointFolder) else None
         path = os.path.join(self.folder, self.name)
         if self.layout == "sharded":
-            return CheckpointReader.in_folder(path, known and known.below(self.name))
+            return CheckpointReader.in_folder(path, known)
         from accelerate.checkpoint import zero
 
-        return zero.stored(path, self.kind, known and known.below(self.name).check_file)
+        return zero.stored(path, self.kind, known)
 
     def read(self, **options: Any) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Return where a whole layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
         folder, files, aliases = load.with_manifest(self.folder), self.files(), {}
         if isinstance(folder, CheckpointFolder):
-            folder.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
+            folder.check([self.name, *files, manifest.PARAMETER_NAMES])
             for entry in folder.entries(files):
                 aliases |= entry.aliases
         held = {os.path.join(folder, file): load.read_file(folder, file, mapped=True, **options) for file in files}
@@ -202,8 +202,9 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Fou
     """Return what `find` returns; raise FileNotFoundError if there is none."""
     found = find(folder, kind, index, prefer)
     if found is None:
+        names = [*([manifest.model_file(index)] if kind == "model" else ()), *usual_names(kind, index)]
         raise FileNotFoundError(
-            f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(usual_names(kind, index))} is there. Load "
+            f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(names)} is there. Load "
             "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
         )
     return found
@@ -286,29 +287,38 @@ def read_model(
     With ``over``, `CheckpointReader.finish` reads the tensors later, over the model's own.
     """
     found, missing, others = matched(own.values, model_values(stored), ties, {*stored.aliases, *elsewhere})
-    wrong = [f"{name} is missing" for name in missing] + [f"{name} is unexpected" for name in others] if strict else []
+    problems = misfits(own.values, found, *((missing, others) if strict else ()))
+    load.refuse_misfit(stored.origin, "the model", problems)
     read, later = {}, []
     for name, value in found.items():
         mine = own.values[name]
         if is_extra(name):  # it may be anything, and differ from what the module has now
             read[name] = stored.whole(value)
-        elif not isinstance(value, torch.Tensor) and not isinstance(mine, torch.Tensor):
+        elif not isinstance(value, torch.Tensor):
             read[name] = value
-        elif not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor) or value.size() != mine.size():
-            wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
         elif over:
             read[name] = mine
             later.append((value, mine))
         else:
             read[name] = read_like(mine, value, stored)
-    load.refuse_misfit(stored.origin, "the model", wrong)
     stored.over(later)
     stored.fill()
     return read
 
 
-def _shape(value: Any) -> Any:
-    return tuple(value.size()) if isinstance(value, torch.Tensor) else "no tensor"
+def misfits(
+    own: Mapping[str, Any], found: Mapping[str, Any], missing: Sequence[str] = (), others: Sequence[str] = ()
+) -> list[str]:
+    """Return a line for each way in which stored values, as `matched` returns them, are not what a model has."""
+    lines = [f"{name} is missing in the file" for name in missing]
+    lines += [f"{name} is unexpected in the file" for name in others]
+    for name, value in found.items():
+        if is_extra(name) or isinstance(own[name], nn.parameter.UninitializedTensorMixin):
+            continue
+        shapes = [tuple(one.size()) if isinstance(one, torch.Tensor) else "no tensor" for one in (value, own[name])]
+        if shapes[0] != shapes[1]:
+            lines.append(f"{name} has {shapes[0]} in the file and {shapes[1]} in the model")
+    return lines
 
 
 def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> torch.Tensor | None:
@@ -417,12 +427,7 @@ def read_whole_model(
     of the model is called once. FileNotFoundError without weights; RuntimeError lists what differs.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    found = find(folder, "model", index, "full")
-    if found is None:
-        raise FileNotFoundError(
-            f"Model {index} ({type(model).__name__}) has no weights: {manifest.model_file(index)} is missing in "
-            f"{os.fspath(folder)!r}. Prepare the models that were saved, in the same order, or load another folder."
-        )
+    found = required(folder, "model", index, "full")
     own = model.state_dict()
     if found.layout == "full":
         _, values, aliases = found.read(**options)
@@ -435,17 +440,7 @@ def read_whole_model(
         return [[name for name in group if own[name].shape == own[group[0]].shape] for group in groups]
 
     read, missing, others = matched(own, values, ties, aliases)
-    problems = [
-        f"{name} has {tuple(value.shape)} in the file and {tuple(own[name].shape)} in the model"
-        for name, value in read.items()
-        if isinstance(value, torch.Tensor)
-        and isinstance(own[name], torch.Tensor)
-        and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
-        and value.shape != own[name].shape
-    ]
-    if strict and (missing or others) and load.loads_by_name(model):
-        problems += [f"{name} is missing in the file" for name in missing]
-        problems += [f"{name} is unexpected in the file" for name in others]
+    problems = misfits(own, read, *((missing, others) if strict and load.loads_by_name(model) else ()))
     origin, more = os.path.join(folder, found.name), ", or load with strict=False, which accepts other names"
     load.refuse_misfit(origin, type(model).__name__, problems, more)
     read |= {name: values[name] for name in others}  # hooks of the model may rename them

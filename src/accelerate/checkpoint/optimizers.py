@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import load, low_bit, manifest, state
-from accelerate.checkpoint.layouts import Found, Layout, Path, find, merged, read_like, required
+from accelerate.checkpoint.layouts import Found, Layout, Path, find, read_like, required
 from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves, run_on_all_ranks
@@ -345,23 +345,20 @@ def read_whole_optimizer(
         file = found.name  # such as a Trainer's
     model, groups = state.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
-    in_parts = found is not None and found.layout in ("sharded", "zero")
-    if in_parts and goal is not None:
-        return state.numbered(read_optimizer(goal, found.open(), found))
-    raw = None if in_parts else load.read_file(folder, file, f"optimizer {index}", mapped=True, **options)
-    if not in_parts and (not is_state(raw) or (goal is None and not is_named(raw))):
-        return raw
+    if found is None or found.layout == "full":
+        raw = load.read_file(folder, file, f"optimizer {index}", mapped=True, **options)
+        if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
+            return raw
     if goal is None:
         raise RuntimeError(
             f"{file} in {os.fspath(folder)!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
-    if not is_named(raw):
-        order = saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
-        counts = [len(group["params"]) for group in raw["param_groups"]]
-        if order is None or (order == goal.order and counts == list(map(len, goal.groups))):
-            return raw
-    from accelerate.checkpoint.dcp import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
+    return state.numbered(read_optimizer(goal, found.open(**options), found))
 
-    stored = CheckpointReader.in_files(*merged({os.path.join(folder, file): raw}, {}))
-    return state.numbered(read_optimizer(goal, stored, found))
+
+def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:
+    """Say whether the numbers in a state are the optimizer's own, as far as names tell it."""
+    order = None if goal is None else saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
+    counts = [len(group["params"]) for group in raw["param_groups"]]
+    return order is None or (order == goal.order and counts == list(map(len, goal.groups)))

@@ -307,8 +307,8 @@ class _Chosen:
             weights = [name for name in shared if _WEIGHTS.fullmatch(name)]
             shared = [name for name in shared if name not in weights]
             own += weights if self.readers.reads else []
-        self.folder.differences(dict.fromkeys(shared), shared=True)
-        self.folder.differences(dict.fromkeys(own))
+        self.folder.differences(shared, shared=True)
+        self.folder.differences(own)
 
 
 def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str], Manifest | None]:

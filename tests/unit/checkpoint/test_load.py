@@ -416,7 +416,7 @@ def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
     os.remove(tmp_path / "shards")
     assert folder.differences({"shards": None}) == []  # each piece was hashed
     with pytest.raises(DamagedCheckpoint, match="shards could not be read"):
-        CheckpointFolder(str(tmp_path), listing).check_file("shards")
+        CheckpointFolder(str(tmp_path), listing).check(["shards"])
 
 
 def test_ranks_of_a_machine_share_what_all_of_them_read(tmp_path):
