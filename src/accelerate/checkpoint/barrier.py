@@ -27,7 +27,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate._warn import printable
+from accelerate.checkpoint.manifest import first_of
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis
 from accelerate.diagnostics.status import connection
@@ -239,7 +240,7 @@ class SaveBarrier:
         if self._store is None:
             flags, problems, texts = zip(*self._gather([flag, problem, text]), strict=True)
             failed = {rank: said for rank, said in enumerate(problems) if said is not None}
-            return {"flags": sum(flags), "failed": _problems(failed, len(failed)), "texts": texts}
+            return {"flags": sum(flags), "failed": _problems(failed), "texts": texts}
         try:
             outcome = self._come(flag, problem)
         except RuntimeError as error:
@@ -466,18 +467,12 @@ def _lines(texts: dict[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return _first_of([f"rank {_numbers(of_text)} {_short(text)}" for text, of_text in ranks.items()])
+    return first_of([f"rank {_numbers(of_text)} {_short(text)}" for text, of_text in ranks.items()], _MOST)
 
 
-def _problems(texts: dict[int, str], count: int) -> list[str]:
+def _problems(texts: dict[int, str], count: int = 0) -> list[str]:
     """Return a line for each rank that failed, of which there are `count`."""
-    return _first_of([f"Rank {rank}: {_short(text)}" for rank, text in sorted(texts.items())], count)
-
-
-def _first_of(lines: Sequence[str], count: int | None = None) -> list[str]:
-    """Return the first lines, and how many more there are."""
-    more = max(len(lines), count or 0) - _MOST
-    return [*lines[:_MOST], *([f"and {more} more"] if more > 0 else [])]
+    return first_of([f"Rank {rank}: {_short(text)}" for rank, text in sorted(texts.items())], _MOST, count)
 
 
 def _short(text: str) -> str:
@@ -492,4 +487,4 @@ def _numbers(ranks: Collection[int]) -> str:
     # Within a run of neighbours, a rank and its place among all grow by one each.
     runs = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
-    return ", ".join(_first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends]))
+    return ", ".join(first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends], _MOST))

@@ -27,6 +27,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import IO, Any
 
 import torch
@@ -69,8 +70,7 @@ class CheckpointReader:
     folder: CheckpointFolder | None = None
     _wanted: dict[str, Any] = field(default_factory=dict)
     _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    _later: tuple[dcp.LoadPlan, dcp.LoadPlanner] | None = None
-    _early: dict[str, Any] = field(default_factory=dict)
+    _later: Callable[[], Any] | None = None
     _reading: Any = field(default_factory=threading.Lock)
 
     @classmethod
@@ -123,16 +123,13 @@ class CheckpointReader:
 
     def finish(self) -> None:
         """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
-        if self._later is not None:
-            with _damage_named(self.origin), torch.no_grad():
-                self.reader.read_data(*self._later)
-        with torch.no_grad():
-            for key, (first, *others) in self._over.items():
-                if key in self._early:
-                    part(first).copy_(part(self._early[key]))
+        with _damage_named(self.origin), torch.no_grad():
+            if self._later is not None:
+                self._later()
+            for first, *others in self._over.values():
                 for memory in others:  # names of one stored tensor
                     memory.copy_(first)
-        self._over, self._later, self._early = {}, None, {}
+        self._over, self._later = {}, None
 
     def fill(self) -> dict[str, Any]:
         """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
@@ -141,23 +138,28 @@ class CheckpointReader:
         """
         wanted, self._wanted = self._wanted, {}
         if wanted:
-            plan, planner, _ = self._planned(wanted)
-            with _damage_named(self.origin), torch.no_grad():
-                self.reader.read_data(plan, planner)
-                planner.load_objects()
+            self._read_now(wanted)
         if self._over:
-            firsts = {key: first for key, (first, *_) in self._over.items()}
-            plan, planner, files = self._planned(firsts)
-            self._later = plan, planner
-            with _damage_named(self.origin), torch.no_grad():
-                if len(files) <= _HELD:
-                    for file in files:
-                        self.reader.fs.hold(os.path.join(self.origin, file))
-                else:
-                    self._early, self._later = {key: empty_on_host_like(first) for key, first in firsts.items()}, None
-                    plan, planner, _ = self._planned(self._early)
-                    self.reader.read_data(plan, planner)
+            self._prepare_later({key: first for key, (first, *_) in self._over.items()})
         return wanted
+
+    def _prepare_later(self, targets: dict[str, Any]) -> None:
+        plan, planner, files = self._planned(targets)
+        if len(files) > _HELD:
+            early = {key: empty_on_host_like(target) for key, target in targets.items()}
+            self._read_now(early)
+            self._later = lambda: [part(target).copy_(part(early[key])) for key, target in targets.items()]
+            return
+        self._later = partial(self.reader.read_data, plan, planner)
+        with _damage_named(self.origin):
+            for file in files:
+                self.reader.fs.hold(os.path.join(self.origin, file))
+
+    def _read_now(self, wanted: dict[str, Any]) -> None:
+        plan, planner, _ = self._planned(wanted)
+        with _damage_named(self.origin), torch.no_grad():
+            self.reader.read_data(plan, planner)
+            planner.load_objects()
 
     def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, "_LoadPlanner", list[str]]:
         """Return what torch reads for values, and of which files, if it does; their pieces have been compared with their digests."""
@@ -294,9 +296,8 @@ class _Unpickler(pickle.Unpickler):
     _RECORDS = ("StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata")
     _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     _UNUSED = {"_MEM_FORMAT_ENCODING", "_get_layout", *_PATHS}  # functions that return nothing stand for these
-    _PLANS = (
-        "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData".split()
-    )  # which Megatron core keeps there
+    # Which Megatron core keeps there.
+    _PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -306,9 +307,8 @@ class _Unpickler(pickle.Unpickler):
         records["TensorProperties"] = _Properties
         self._classes = {name: type(name, (record,), {}) for name, record in records.items()}
         self._classes |= {"Size": torch.Size, "OrderedDict": dict}
-        self._classes |= {
-            name: type(name, (), {"__new__": lambda own, *_: object.__new__(own)}) for name in self._PLANS
-        }
+        takes_anything = {"__new__": lambda own, *_: object.__new__(own)}
+        self._classes |= {name: type(name, (), takes_anything) for name in self._PLANS}
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in ("torch", "collections", "pathlib"):

@@ -280,12 +280,7 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
         # By number; those of another folder are another run's.
         series = [one for one in found if one.number is not None and one.storage.parent() == home]
         series.sort(key=lambda one: one.number or 0)
-        whole = [
-            one
-            for one in series
-            if one.state.kind == "complete"
-            or (foreign and one.state.kind == "foreign" and one.storage.has_checkpoint_files())
-        ]
+        whole = [one for one in series if one.storage.counts(one.state, foreign)]
         newest = next((one for one in reversed(whole) if one.state.kind == "complete"), None)
         plan.old.extend(one for one in whole[:-keep] if one is not newest)
         plan.unread.extend(one for one in series if one.state.unread)

@@ -198,13 +198,13 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     return replace(best, name=name) if best is not None and best.layout == "sharded" else best
 
 
-def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
-    """Return what `find` returns; raise FileNotFoundError if there is none."""
+def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, what: str = "") -> Found:
+    """Return what `find` returns; raise FileNotFoundError if there is none, which says `what` would have read it."""
     found = find(folder, kind, index, prefer)
     if found is None:
         names = [*([manifest.model_file(index)] if kind == "model" else ()), *usual_names(kind, index)]
         raise FileNotFoundError(
-            f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(names)} is there. Load "
+            f"{os.fspath(folder)!r} has no {kind} {index}{what and f' ({what})'}: neither {' nor '.join(names)} is there. Load "
             "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
         )
     return found
@@ -310,15 +310,15 @@ def misfits(
     own: Mapping[str, Any], found: Mapping[str, Any], missing: Sequence[str] = (), others: Sequence[str] = ()
 ) -> list[str]:
     """Return a line for each way in which stored values, as `matched` returns them, are not what a model has."""
-    lines = [f"{name} is missing in the file" for name in missing]
-    lines += [f"{name} is unexpected in the file" for name in others]
+    lines = []
     for name, value in found.items():
         if is_extra(name) or isinstance(own[name], nn.parameter.UninitializedTensorMixin):
             continue
         shapes = [tuple(one.size()) if isinstance(one, torch.Tensor) else "no tensor" for one in (value, own[name])]
         if shapes[0] != shapes[1]:
             lines.append(f"{name} has {shapes[0]} in the file and {shapes[1]} in the model")
-    return lines
+    lines += [f"{name} is missing in the file" for name in missing]
+    return lines + [f"{name} is unexpected in the file" for name in others]
 
 
 def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> torch.Tensor | None:
@@ -427,7 +427,7 @@ def read_whole_model(
     of the model is called once. FileNotFoundError without weights; RuntimeError lists what differs.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    found = required(folder, "model", index, "full")
+    found = required(folder, "model", index, "full", type(model).__name__)
     own = model.state_dict()
     if found.layout == "full":
         _, values, aliases = found.read(**options)

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -323,23 +323,18 @@ def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> Fil
 
 
 def parts(folder: Path, ranks: Iterable[int], written: int = 0) -> dict[int, bytes]:
-    """Return the parts in a staged folder, by rank, of which other nodes have written so many."""
+    """Return the parts in a staged folder, by rank; ranks have `written` so many."""
+    found: dict[int, bytes] = {}
 
-    def read(rank: int) -> bytes | None:
-        try:
-            with open(os.path.join(folder, part_file(rank)), "rb") as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
+    def read(rank: int) -> None:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, part_file(rank)), "rb") as file:
+            found[rank] = file.read()
 
-    ranks, listed = list(ranks), set()
-    with contextlib.suppress(FileNotFoundError):
-        listed = set(os.listdir(os.path.join(folder, PARTS_FOLDER)))
-    there = [rank for rank in ranks if os.path.basename(part_file(rank)) in listed]
-    # The listing of a network's file system may be older than what other nodes have written. Then each rank's is looked for by its name.
-    ranks = ranks if len(there) < written else there
-    found = zip(ranks, durable.each(read, ranks, _READERS), strict=True)
-    return {rank: text for rank, text in found if text is not None}
+    listed = files_below(os.path.join(folder, PARTS_FOLDER))
+    durable.each(read, [rank for rank in ranks if os.path.basename(part_file(rank)) in listed], _READERS)
+    if len(found) < written:  # the listing of a network's file system may be older than what other nodes have written
+        durable.each(read, [rank for rank in ranks if rank not in found], _READERS)
+    return {rank: found[rank] for rank in sorted(found)}
 
 
 def gathered(parts: Mapping[int, bytes]) -> dict[str, FileEntry]:
@@ -483,13 +478,11 @@ def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
 # -- comparing it with the files ---------------------------------------------------------------------------------------
 
 
-def problems(
-    folder: Path, manifest: Manifest, *, deep: bool = False, only: Callable[[str], bool] | None = None
-) -> list[str]:
+def problems(folder: Path, manifest: Manifest, *, deep: bool = False) -> list[str]:
     """Return a line for each file of a checkpoint that is wrong, none if it is whole; `deep` reads the files."""
     found = []
-    for name in filter(only, sorted(manifest.files)):
-        entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
+    for name, entry in sorted(manifest.files.items()):
+        path = os.path.join(folder, *name.split("/"))
         try:
             size = os.stat(path).st_size if os.path.isfile(path) else None
             if size != entry.size:
@@ -498,12 +491,11 @@ def problems(
                 found += changed(name, entry, durable.of_file(path)[1])
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
-    if only is None:
-        # A reader would take these files for parts of the checkpoint.
-        listed = {name.split("/")[0] for name in manifest.files}
-        with contextlib.suppress(OSError):
-            extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
-            found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
+    # A reader would take these files for parts of the checkpoint.
+    listed = {name.split("/")[0] for name in manifest.files}
+    with contextlib.suppress(OSError):
+        extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
+        found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
     return found
 
 
@@ -526,9 +518,10 @@ def files_below(folder: Path) -> set[str]:
     return {os.path.relpath(path, folder).replace(os.sep, "/") for path in paths}
 
 
-def first_of(lines: Sequence[str]) -> list[str]:
-    """Return the first lines of a list for a message, and how many more there are."""
-    return [*lines[:10], *([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])]
+def first_of(lines: Sequence[str], most: int = 10, count: int = 0) -> list[str]:
+    """Return the first lines of a list for a message, and how many more there are, or are of a `count` of which these are some."""
+    more = max(len(lines), count) - most
+    return [*lines[:most], *([f"and {more} more"] if more > 0 else [])]
 
 
 def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:

@@ -93,16 +93,6 @@ class ObjectStore(CheckpointStorage):
             return None, []
         return published.manifest, _differences(published.manifest, self._objects.below(published.generation))
 
-    def _read_until_stable(self) -> Iterator["_Published"]:
-        """Look what is published, and look again as long as another checkpoint replaces it meanwhile."""
-        former = None
-        for _ in range(_LOOKS):
-            published = self._published()
-            if published == former:
-                return
-            yield published
-            former = published
-
     def _published(self) -> "_Published":
         """Return which files count; FileNotFoundError for none, DamagedCheckpoint for what must not be loaded."""
         entries = self._objects.entries()
@@ -156,8 +146,12 @@ class ObjectStore(CheckpointStorage):
         are compared here, checksums by who loads. Any rank, alone; one rank of a node may fetch for all. Raises
         FileNotFoundError for nothing, DamagedCheckpoint for what is not whole, OSError if store or disk refuses.
         """
+        former = None
         try:
-            for published in self._read_until_stable():
+            for _ in range(_LOOKS):
+                if (published := self._published()) == former:
+                    break
+                former = published
                 sizes = self._foreign() if published.manifest is None else _sizes(published.manifest)
                 key = (os.getpid(), self.location, published.text, frozenset(sizes.items()))
                 if key not in _copies:

@@ -210,6 +210,10 @@ class CheckpointStorage(ABC):
         entries = [*self.files(), *(entry.name for entry in self.entries())]
         return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
 
+    def counts(self, state: CheckpointStatus, foreign: bool = True) -> bool:
+        """Say whether it is a checkpoint of which pruning keeps some, and removes the others: complete or, with `foreign`, another library's."""
+        return state.kind == "complete" or (foreign and state.kind == "foreign" and self.has_checkpoint_files())
+
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
         """Return the automatically named checkpoints here, whole or not, with their numbers, oldest first."""
         numbered = [(number_of(entry.name), entry) for entry in self.entries()]
@@ -248,19 +252,15 @@ def prune(
     `listed` returns those that may count, oldest first; by default the automatically named ones that have a checkpoint's files: a folder of
     that name may be the user's own.
     """
-
-    def counts(storage: CheckpointStorage) -> bool:
-        state = storage.state()
-        known = state.kind == "complete" or listed is not None
-        return state.loads and (known or storage.has_checkpoint_files())
-
     with warned(f"What killed saves left in {folder.location} could not be removed"):
         folder.sweep()
     whole: list[CheckpointStorage] = []
     with warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
         # What a link leads to is not ours to remove.
         found = [] if limit is None else listed() if listed else [one for _, one in folder.checkpoints()]
-        whole = [storage for storage in found if storage.parent() == folder and counts(storage)]
+        found = [storage for storage in found if storage.parent() == folder]
+        states = [(storage, storage.state()) for storage in found]
+        whole = [storage for storage, state in states if state.loads and (listed or storage.counts(state))]
     surplus = max(0, len(whole) - max(limit or 1, 1))
     for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
         logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)

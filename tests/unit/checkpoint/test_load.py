@@ -173,7 +173,7 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(ValueError, match="safe_serialization=False"):
         write_model({"weight": torch.ones(1), "_extra_state": {"a": 1}}, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"(?i)model 1 \(Linear\).*model_1.safetensors is missing"):
+    with pytest.raises(FileNotFoundError, match=r"has no model 1 \(Linear\): neither model_1.safetensors nor"):
         layouts.read_whole_model(nn.Linear(1, 1), tmp_path, 1)
     with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
         load.read_optimizer(tmp_path, 2)

@@ -144,8 +144,8 @@ def test_the_leader_opens_the_parts_that_there_are(tmp_path, monkeypatch, shown)
     """It looked for a part of each of a thousand ranks; a network's file system may list fewer than other nodes have written."""
     for rank in (3, 7):
         manifest.write_part(tmp_path, rank, {f"custom_checkpoint_{rank}.pkl": replace(ENTRY, rank=rank)})
-    listed, opened, real = os.listdir, [], open
-    monkeypatch.setattr("os.listdir", lambda path: listed(path) if shown else [])
+    walked, opened, real = os.walk, [], open
+    monkeypatch.setattr("os.walk", lambda path: walked(path) if shown else ())
     monkeypatch.setattr("builtins.open", lambda path, *rest: (opened.append(path), real(path, *rest))[1])
     assert set(manifest.parts(tmp_path, range(1000), written=2)) == {3, 7}
     assert len(opened) == (2 if shown else 1000)
