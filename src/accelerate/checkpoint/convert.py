@@ -372,7 +372,7 @@ def _files_of(found: Found) -> set[str]:
     """Return the files and folders that a model or optimizer has in any layout."""
     listed = set(layouts.usual_names(found.kind, found.index))
     listed |= {found.name, *zero.BESIDE} if found.layout == "zero" else set()
-    for whole, index in layouts.whole_names(found.index) if found.kind == "model" else ():
+    for whole, index in layouts.full_names(found.index) if found.kind == "model" else ():
         listed |= {whole, index}
         if os.path.isfile(os.path.join(found.folder, index)):
             listed.update(dataclasses.replace(found, name=index).files())

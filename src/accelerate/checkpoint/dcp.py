@@ -4,10 +4,10 @@ A folder in that format has ``.distcp`` files, which hold pieces of tensors, and
 `save` writes one, by torch's planner, into durable files. `CheckpointReader` gives a stored state: its structure at once, the values of
 its tensors when they are asked for. Torch's planner knows the parts of a tensor that this rank has, and reads them from one of three sources:
 
-- full: files of whole tensors, mapped (`WholeTensors`);
+- full: files of whole tensors, mapped (`FullTensors`);
 - sharded: a folder in torch's format, read by torch's reader. Torch would run what is in the pickle: here it may name torch's records only,
   and is compared with the files;
-- zero: what each rank of DeepSpeed wrote (`checkpoint.zero`), joined from pieces of flat tensors (`WholeTensors`).
+- zero: what each rank of DeepSpeed wrote (`checkpoint.zero`), joined from pieces of flat tensors (`FullTensors`).
 
 Reading needs no process group. This module imports torch's planner, so others import it when they need it: that takes 50 ms.
 
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.load import CheckpointFolder, copy_over
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
-from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, mapped_leaves, part
+from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_part, mapped_leaves
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
 from accelerate.utils.other import load_each
@@ -64,7 +64,7 @@ class CheckpointReader:
 
     origin: str
     state: Any
-    reader: "dcp.StorageReader | WholeTensors | None" = None
+    reader: "dcp.StorageReader | FullTensors | None" = None
     metadata: Metadata | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     folder: CheckpointFolder | None = None
@@ -100,14 +100,14 @@ class CheckpointReader:
     @classmethod
     def in_files(cls, origin: str, state: Mapping[str, Any], aliases: Mapping[str, str]) -> "CheckpointReader":
         """Return what files of whole tensors hold, as `layouts.merged` returns it."""
-        reader = WholeTensors()
+        reader = FullTensors()
         return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), aliases)
 
     def into(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Let `fill` read a tensor of the state into memory, plain or this rank's shards, and return that."""
         return self._wanted.setdefault(value.stored_key, memory)
 
-    def whole(self, value: Any) -> Any:
+    def allocate(self, value: Any) -> Any:
         """Return a part of the state, of any nesting, in which placeholders are memory that `fill` reads into."""
 
         def in_memory(leaf: Any) -> Any:
@@ -132,7 +132,7 @@ class CheckpointReader:
         self._over, self._later = {}, None
 
     def fill(self) -> dict[str, Any]:
-        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
+        """Read what `into` and `allocate` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
 
         The files that `finish` reads are opened: what takes their place meanwhile is of another save.
         """
@@ -148,7 +148,7 @@ class CheckpointReader:
         if len(files) > _HELD:
             early = {key: empty_on_host_like(target) for key, target in targets.items()}
             self._read_now(early)
-            self._later = lambda: [part(target).copy_(part(early[key])) for key, target in targets.items()]
+            self._later = lambda: [local_part(target).copy_(local_part(early[key])) for key, target in targets.items()]
             return
         self._later = partial(self.reader.read_data, plan, planner)
         with _damage_named(self.origin):
@@ -177,14 +177,14 @@ class CheckpointReader:
 
     def read_flat(self, value: torch.Tensor, start: int, count: int) -> torch.Tensor:
         """Return some elements of a tensor of the state, read; of one that ranks have parts of, no more is read."""
-        if isinstance(self.reader, WholeTensors) and hasattr(value, "stored_key"):
+        if isinstance(self.reader, FullTensors) and hasattr(value, "stored_key"):
             return self.reader.flat(value.stored_key, start, start + count)
         return self.read(value).flatten()[start : start + count]
 
     def read(self, value: Any) -> Any:
         """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
         with self._reading:
-            value = self.whole(value)
+            value = self.allocate(value)
             self.fill()
         return value
 
@@ -233,7 +233,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
             self.original_state_dict.update(zip(self._bytes, load_each(self._bytes.values(), "cpu"), strict=True))
 
 
-class WholeTensors:
+class FullTensors:
     """Gives torch's planner parts of tensors that are in memory, mapped, or joined when they are read, as its readers do."""
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ def read_metadata(folder: durable.Path, listed: CheckpointFolder | None = None) 
         places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}
         paths = {name: tuple(path) for name, path in (found.planner_data or {}).items()}
         problem = _problem_of_files(places, os.fspath(folder), listed.listing.files if listed else {})
-        if problem := problem or _problem_of_pieces(found.state_dict_metadata):
+        if problem := problem or _problem_of_chunks(found.state_dict_metadata):
             raise DamagedCheckpoint(f"{path} is damaged: {problem}.")
         return Metadata(found.state_dict_metadata, paths, places)
 
@@ -357,7 +357,7 @@ def _problem_of_files(
     return ""
 
 
-def _problem_of_pieces(values: Mapping[str, Any]) -> str:
+def _problem_of_chunks(values: Mapping[str, Any]) -> str:
     """Say which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
     for name, value in values.items():
         if not isinstance(value, TensorStorageMetadata):

@@ -141,7 +141,7 @@ def usual_names(kind: Kind, index: int) -> tuple[str, str]:
     return f"optimizer_{index}", manifest.optimizer_file(index)
 
 
-def whole_names(index: int) -> list[tuple[str, str]]:
+def full_names(index: int) -> list[tuple[str, str]]:
     """Return the names of a model's file of weights, and of an index instead: of safetensors, and of torch's format."""
     return [(file, file + INDEX_SUFFIX) for file in (manifest.model_file(index), manifest.model_file(index, False))]
 
@@ -155,7 +155,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     shards, gathered = usual_names(kind, index)
     whole = [gathered, *([manifest.TRAINERS_OPTIMIZER] if (kind, index) == ("optimizer", 0) else ())]
     if kind == "model":
-        safe, pickled = whole_names(index)
+        safe, pickled = full_names(index)
         whole += safe if any(file in files for file in safe) else pickled
     found: list[tuple[str, Layout]] = [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
     found += [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
@@ -293,7 +293,7 @@ def read_model(
     for name, value in found.items():
         mine = own.values[name]
         if is_extra(name):  # it may be anything, and differ from what the module has now
-            read[name] = stored.whole(value)
+            read[name] = stored.allocate(value)
         elif not isinstance(value, torch.Tensor):
             read[name] = value
         elif over:
@@ -328,7 +328,7 @@ def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader"
     return (
         stored.into(value, state.empty_on_host_like(own, value.dtype))
         if is_distributed_tensor(own)
-        else stored.whole(value)
+        else stored.allocate(value)
     )
 
 
@@ -418,7 +418,7 @@ def read_for_model(
 # -- reading into whole models and their optimizers --------------------------------------------------------------------
 
 
-def read_whole_model(
+def read_full_model(
     model: nn.Module, folder: Path, index: int = 0, strict: bool = True, **options: Any
 ) -> dict[str, Any]:
     """Return a model's weights, in whatever layout, for ``load_state_dict`` of the module inside, which stays as it is. Any rank, alone.

@@ -151,7 +151,7 @@ class CheckpointFolder(str):
 
     Attributes:
         listing: the manifest.
-        place: which of the ranks it is that read the same files from one disk, and how many they are.
+        reader: which one it is of the ranks that read the same files from one disk, and of how many.
         bring: sees to it that pieces of files are in the folder, as `CheckpointStorage.bring` does.
         wrong: what `differences` has returned so far.
     """
@@ -164,10 +164,11 @@ class CheckpointFolder(str):
         self,
         folder: str,
         listing: Manifest,
-        place: tuple[int, int] = (0, 1),
+        reader: tuple[int, int] = (0, 1),
         bring: Callable[[dict[str, Any]], None] = lambda wanted: None,
     ) -> None:
-        self.listing, self.place, self.bring, self.wrong = listing, place, bring, list[str]()
+        self.listing, self.reader, self.bring = listing, reader, bring
+        self.wrong: list[str] = []
         self._hashed: set[tuple[str, int]] = set()
         self._entries: dict[str, FileEntry] = {}
 
@@ -192,7 +193,7 @@ class CheckpointFolder(str):
 
         What was hashed before is left out; of what is `shared`, all ranks at one disk want the same, and each hashes a part.
         """
-        reader, readers = self.place if shared else (0, 1)
+        reader, readers = self.reader if shared else (0, 1)
         try:
             ranges = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
             prefix = below and f"{below}/"

@@ -167,9 +167,9 @@ def read_optimizer(goal: Target, stored: "CheckpointReader", found: Found) -> di
     """
     raw, known = matched(goal, stored, found)
     result = {name: _fitted(goal, name, raw["state"][name], stored) for name in known}
-    raw["param_groups"] = stored.whole(raw["param_groups"])  # an option may be a tensor, as a learning rate
+    raw["param_groups"] = stored.allocate(raw["param_groups"])  # an option may be a tensor, as a learning rate
     # What belongs to no parameter is whole.
-    result |= {name: stored.whole(values) for name, values in raw["state"].items() if name not in result}
+    result |= {name: stored.allocate(values) for name, values in raw["state"].items() if name not in result}
     stored.fill()
     return {**raw, "state": result}
 
@@ -256,7 +256,7 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
             # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
             return stored.into(value, torch.empty_like(value, device="cpu")) if value.is_meta else load.own_copy(value)
         if not is_distributed_tensor(own) and not is_distributed_tensor(value):
-            made = stored.whole(value) if _may_belong(value.shape, own.shape) else None
+            made = stored.allocate(value) if _may_belong(value.shape, own.shape) else None
         else:
             made = read_like(own, value, stored)
             before = present.get(key)
@@ -278,7 +278,7 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
             continue
         value, before = values[key], present.get(key)
         if low_bit.is_parts(value):  # ranks find the scales of their blocks in all of them
-            fitted[key] = {part: fit(value[part]) if part == "codes" else stored.whole(value[part]) for part in value}
+            fitted[key] = {name: fit(one) if name == "codes" else stored.allocate(one) for name, one in value.items()}
         elif isinstance(value, (Mapping, list)):
             fitted[key] = mapped_leaves(value, fit)
         # An optimizer converts what differs from the parameter; anything else can be read over what it has.
@@ -331,7 +331,7 @@ def read_for_optimizer(
     return Deferred(state.optimizer_to_load(optimizer, model, values), stored.finish)
 
 
-def read_whole_optimizer(
+def read_full_optimizer(
     optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int = 0, **options: Any
 ) -> Mapping[str, Any]:
     """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Any rank, alone.

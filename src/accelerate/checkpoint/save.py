@@ -37,8 +37,8 @@ from accelerate.checkpoint.state import (
     empty_on_host_like,
     is_distributed_tensor,
     keeps_state,
-    own_part,
-    part,
+    local_part,
+    local_tensor,
     quietly,
 )
 from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
@@ -401,7 +401,8 @@ class HostBuffers:
         """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
         spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
         return self._take(
-            (type(value), *spread, value.size(), value.dtype, part(value).shape), lambda: empty_on_host_like(value)
+            (type(value), *spread, value.size(), value.dtype, local_part(value).shape),
+            lambda: empty_on_host_like(value),
         )
 
     def synchronize(self) -> None:
@@ -439,11 +440,11 @@ class _Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_distributed_tensor(tensor):
-            mine, made = part(tensor), self._buffers.shell(tensor)
+            mine, made = local_part(tensor), self._buffers.shell(tensor)
             if type(mine) is torch.Tensor:
-                own_part(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
+                local_tensor(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
             else:
-                part(made).copy_(mine)
+                local_part(made).copy_(mine)
             return made
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:

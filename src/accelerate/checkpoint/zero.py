@@ -112,14 +112,14 @@ class Folder:
     def __init__(
         self, folder: str, weights_only: bool = True, checkpoint: load.CheckpointFolder | None = None
     ) -> None:
-        from accelerate.checkpoint.dcp import WholeTensors
+        from accelerate.checkpoint.dcp import FullTensors
 
         def opened(path: str) -> dict[str, Any]:
             if checkpoint is not None:
                 checkpoint.check([os.path.basename(path)], below=os.path.basename(folder))
             return read_file(path, weights_only)
 
-        self._folder, self._reader = folder, WholeTensors()
+        self._folder, self._reader = folder, FullTensors()
         self._models = _Files(model_files(folder), opened)
         self.head = self._models[0]
         self.shards = _Files(shard_files(folder), lambda path: opened(path)["optimizer_state_dict"])

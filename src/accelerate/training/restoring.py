@@ -167,7 +167,7 @@ class Search:
             logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
         self.listing = state.manifest
         folder = storage.fetch() if storage.shared else ""
-        machines = self.accelerator.num_processes // _place(self.accelerator)[1]
+        machines = self.accelerator.num_processes // _local_rank_and_size(self.accelerator)[1]
         return {
             "location": storage.location,
             "save": _name_of(state),
@@ -280,7 +280,7 @@ class _Chosen:
             following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
         with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
             listing = listing or Manifest.read(folder)
-            folder = CheckpointFolder(folder, listing, _place(search.accelerator), storage.bring)
+            folder = CheckpointFolder(folder, listing, _local_rank_and_size(search.accelerator), storage.bring)
         return cls(storage, folder, save, problems, following, listing)
 
     @property
@@ -328,7 +328,7 @@ def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, l
         return storage.location, None, [f"{type(error).__name__}: {error}"], None
 
 
-def _place(accelerator: Facade) -> tuple[int, int]:
+def _local_rank_and_size(accelerator: Facade) -> tuple[int, int]:
     """Return which rank of its machine this one is, and how many they are, as far as the launcher said so."""
     count = min(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), accelerator.num_processes)
     rank = accelerator.local_process_index
