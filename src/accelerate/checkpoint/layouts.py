@@ -81,27 +81,32 @@ class Found:
 
         if self.layout == "full":
             return CheckpointReader.in_files(*self.read(**options))
-        folder = load.with_manifest(self.folder)
-        known = folder if isinstance(folder, CheckpointFolder) else None
-        path = os.path.join(self.folder, self.name)
+        folder, path = load.with_manifest(self.folder), os.path.join(self.folder, self.name)
         if self.layout == "sharded":
-            return CheckpointReader.in_folder(path, known)
+            return CheckpointReader.in_folder(path, folder)
         from accelerate.checkpoint import zero
 
-        return zero.stored(path, self.kind, known)
+        return zero.stored(path, self.kind, folder)
 
     def read(self, **options: Any) -> tuple[str, dict[str, Any], dict[str, str]]:
-        """Return where a whole layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
+        """Return where a full layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
         folder, files, aliases = load.with_manifest(self.folder), self.files(), {}
-        if isinstance(folder, CheckpointFolder):
-            folder.check([self.name, *files, manifest.PARAMETER_NAMES])
-            for entry in folder.entries(files):
-                aliases |= entry.aliases
-        held = {os.path.join(folder, file): load.read_file(folder, file, mapped=True, **options) for file in files}
-        return merged(held, aliases)
+        folder.check([self.name, *files, manifest.PARAMETER_NAMES])
+        origin, state = os.path.join(folder, files[0]) if len(files) == 1 else folder, {}
+        for file in files:
+            held = load.read_file(folder, file, mapped=True, **options)
+            if not isinstance(held, Mapping):
+                raise DamagedCheckpoint(f"{folder}/{file} holds a {type(held).__name__}, not a state dict.")
+            if twice := sorted(held.keys() & state.keys(), key=str):
+                raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
+            aliases |= {} if file.endswith(".safetensors") else same_tensors(held)
+            state |= held
+        for entry in folder.entries(files):
+            aliases |= {name: kept for name, kept in entry.aliases.items() if name not in state and kept in state}
+        return origin, state | {alias: state[name] for alias, name in aliases.items()}, aliases
 
     def files(self) -> list[str]:
-        """Return the files of a whole layout: itself, or those that it lists."""
+        """Return the files of a full layout: itself, or those that it lists."""
         if not self.name.endswith(INDEX_SUFFIX):
             return [self.name]
         path = os.path.join(self.folder, self.name)
@@ -115,23 +120,6 @@ class Found:
     def has(self, file: str) -> bool:
         """Say whether a file belongs to it, beside those that an index lists."""
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
-
-
-def merged(files: Mapping[str, Any], aliases: Mapping[str, str]) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """Return what `Found.read` does of files of whole tensors, each as `load.mapped_file` returns it; several are one model's."""
-    origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
-    state: dict[Any, Any] = {}
-    found: dict[str, str] = {}
-    for file, held in files.items():
-        if not isinstance(held, Mapping):
-            raise DamagedCheckpoint(f"{file} holds a {type(held).__name__}, not a state dict.")
-        if twice := sorted(held.keys() & state.keys(), key=str):
-            raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
-        if not file.endswith(".safetensors"):
-            found |= same_tensors(held)
-        state.update(held)
-    found |= {name: kept for name, kept in aliases.items() if name not in state and kept in state}
-    return origin, state | {alias: state[name] for alias, name in found.items()}, found
 
 
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:
@@ -182,7 +170,7 @@ def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
-    if isinstance(folder, CheckpointFolder):
+    if isinstance(folder, CheckpointFolder) and folder.listing.files:
         files, name = folder.listing.files, usual_names(kind, index)[0]
     else:
         shards, _ = usual_names(kind, index)

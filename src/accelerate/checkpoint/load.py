@@ -255,11 +255,12 @@ class CheckpointFolder(str):
         return lines
 
 
-def with_manifest(folder: Path) -> Path:
-    """Return a folder that compares what is read with its manifest, if it has one. Any rank, alone."""
-    if isinstance(folder, CheckpointFolder) or not os.path.isfile(os.path.join(folder, manifest.NAME)):
+def with_manifest(folder: Path) -> CheckpointFolder:
+    """Return a folder that compares what is read with its manifest, an empty one if it has none. Any rank, alone."""
+    if isinstance(folder, CheckpointFolder):
         return folder
-    return CheckpointFolder(os.fspath(folder), Manifest.read(folder))
+    has_one = os.path.isfile(os.path.join(folder, manifest.NAME))
+    return CheckpointFolder(os.fspath(folder), Manifest.read(folder) if has_one else Manifest({}))
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
