@@ -10,7 +10,7 @@ A rank sends and receives a few small values in each round, however many ranks t
 another rank, by one, which tells all.
 
 The keys, under "accelerate/barrier/": "round" is the number of the barrier that is open, and "N/R/" has those of its round R:
-"come", which counts the ranks, "outcome", and "problem/1", "problem/2", ... "N/left" counts the ranks that have left the
+"come", which counts the ranks, "outcome", "asks", and "problem/1", "problem/2", ... "N/left" counts the ranks that have left the
 barrier; the last one removes its keys, and those of the barrier before by which a rank that comes too late sees that it is over. What
 stays is overwritten by the next barrier: of each rank its "call", the round that it is "at", and the "value" that it shared; of each
 machine the rank that "leads" it, and the "first" place.
@@ -207,9 +207,10 @@ class SaveBarrier:
         """End the barrier, after the last round; the last rank to leave removes its keys, which would pile up in a long run."""
         if self._store is None:
             return
-        keys = [f"{self._number - 1}/0/come", f"{self._number - 1}/0/outcome", f"{self._number}/left"]
+        keys = [f"{self._number - 1}/0/come", f"{self._number - 1}/0/outcome"]
+        keys += [f"{self._number}/left", f"{self._number}/0/asks"]
         rounds = [f"{self._number}/{number}" for number in range(1, self._round_number + 1)]
-        keys += [f"{place}/{name}" for place in rounds for name in ("come", "outcome", "smallest", "problems")]
+        keys += [f"{place}/{name}" for place in rounds for name in ("come", "outcome", "smallest", "problems", "asks")]
         keys += [f"{place}/problem/{number}" for place in rounds[-1:] for number in range(1, self._problems + 1)]
         with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
             if self._keys.add("left", 1) == self._leaving:
@@ -302,7 +303,7 @@ class SaveBarrier:
         """Come to the next round, and return its outcome: the last rank to come decides it by the counter.
 
         Before that the first rank to come, or to fail, may do so: it asks where the others are. The second to come is its deputy, should it
-        be killed, and asks later.
+        be killed: it asks when the first one has not for a while.
         """
         self._round_number += 1
         self._round, begins = dist.PrefixStore(str(self._round_number), self._keys), self._round_number == 0
@@ -321,31 +322,39 @@ class SaveBarrier:
             self._use(_connected(self._origin))
         asks = self._ticket <= 2 or failed == 1
         if asks or self._connection is self._origin:
-            return self._poll(begins, asks, _DEPUTY if self._ticket == 2 and failed != 1 else 1)
+            return self._poll(begins, asks, self._ticket == 2 and failed != 1)
         self._round.wait(["outcome"], _FOREVER)
         return _read(self._round, "outcome") or _OVER
 
-    def _poll(self, begins: bool, asks: bool, later: int) -> Note:
-        """Look for the outcome of a round until it is there. One that `asks` decides it, if a rank will never come: so many times `later`."""
+    def _poll(self, begins: bool, asks: bool, is_deputy: bool) -> Note:
+        """Look for the outcome of a round until it is there. A rank that `asks` decides it, if one of the others will never come."""
         writes = not begins and not self._failed
         after_s, again_s = (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S) if writes else (ASK_AFTER_S, ASK_AGAIN_S)
         judge = self._judge_callers if begins else self._judge_missing
-        began, waited_s, diagnosis, there = time.monotonic(), 0.0, None, self._ticket
+        began, waited_s, diagnosis, there, signs_at = time.monotonic(), 0.0, None, (self._ticket, 0), 0.0
         while True:
             time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
             # Looked for first: a read of what is not there yet would wake those that wait for it.
             if self._round.check(["outcome"]) and (known := _read(self._round, "outcome")) is not None:
                 return known
             waited_s = time.monotonic() - began
-            if waited_s < after_s * later:
+            if waited_s < (_DEPUTY * after_s if is_deputy else after_s):
                 continue
-            if asks and diagnosis is None and (count := self._round.add("come", 0) % _FLAG) != there:
-                began, there = time.monotonic(), count  # of many ranks on few cores some are still on their way
+            # Of many ranks on few cores some are still on their way; and a deputy asks nothing as long as the first rank does.
+            if asks and diagnosis is None and (seen := self._seen(is_deputy)) != there:
+                began, there = time.monotonic(), seen
                 continue
+            if asks and not is_deputy and time.monotonic() >= signs_at:
+                signs_at = time.monotonic() + after_s
+                self._round.add("asks", 1)
             everyone = list(range(self.world_size))
             diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
             if (outcome := judge(diagnosis)) is not None:
                 return self._decide(outcome)
+
+    def _seen(self, is_deputy: bool) -> tuple[int, int]:
+        """Return how many ranks have come to the round and, for a deputy, what the rank that asks counts up to show that it does."""
+        return self._round.add("come", 0) % _FLAG, self._round.add("asks", 0) if is_deputy else 0
 
     def _decide(self, outcome: Note) -> Note:
         """Write the outcome of the round, unless another rank has; return what holds."""
@@ -394,7 +403,7 @@ class SaveBarrier:
             problem = _never_called(calls, states, hopeless)
         if problem is not None:
             return {"come": come, "problem": problem}
-        if states and not self._reported and time.monotonic() - diagnosis.began > REPORT_AFTER_S:
+        if states and self._ticket == 1 and not self._reported and time.monotonic() - diagnosis.began > REPORT_AFTER_S:
             self._reported = True
             logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.location, "; ".join(_lines(states)))
         return None

@@ -312,6 +312,32 @@ def test_the_second_rank_asks_where_the_first_has_been_killed(asking, monkeypatc
     assert "rank 2 did not call it: it has ended" in str(asking.raised[1])
 
 
+def test_the_second_rank_asks_nothing_while_the_first_one_does(asking, monkeypatch):
+    """Each question is answered by all ranks."""
+    real, made, slept, asked = time.sleep, barrier.Diagnosis, {1: 0.0}, []
+    asks, long = threading.Event(), threading.Event()
+
+    def sleep(seconds):
+        real(seconds)
+        if threading.current_thread() is asking.threads.get(1):
+            slept[1] += seconds
+            if slept[1] > 20 * barrier.ASK_AFTER_S:
+                long.set()
+
+    def diagnosis(*given):
+        asked.append(threading.current_thread())
+        asks.set()
+        return made(*given)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(barrier, "Diagnosis", diagnosis)
+    for rank, event in enumerate((asks, long, None)):
+        asking.start(lambda rank: asking.barrier(rank).begin(), rank)
+        assert event is None or event.wait(LIMIT_S)
+    asking.join()
+    assert asking.raised == {} and asked == [asking.threads[0]]
+
+
 def test_a_lost_store_is_an_error_that_names_the_call(ranks):
     held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", held.port, is_master=False) for _ in range(2)]
