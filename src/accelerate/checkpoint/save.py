@@ -41,7 +41,7 @@ from accelerate.checkpoint.state import (
     local_tensor,
     quietly,
 )
-from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
+from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
@@ -320,7 +320,7 @@ class Save:
 
     def _stage(self) -> str:
         self.check_target(self.storage)
-        refuse_unreadable(self.storage.location)
+        formats.refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
     def _leave_part(self, files: dict[str, FileEntry], uploads: bool = False) -> int:

@@ -172,7 +172,7 @@ class CheckpointStorage(ABC):
         """Return a local folder with the wanted files, by their path in the manifest; all by default."""
 
     def outline(self) -> tuple[str, Manifest | None]:
-        """Return a local folder that has all files of the checkpoint, of which `bring` has to be asked for what is read, and its manifest if that was read."""
+        """Return a local folder with all files, of which `bring` has to be asked for what is read, and the manifest if that was read."""
         return self.fetch(), None
 
     def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
@@ -211,21 +211,13 @@ class CheckpointStorage(ABC):
         return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
 
     def counts(self, state: CheckpointStatus, foreign: bool = True) -> bool:
-        """Say whether it is a checkpoint of which pruning keeps some, and removes the others: complete or, with `foreign`, another library's."""
+        """Say whether it is one of those of which pruning keeps some: complete or, with `foreign`, another library's, by its files."""
         return state.kind == "complete" or (foreign and state.kind == "foreign" and self.has_checkpoint_files())
 
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
         """Return the automatically named checkpoints here, whole or not, with their numbers, oldest first."""
         numbered = [(number_of(entry.name), entry) for entry in self.entries()]
         return sorted((pair for pair in numbered if pair[0] is not None), key=lambda pair: pair[0])
-
-
-def refuse_unreadable(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a path at which safetensors could be written, and could not be opened again."""
-    try:
-        os.fspath(path).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{os.fspath(path)!r} is no UTF-8, and safetensors opens no other path. Rename it.") from None
 
 
 def refuse_unfinished(entries: Collection[str]) -> None:
@@ -245,27 +237,26 @@ def prune(
     keep: Collection[str | None],
     listed: Callable[[], Iterable[CheckpointStorage]] | None = None,
 ) -> None:
-    """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`.
+    """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`, and what killed saves left.
 
     One rank per file system calls it, once the newest one is at its location and all ranks know it: what goes wrong here is
-    a warning. Complete ones count and go, those of upstream too, and what killed saves left; a damaged one stays, so that it can be looked at.
-    `listed` returns those that may count, oldest first; by default the automatically named ones that have a checkpoint's files: a folder of
-    that name may be the user's own.
+    a warning. Those count and go of which `CheckpointStorage.counts` says so, or that load and are `listed`, oldest first. A damaged one
+    stays, so that it can be looked at.
     """
     with warned(f"What killed saves left in {folder.location} could not be removed"):
         folder.sweep()
-    whole: list[CheckpointStorage] = []
+    if limit is None:
+        return
     with warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
+        found = listed() if listed else [one for _, one in folder.checkpoints()]
         # What a link leads to is not ours to remove.
-        found = [] if limit is None else listed() if listed else [one for _, one in folder.checkpoints()]
-        found = [storage for storage in found if storage.parent() == folder]
-        states = [(storage, storage.state()) for storage in found]
-        whole = [storage for storage, state in states if state.loads and (listed or storage.counts(state))]
-    surplus = max(0, len(whole) - max(limit or 1, 1))
-    for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
-        logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
-        with warned(f"The checkpoint {storage.location} could not be removed"):
-            storage.remove()
+        states = [(one, one.state()) for one in found if one.parent() == folder]
+        whole = [one for one, state in states if (state.loads if listed else one.counts(state))]
+        surplus = max(0, len(whole) - max(limit, 1))
+        for storage in [one for one in whole if one.location not in keep][:surplus]:
+            logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
+            with warned(f"The checkpoint {storage.location} could not be removed"):
+                storage.remove()
 
 
 @contextlib.contextmanager
