@@ -313,11 +313,9 @@ def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader"
     """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards."""
     if value.size() != own.size():
         return None
-    return (
-        stored.into(value, state.empty_on_host_like(own, value.dtype))
-        if is_distributed_tensor(own)
-        else stored.allocate(value)
-    )
+    if is_distributed_tensor(own):
+        return stored.into(value, state.empty_on_host_like(own, value.dtype))
+    return stored.allocate(value)
 
 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
