@@ -113,7 +113,7 @@ def load_accelerator_state(
     strict = load_model_func_kwargs.get("strict", True)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     states = [
-        layouts.read_whole_model(model, input_dir, index, strict, **options) for index, model in enumerate(models)
+        layouts.read_full_model(model, input_dir, index, strict, **options) for index, model in enumerate(models)
     ]
     contents = load.read_common(common, os.fspath(input_dir), load_kwargs)
     contents.models = [

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from accelerate.checkpoint import formats
 from accelerate.checkpoint.save import WRITERS, Save, SavePlan
-from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
+from accelerate.checkpoint.storage import LocalStorage
 from accelerate.runtime import simulated, torch_private
 from accelerate.training.restoring import Search, refused
 
@@ -25,7 +26,7 @@ class MeasuredSave(Save):
         if former is not None:
             raise former
         self.check_target(self.storage)
-        refuse_unreadable(self.storage.location)
+        formats.refuse_unreadable(self.storage.location)
         self._scratch = tempfile.TemporaryDirectory(prefix="accelerate-simulated-", ignore_cleanup_errors=True)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(self._scratch.name, self.group.rank, first)

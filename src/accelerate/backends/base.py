@@ -138,7 +138,7 @@ class Backend:
         Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
         ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
-        return layouts.read_whole_model(model, folder, index, **options)
+        return layouts.read_full_model(model, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write an optimizer's state into a checkpoint folder. All ranks."""
@@ -146,7 +146,7 @@ class Backend:
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
         """Read an optimizer's state from a checkpoint folder. All ranks."""
-        return optimizers.read_whole_optimizer(optimizer, accelerator.prepared.models, folder, index, **options)
+        return optimizers.read_full_optimizer(optimizer, accelerator.prepared.models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
         """Return the schedulers whose state is saved with a checkpoint."""

@@ -96,7 +96,7 @@ class FSDP1(Sharded):
         return model.no_sync()
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a unit at a time, as a forward does. All ranks, in step."""
+        """Gather a unit at a time, as a forward does, of those that have something that is wanted. All ranks, in step."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         again, kinds = tied_again(model), torch_private.buffer_dtypes(model)
@@ -105,11 +105,15 @@ class FSDP1(Sharded):
                 continue
             inside = list(unit.named_modules(prefix=prefix))
             units = tuple([f"{name}." for name, part in inside[1:] if isinstance(part, FullyShardedDataParallel)])
+            inside = [(name, module) for name, module in inside if not f"{name}.".startswith(units)]
+            chosen = {key for key in _names(inside) if key not in again and wanted(key)}
+            if not chosen:
+                continue
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
                 for name, module in inside:
-                    state = {} if f"{name}.".startswith(units) else torch_private.own_state(module, name)
+                    state = torch_private.own_state(module, name)
                     for key, value in zip(canonical_names(state), state.values(), strict=True):
-                        if wanted(key) and key not in again:
+                        if key in chosen:
                             yield key, value.to(kinds[key]) if key in kinds else value
 
     @contextlib.contextmanager
@@ -154,6 +158,17 @@ class FSDP1(Sharded):
         if len(roots) == 1 and not given:
             return roots[0].clip_grad_norm_(max_norm, norm_type)
         return _clip_together(roots, list(given.values()), max_norm, norm_type)
+
+
+def _names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Return the names of what modules, by their own names, have in a state dict; of flat parameters what is in them. Any rank, alone."""
+    names: list[str] = []
+    for prefix, module in modules:
+        for key in torch_private.own_state(module, prefix):
+            owner, dot, own = key.rpartition(".")
+            members = torch_private.member_names(module._parameters.get(own))
+            names += [key] if members is None else [f"{owner}{dot}{member}" for member in members]
+    return canonical_names(names)
 
 
 def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:

@@ -10,7 +10,7 @@ A rank sends and receives a few small values in each round, however many ranks t
 another rank, by one, which tells all.
 
 The keys, under "accelerate/barrier/": "round" is the number of the barrier that is open, and "N/R/" has those of its round R:
-"come", which counts the ranks, "outcome", and "problem/1", "problem/2", ... "N/left" counts the ranks that have left the
+"come", which counts the ranks, "outcome", "asks", and "problem/1", "problem/2", ... "N/left" counts the ranks that have left the
 barrier; the last one removes its keys, and those of the barrier before by which a rank that comes too late sees that it is over. What
 stays is overwritten by the next barrier: of each rank its "call", the round that it is "at", and the "value" that it shared; of each
 machine the rank that "leads" it, and the "first" place.
@@ -27,7 +27,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate._warn import printable
+from accelerate.checkpoint.manifest import first_of
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis
 from accelerate.diagnostics.status import connection
@@ -53,6 +54,8 @@ _PREFIX = "accelerate/barrier"
 ASK_AFTER_S, ASK_AGAIN_S = 2.0, 1.0
 # The same while ranks write: that takes as long as it takes, and only a rank that is gone ends it.
 ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S = 10.0, 5.0
+# The deputy of the rank that asks begins so many times later.
+_DEPUTY = 3
 # How long after its first question a rank reports which ranks it waits for.
 REPORT_AFTER_S = 10.0
 # The rank that asks, and all where torch cannot clone the connection, look at the store the more seldom the longer they wait, so that
@@ -172,18 +175,15 @@ class SaveBarrier:
                 f"Ranks share {LARGEST_VALUE} bytes at most, but got {len(text)}. Share the path of a file."
             )
         # A rank that sets its next value but one knows that all others have read this one.
-        place, shares = f"value/{{}}/{(self._round_number + 1) % 2}", text != "null"
+        key, shares = f"value/{{}}/{(self._round_number + 1) % 2}", text != "null"
         if shares and self._store is not None:
-            self._store.set(place.format(self.rank), json.dumps([self.name, self._round_number + 1, text]))
-        shared, texts = self._synchronize(shares, problem, text)
-        if texts is None:
-            known = _read(self._store, place.format(root)) if shared and root != self.rank else None
-            texts = (
-                {self.rank: text}
-                if known is None or known[:2] != [self.name, self._round_number]
-                else {root: known[2]}
-            )
-        return json.loads(texts[root]) if root in texts else None
+            self._store.set(key.format(self.rank), json.dumps([self.name, self._round_number + 1, text]))
+        outcome = self._synchronize(shares, problem, text)
+        if "texts" in outcome or self.rank == root:
+            return json.loads(outcome.get("texts", {root: text})[root])
+        known = _read(self._store, key.format(root)) if outcome["flags"] else None
+        is_new = known is not None and known[:2] == [self.name, self._round_number]
+        return json.loads(known[2]) if is_new else None
 
     def any_of(self, flag: bool, problem: BaseException | None = None) -> bool:
         """Say whether the flag of any rank is true, or raise what `share` raises. All ranks."""
@@ -191,7 +191,7 @@ class SaveBarrier:
 
     def count_of(self, flag: bool, problem: BaseException | None = None) -> int:
         """Return on how many ranks the flag is true, or raise what `share` raises. All ranks."""
-        return self._synchronize(bool(flag), problem)[0]
+        return self._synchronize(bool(flag), problem)["flags"]
 
     def smallest(self, number: int) -> int:
         """Return the smallest of the numbers of all ranks."""
@@ -207,9 +207,10 @@ class SaveBarrier:
         """End the barrier, after the last round; the last rank to leave removes its keys, which would pile up in a long run."""
         if self._store is None:
             return
-        keys = [f"{self._number - 1}/0/come", f"{self._number - 1}/0/outcome", f"{self._number}/left"]
+        keys = [f"{self._number - 1}/0/come", f"{self._number - 1}/0/outcome"]
+        keys += [f"{self._number}/left", f"{self._number}/0/asks"]
         rounds = [f"{self._number}/{number}" for number in range(1, self._round_number + 1)]
-        keys += [f"{place}/{name}" for place in rounds for name in ("come", "outcome", "smallest", "problems")]
+        keys += [f"{place}/{name}" for place in rounds for name in ("come", "outcome", "smallest", "problems", "asks")]
         keys += [f"{place}/problem/{number}" for place in rounds[-1:] for number in range(1, self._problems + 1)]
         with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
             if self._keys.add("left", 1) == self._leaving:
@@ -218,42 +219,38 @@ class SaveBarrier:
 
     # Rounds
 
-    def _synchronize(
-        self, flag: bool, problem: BaseException | None, text: str = "null"
-    ) -> tuple[int, dict[int, str] | None]:
-        """Wait for all ranks, or raise where one failed or is gone; return how many have the flag. Texts only without a store."""
+    def _synchronize(self, flag: bool, problem: BaseException | None, text: str = "null") -> Note:
+        """Wait for all ranks, or raise where one failed or is gone; return the outcome, with the texts of all only without a store."""
         self._failed = self._failed or problem is not None
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            flags, failed, texts = self._run_round(flag, said, text)
+            outcome = self._join_round(flag, said, text)
         except RuntimeError as error:
             if problem is None or self._given_up:  # what failed here then is that the others have left
                 raise error from problem
             raise problem from None
-        if failed:
+        if outcome["failed"]:
             self.leave()
         if problem is not None:
             raise problem
-        if failed:
-            raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(failed)}")
-        return flags, texts
+        if outcome["failed"]:
+            raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(outcome['failed'])}")
+        return outcome
 
-    def _run_round(self, flag: bool, problem: str | None, text: str) -> tuple[int, list[str], dict[int, str] | None]:
+    def _join_round(self, flag: bool, problem: str | None, text: str) -> Note:
         if self._store is None:
-            notes = self._gather([flag, problem, text])
-            failed = {rank: note[1] for rank, note in enumerate(notes) if note[1] is not None}
-            texts = {rank: note[2] for rank, note in enumerate(notes)}
-            return sum(note[0] for note in notes), _problems(failed, len(failed)), texts
-        ask = (ASK_AFTER_S, ASK_AGAIN_S) if self._failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
+            flags, problems, texts = zip(*self._gather([flag, problem, text]), strict=True)
+            failed = {rank: said for rank, said in enumerate(problems) if said is not None}
+            return {"flags": sum(flags), "failed": _problems(failed), "texts": texts}
         try:
-            outcome = self._come(flag, problem, self._sum_up, self._judge_missing, *ask)
+            outcome = self._come(flag, problem)
         except RuntimeError as error:
             raise RuntimeError(self._store_problem(error)) from error
         if "lost" in outcome:
             self._given_up = self._ticket > outcome["come"]
             raise RuntimeError(f"{self.kind}({self.location!r}) did not come to its end. {outcome['lost']}")
         self._problems = len(outcome["failed"])
-        return outcome["flags"], outcome["failed"], None
+        return outcome
 
     def _gather(self, note: Any) -> list[Any]:
         """Return the notes of all ranks, which have no store."""
@@ -267,9 +264,7 @@ class SaveBarrier:
             while True:
                 self._number, self._round_number = int(shared.compare_set("round", "", "0")), -1
                 self._use(_connected(self._origin, new=False))
-                outcome = self._come(
-                    self._call(call), None, self._agree, self._judge_callers, ASK_AFTER_S, ASK_AGAIN_S
-                )
+                outcome = self._come(self._call(call))
                 # Before this rank goes on, because it may begin the next barrier at once.
                 self._store.compare_set("round", str(self._number), str(self._number + 1))
                 if self._ticket <= outcome["come"]:
@@ -304,21 +299,14 @@ class SaveBarrier:
             continue
         return json.loads(known)[1]
 
-    def _come(
-        self,
-        flag: bool,
-        problem: str | None,
-        decide: Callable[[int], Note],
-        judge: Callable[[Diagnosis], Note | None],
-        after_s: float,
-        again_s: float,
-    ) -> Note:
-        """Come to the next round, and return the outcome that the last rank to come decides by the counter.
+    def _come(self, flag: bool, problem: str | None = None) -> Note:
+        """Come to the next round, and return its outcome: the last rank to come decides it by the counter.
 
-        When no rank has come for `after_s`, a judge may decide before. The first rank to come, or to fail, asks where those missing are.
+        Before that the first rank to come, or to fail, may do so: it asks where the others are. The second to come is its deputy, should it
+        be killed: it asks when the first one has not for a while.
         """
         self._round_number += 1
-        self._round = dist.PrefixStore(str(self._round_number), self._keys)
+        self._round, begins = dist.PrefixStore(str(self._round_number), self._keys), self._round_number == 0
         failed = 0
         if problem is not None:
             failed = self._round.add("problems", 1)
@@ -327,30 +315,49 @@ class SaveBarrier:
         self._store.set(f"at/{self.rank}", json.dumps([self._number, self._round_number]))
         come = self._round.add("come", 1 + _FLAG * flag + _FAILED * (failed > 0))
         self._ticket = come % _FLAG
-        outcome = decide(come) if self._ticket == self.world_size else None
-        asks = self._ticket == 1 or failed == 1
-        if outcome is None and self._connection is self._origin:
+        if self._ticket == self.world_size:
+            return self._decide(self._agree(come) if begins else self._sum_up(come))
+        if self._connection is self._origin:
             # Not before the others count this rank: to connect takes seconds where torch looks up the host's name in vain.
             self._use(_connected(self._origin))
-        polls = self._connection is self._origin
-        began, waited_s, diagnosis, there = time.monotonic(), 0.0, None, self._ticket
-        while outcome is None:
-            if not (asks or polls):
-                self._round.wait(["outcome"], _FOREVER)
-                return _read(self._round, "outcome") or _OVER
+        asks = self._ticket <= 2 or failed == 1
+        if asks or self._connection is self._origin:
+            return self._poll(begins, asks, self._ticket == 2 and failed != 1)
+        self._round.wait(["outcome"], _FOREVER)
+        return _read(self._round, "outcome") or _OVER
+
+    def _poll(self, begins: bool, asks: bool, is_deputy: bool) -> Note:
+        """Look for the outcome of a round until it is there. A rank that `asks` decides it, if one of the others will never come."""
+        writes = not begins and not self._failed
+        after_s, again_s = (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S) if writes else (ASK_AFTER_S, ASK_AGAIN_S)
+        judge = self._judge_callers if begins else self._judge_missing
+        began, waited_s, diagnosis, there, signs_at = time.monotonic(), 0.0, None, (self._ticket, 0), 0.0
+        while True:
             time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
             # Looked for first: a read of what is not there yet would wake those that wait for it.
             if self._round.check(["outcome"]) and (known := _read(self._round, "outcome")) is not None:
                 return known
             waited_s = time.monotonic() - began
-            if waited_s >= after_s:
-                if asks and diagnosis is None and (count := self._round.add("come", 0) % _FLAG) != there:
-                    began, there = time.monotonic(), count  # of many ranks on few cores some are still on their way
-                    continue
-                everyone = list(range(self.world_size))
-                diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
-                outcome = judge(diagnosis)
-        # What another rank has decided meanwhile holds.
+            if waited_s < (_DEPUTY * after_s if is_deputy else after_s):
+                continue
+            # Of many ranks on few cores some are still on their way; and a deputy asks nothing as long as the first rank does.
+            if asks and diagnosis is None and (seen := self._seen(is_deputy)) != there:
+                began, there = time.monotonic(), seen
+                continue
+            if asks and not is_deputy and time.monotonic() >= signs_at:
+                signs_at = time.monotonic() + after_s
+                self._round.add("asks", 1)
+            everyone = list(range(self.world_size))
+            diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
+            if (outcome := judge(diagnosis)) is not None:
+                return self._decide(outcome)
+
+    def _seen(self, is_deputy: bool) -> tuple[int, int]:
+        """Return how many ranks have come to the round and, for a deputy, what the rank that asks counts up to show that it does."""
+        return self._round.add("come", 0) % _FLAG, self._round.add("asks", 0) if is_deputy else 0
+
+    def _decide(self, outcome: Note) -> Note:
+        """Write the outcome of the round, unless another rank has; return what holds."""
         return json.loads(self._round.compare_set("outcome", "", json.dumps(outcome)))
 
     def _store_problem(self, error: RuntimeError) -> str:
@@ -396,7 +403,7 @@ class SaveBarrier:
             problem = _never_called(calls, states, hopeless)
         if problem is not None:
             return {"come": come, "problem": problem}
-        if states and not self._reported and time.monotonic() - diagnosis.began > REPORT_AFTER_S:
+        if states and self._ticket == 1 and not self._reported and time.monotonic() - diagnosis.began > REPORT_AFTER_S:
             self._reported = True
             logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.location, "; ".join(_lines(states)))
         return None
@@ -469,18 +476,12 @@ def _lines(texts: dict[int, str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return _first_of([f"rank {_numbers(of_text)} {_short(text)}" for text, of_text in ranks.items()])
+    return first_of([f"rank {_numbers(of_text)} {_short(text)}" for text, of_text in ranks.items()], _MOST)
 
 
-def _problems(texts: dict[int, str], count: int) -> list[str]:
+def _problems(texts: dict[int, str], count: int = 0) -> list[str]:
     """Return a line for each rank that failed, of which there are `count`."""
-    return _first_of([f"Rank {rank}: {_short(text)}" for rank, text in sorted(texts.items())], count)
-
-
-def _first_of(lines: Sequence[str], count: int | None = None) -> list[str]:
-    """Return the first lines, and how many more there are."""
-    more = max(len(lines), count or 0) - _MOST
-    return [*lines[:_MOST], *([f"and {more} more"] if more > 0 else [])]
+    return first_of([f"Rank {rank}: {_short(text)}" for rank, text in sorted(texts.items())], _MOST, count)
 
 
 def _short(text: str) -> str:
@@ -495,4 +496,4 @@ def _numbers(ranks: Collection[int]) -> str:
     # Within a run of neighbours, a rank and its place among all grow by one each.
     runs = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
-    return ", ".join(_first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends]))
+    return ", ".join(first_of([str(first) if first == last else f"{first}-{last}" for first, last in ends], _MOST))

@@ -22,7 +22,7 @@ from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.object_store import storage_of
-from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, refuse_unreadable
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
@@ -274,7 +274,7 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
         files = _names(LocalStorage(folder), found.manifest)
         parts = _parts_of(folder, files)
         _refuse_links_out(folder, files)
-        refuse_unreadable(there.location)
+        formats.refuse_unreadable(there.location)
         staged = there.stage()
         entries = _converted(parts, staged, layout, shards)
         entries |= _copied(folder, staged, files, parts, found.manifest)
@@ -372,7 +372,7 @@ def _files_of(found: Found) -> set[str]:
     """Return the files and folders that a model or optimizer has in any layout."""
     listed = set(layouts.usual_names(found.kind, found.index))
     listed |= {found.name, *zero.BESIDE} if found.layout == "zero" else set()
-    for whole, index in layouts.whole_names(found.index) if found.kind == "model" else ():
+    for whole, index in layouts.full_names(found.index) if found.kind == "model" else ():
         listed |= {whole, index}
         if os.path.isfile(os.path.join(found.folder, index)):
             listed.update(dataclasses.replace(found, name=index).files())

@@ -4,10 +4,10 @@ A folder in that format has ``.distcp`` files, which hold pieces of tensors, and
 `save` writes one, by torch's planner, into durable files. `CheckpointReader` gives a stored state: its structure at once, the values of
 its tensors when they are asked for. Torch's planner knows the parts of a tensor that this rank has, and reads them from one of three sources:
 
-- full: files of whole tensors, mapped (`WholeTensors`);
+- full: files of whole tensors, mapped (`FullTensors`);
 - sharded: a folder in torch's format, read by torch's reader. Torch would run what is in the pickle: here it may name torch's records only,
   and is compared with the files;
-- zero: what each rank of DeepSpeed wrote (`checkpoint.zero`), joined from pieces of flat tensors (`WholeTensors`).
+- zero: what each rank of DeepSpeed wrote (`checkpoint.zero`), joined from pieces of flat tensors (`FullTensors`).
 
 Reading needs no process group. This module imports torch's planner, so others import it when they need it: that takes 50 ms.
 
@@ -27,6 +27,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import IO, Any
 
 import torch
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.load import CheckpointFolder, copy_over
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
-from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, mapped_leaves, part
+from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_part, mapped_leaves
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
 from accelerate.utils.other import load_each
@@ -63,21 +64,20 @@ class CheckpointReader:
 
     origin: str
     state: Any
-    reader: "dcp.StorageReader | WholeTensors | None" = None
+    reader: "dcp.StorageReader | FullTensors | None" = None
     metadata: Metadata | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     folder: CheckpointFolder | None = None
     _wanted: dict[str, Any] = field(default_factory=dict)
     _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    _later: tuple[dcp.LoadPlan, dcp.LoadPlanner] | None = None
-    _early: dict[str, Any] = field(default_factory=dict)
+    _later: Callable[[], Any] | None = None
     _reading: Any = field(default_factory=threading.Lock)
 
     @classmethod
     def in_folder(cls, path: durable.Path, folder: CheckpointFolder | None = None) -> "CheckpointReader":
-        """Return what a local folder in torch's format holds; DamagedCheckpoint as `read_metadata`."""
+        """Return what a local folder in torch's format, in a checkpoint's `folder`, holds; DamagedCheckpoint as `read_metadata`."""
         if folder is not None:
-            folder.check_file(METADATA)
+            folder.check([METADATA], below=os.path.basename(path))
         metadata = read_metadata(path, folder)
         reader = dcp.FileSystemReader(path)
         reader.fs = _HeldFiles()
@@ -100,14 +100,14 @@ class CheckpointReader:
     @classmethod
     def in_files(cls, origin: str, state: Mapping[str, Any], aliases: Mapping[str, str]) -> "CheckpointReader":
         """Return what files of whole tensors hold, as `layouts.merged` returns it."""
-        reader = WholeTensors()
+        reader = FullTensors()
         return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), aliases)
 
     def into(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Let `fill` read a tensor of the state into memory, plain or this rank's shards, and return that."""
         return self._wanted.setdefault(value.stored_key, memory)
 
-    def whole(self, value: Any) -> Any:
+    def allocate(self, value: Any) -> Any:
         """Return a part of the state, of any nesting, in which placeholders are memory that `fill` reads into."""
 
         def in_memory(leaf: Any) -> Any:
@@ -123,41 +123,43 @@ class CheckpointReader:
 
     def finish(self) -> None:
         """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
-        if self._later is not None:
-            with _damage_named(self.origin), torch.no_grad():
-                self.reader.read_data(*self._later)
-        with torch.no_grad():
-            for key, (first, *others) in self._over.items():
-                if key in self._early:
-                    part(first).copy_(part(self._early[key]))
+        with _damage_named(self.origin), torch.no_grad():
+            if self._later is not None:
+                self._later()
+            for first, *others in self._over.values():
                 for memory in others:  # names of one stored tensor
                     memory.copy_(first)
-        self._over, self._later, self._early = {}, None, {}
+        self._over, self._later = {}, None
 
     def fill(self) -> dict[str, Any]:
-        """Read what `into` and `whole` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
+        """Read what `into` and `allocate` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
 
         The files that `finish` reads are opened: what takes their place meanwhile is of another save.
         """
         wanted, self._wanted = self._wanted, {}
         if wanted:
-            plan, planner, _ = self._planned(wanted)
-            with _damage_named(self.origin), torch.no_grad():
-                self.reader.read_data(plan, planner)
-                planner.load_objects()
+            self._read_now(wanted)
         if self._over:
-            firsts = {key: first for key, (first, *_) in self._over.items()}
-            plan, planner, files = self._planned(firsts)
-            self._later = plan, planner
-            with _damage_named(self.origin), torch.no_grad():
-                if len(files) <= _HELD:
-                    for file in files:
-                        self.reader.fs.hold(os.path.join(self.origin, file))
-                else:
-                    self._early, self._later = {key: empty_on_host_like(first) for key, first in firsts.items()}, None
-                    plan, planner, _ = self._planned(self._early)
-                    self.reader.read_data(plan, planner)
+            self._prepare_later({key: first for key, (first, *_) in self._over.items()})
         return wanted
+
+    def _prepare_later(self, targets: dict[str, Any]) -> None:
+        plan, planner, files = self._planned(targets)
+        if len(files) > _HELD:
+            early = {key: empty_on_host_like(target) for key, target in targets.items()}
+            self._read_now(early)
+            self._later = lambda: [local_part(target).copy_(local_part(early[key])) for key, target in targets.items()]
+            return
+        self._later = partial(self.reader.read_data, plan, planner)
+        with _damage_named(self.origin):
+            for file in files:
+                self.reader.fs.hold(os.path.join(self.origin, file))
+
+    def _read_now(self, wanted: dict[str, Any]) -> None:
+        plan, planner, _ = self._planned(wanted)
+        with _damage_named(self.origin), torch.no_grad():
+            self.reader.read_data(plan, planner)
+            planner.load_objects()
 
     def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, "_LoadPlanner", list[str]]:
         """Return what torch reads for values, and of which files, if it does; their pieces have been compared with their digests."""
@@ -170,19 +172,19 @@ class CheckpointReader:
                 place = self.metadata.storage_data[item.storage_index]
                 ranges.setdefault(place.relative_path, set()).add((place.offset, place.offset + place.length))
         if self.folder is not None:
-            self.folder.check(ranges)
+            self.folder.check(ranges, below=os.path.basename(self.origin))
         return plan, planner, list(ranges)
 
     def read_flat(self, value: torch.Tensor, start: int, count: int) -> torch.Tensor:
         """Return some elements of a tensor of the state, read; of one that ranks have parts of, no more is read."""
-        if isinstance(self.reader, WholeTensors) and hasattr(value, "stored_key"):
+        if isinstance(self.reader, FullTensors) and hasattr(value, "stored_key"):
             return self.reader.flat(value.stored_key, start, start + count)
         return self.read(value).flatten()[start : start + count]
 
     def read(self, value: Any) -> Any:
         """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
         with self._reading:
-            value = self.whole(value)
+            value = self.allocate(value)
             self.fill()
         return value
 
@@ -231,7 +233,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
             self.original_state_dict.update(zip(self._bytes, load_each(self._bytes.values(), "cpu"), strict=True))
 
 
-class WholeTensors:
+class FullTensors:
     """Gives torch's planner parts of tensors that are in memory, mapped, or joined when they are read, as its readers do."""
 
     def __init__(self) -> None:
@@ -294,13 +296,8 @@ class _Unpickler(pickle.Unpickler):
     _RECORDS = ("StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata")
     _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     _UNUSED = {"_MEM_FORMAT_ENCODING", "_get_layout", *_PATHS}  # functions that return nothing stand for these
-    _PLANS = (
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
-    )  # which Megatron core keeps there
+    # Which Megatron core keeps there.
+    _PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -310,9 +307,8 @@ class _Unpickler(pickle.Unpickler):
         records["TensorProperties"] = _Properties
         self._classes = {name: type(name, (record,), {}) for name, record in records.items()}
         self._classes |= {"Size": torch.Size, "OrderedDict": dict}
-        self._classes |= {
-            name: type(name, (), {"__new__": lambda own, *_: object.__new__(own)}) for name in self._PLANS
-        }
+        takes_anything = {"__new__": lambda own, *_: object.__new__(own)}
+        self._classes |= {name: type(name, (), takes_anything) for name in self._PLANS}
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in ("torch", "collections", "pathlib"):
@@ -335,13 +331,15 @@ def read_metadata(folder: durable.Path, listed: CheckpointFolder | None = None) 
         found = _Unpickler(file).load()
         places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}
         paths = {name: tuple(path) for name, path in (found.planner_data or {}).items()}
-        problem = _problem_of_files(places, listed or os.fspath(folder))
-        if problem := problem or _problem_of_pieces(found.state_dict_metadata):
+        problem = _problem_of_files(places, os.fspath(folder), listed.listing.files if listed else {})
+        if problem := problem or _problem_of_chunks(found.state_dict_metadata):
             raise DamagedCheckpoint(f"{path} is damaged: {problem}.")
         return Metadata(found.state_dict_metadata, paths, places)
 
 
-def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: str) -> str:
+def _problem_of_files(
+    places: Mapping[MetadataIndex, StorageInfo], folder: str, listed: Mapping[str, FileEntry]
+) -> str:
     """Say which file does not have what it should; an empty text if all have."""
     ends: dict[str, tuple[int, str]] = {}
     for index, place in places.items():
@@ -351,53 +349,41 @@ def _problem_of_files(places: Mapping[MetadataIndex, StorageInfo], folder: str) 
     if bad := durable.outside(ends):
         return f"the file name {bad[0]!r} leads out of the folder"
     for file, (end, name) in ends.items():
-        size = folder.size(file) if isinstance(folder, CheckpointFolder) else None
-        if size is None:
-            path = os.path.join(folder, *file.split("/"))
-            if not os.path.isfile(path):
-                return f"{file} is missing"
-            size = os.stat(path).st_size
-        if end > size:
+        path, entry = os.path.join(folder, *file.split("/")), listed.get(f"{os.path.basename(folder)}/{file}")
+        if entry is None and not os.path.isfile(path):
+            return f"{file} is missing"
+        if end > (size := os.stat(path).st_size if entry is None else entry.size):
             return f"{file} has {size} bytes, but {name} ends at {end}"
     return ""
 
 
-def _problem_of_pieces(values: Mapping[str, Any]) -> str:
+def _problem_of_chunks(values: Mapping[str, Any]) -> str:
     """Say which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
     for name, value in values.items():
         if not isinstance(value, TensorStorageMetadata):
             continue
         if not isinstance(value.properties.dtype, torch.dtype):
             return f"{name} has the dtype {value.properties.dtype!r}"
-        shape, cut = tuple(value.size), set()
+        shape = tuple(value.size)
         # Ranks that have the same piece may both list it.
         pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
         for offsets, sizes in pieces:
-            for dim, (start, length, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
+            for start, length, whole in zip(offsets, sizes, shape, strict=True):
                 if start < 0 or length < 0 or start + length > whole:
                     return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
-                cut |= {dim} if length != whole else set()
         stored = sum(math.prod(sizes) for _, sizes in pieces)
         if stored != math.prod(shape):
             return (
                 f"{name} of shape {shape} is not whole: of its {math.prod(shape)} elements {stored} are in the files"
             )
-        overlaps = False
-        if len(cut) == 1 and stored:  # as usual: in turn along one dim
-            (dim,), end = cut, 0
-            for offsets, sizes in sorted(pieces):
-                overlaps = overlaps or (sizes[dim] > 0 and offsets[dim] < end)
-                end = max(end, offsets[dim] + sizes[dim])
-        elif cut:
-            overlaps = not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape))
-        if overlaps:
+        if not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape)):
             return f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
     return ""
 
 
 def _disjoint(pieces: list[Any], dims: int) -> bool:
     """Say whether no two pieces, offsets and sizes, have an element in common."""
-    for dim in range(dims):
+    for dim in range(dims if len(pieces) > 1 else 0):
         groups: list[list[Any]] = []
         end = 0
         for piece in sorted(pieces, key=lambda piece: piece[0][dim]):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
-from accelerate.checkpoint.storage import LocalStorage, refuse_unreadable
+from accelerate.checkpoint.storage import LocalStorage
 from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
 
 # Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
@@ -93,6 +93,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Raise ValueError for a path at which safetensors could be written, and could not be opened again."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{os.fspath(path)!r} is no UTF-8, and safetensors opens no other path. Rename it.") from None
 
 
 def write_torch(path: Path, obj: Any, rank: int = 0, create: Create = durable) -> FileEntry:

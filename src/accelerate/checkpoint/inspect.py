@@ -92,19 +92,13 @@ def survey(folder: CheckpointStorage) -> list[Summary]:
     ]
     if not found and (state := folder.state()).kind == "absent":
         raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
-    if not found and _has_parts(folder):
+    if not found and folder.has_checkpoint_files():
         return [summarize(folder)]
     return sorted(found, key=lambda one: (one.saved or 0.0, one.name))
 
 
 def _is_one(storage: CheckpointStorage) -> bool:
-    return manifest.number_of(storage.name) is not None or _has_parts(storage)
-
-
-def _has_parts(storage: CheckpointStorage) -> bool:
-    """Whether a folder has files of a checkpoint, ours or another library's."""
-    entries = [*storage.files(), *(entry.name for entry in storage.entries())]
-    return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
+    return manifest.number_of(storage.name) is not None or storage.has_checkpoint_files()
 
 
 def all_files(storage: CheckpointStorage) -> dict[str, int]:
@@ -272,8 +266,8 @@ class Pruning:
 def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) -> Pruning:
     """Decide what may be removed, and change nothing: all but the `keep` newest whole checkpoints of each folder.
 
-    The newest one with a manifest always stays; `foreign` counts those without one as whole. ValueError for a
-    `keep` below 1, or a folder that is a checkpoint; FileNotFoundError for none.
+    The newest one with a manifest always stays; `foreign` counts those without one as whole that have a checkpoint's files.
+    ValueError for a `keep` below 1, or a folder that is a checkpoint; FileNotFoundError for none.
     """
     if keep < 1:
         raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1.")
@@ -282,12 +276,11 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
         raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it lies in.")
     inner = folder.child(manifest.CHECKPOINTS_FOLDER)
     plan = Pruning([folder, inner], None) if inner.parent() == folder else Pruning([folder], elsewhere=inner)
-    kinds = ("complete", "foreign") if foreign else ("complete",)
     for home in plan.homes:
         # By number; those of another folder are another run's.
         series = [one for one in found if one.number is not None and one.storage.parent() == home]
         series.sort(key=lambda one: one.number or 0)
-        whole = [one for one in series if one.state.kind in kinds]
+        whole = [one for one in series if one.storage.counts(one.state, foreign)]
         newest = next((one for one in reversed(whole) if one.state.kind == "complete"), None)
         plan.old.extend(one for one in whole[:-keep] if one is not newest)
         plan.unread.extend(one for one in series if one.state.unread)

@@ -81,27 +81,32 @@ class Found:
 
         if self.layout == "full":
             return CheckpointReader.in_files(*self.read(**options))
-        folder = load.with_manifest(self.folder)
-        known = folder if isinstance(folder, CheckpointFolder) else None
-        path = os.path.join(self.folder, self.name)
+        folder, path = load.with_manifest(self.folder), os.path.join(self.folder, self.name)
         if self.layout == "sharded":
-            return CheckpointReader.in_folder(path, known and known.below(self.name))
+            return CheckpointReader.in_folder(path, folder)
         from accelerate.checkpoint import zero
 
-        return zero.stored(path, self.kind, known and known.below(self.name).check_file)
+        return zero.stored(path, self.kind, folder)
 
     def read(self, **options: Any) -> tuple[str, dict[str, Any], dict[str, str]]:
-        """Return where a whole layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
+        """Return where a full layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
         folder, files, aliases = load.with_manifest(self.folder), self.files(), {}
-        if isinstance(folder, CheckpointFolder):
-            folder.check(dict.fromkeys([self.name, *files, manifest.PARAMETER_NAMES]))
-            for entry in folder.entries(files):
-                aliases |= entry.aliases
-        held = {os.path.join(folder, file): load.read_file(folder, file, mapped=True, **options) for file in files}
-        return merged(held, aliases)
+        folder.check([self.name, *files, manifest.PARAMETER_NAMES])
+        origin, state = os.path.join(folder, files[0]) if len(files) == 1 else folder, {}
+        for file in files:
+            held = load.read_file(folder, file, mapped=True, **options)
+            if not isinstance(held, Mapping):
+                raise DamagedCheckpoint(f"{folder}/{file} holds a {type(held).__name__}, not a state dict.")
+            if twice := sorted(held.keys() & state.keys(), key=str):
+                raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
+            aliases |= {} if file.endswith(".safetensors") else same_tensors(held)
+            state |= held
+        for entry in folder.entries(files):
+            aliases |= {name: kept for name, kept in entry.aliases.items() if name not in state and kept in state}
+        return origin, state | {alias: state[name] for alias, name in aliases.items()}, aliases
 
     def files(self) -> list[str]:
-        """Return the files of a whole layout: itself, or those that it lists."""
+        """Return the files of a full layout: itself, or those that it lists."""
         if not self.name.endswith(INDEX_SUFFIX):
             return [self.name]
         path = os.path.join(self.folder, self.name)
@@ -117,23 +122,6 @@ class Found:
         return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
 
 
-def merged(files: Mapping[str, Any], aliases: Mapping[str, str]) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """Return what `Found.read` does of files of whole tensors, each as `load.mapped_file` returns it; several are one model's."""
-    origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
-    state: dict[Any, Any] = {}
-    found: dict[str, str] = {}
-    for file, held in files.items():
-        if not isinstance(held, Mapping):
-            raise DamagedCheckpoint(f"{file} holds a {type(held).__name__}, not a state dict.")
-        if twice := sorted(held.keys() & state.keys(), key=str):
-            raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
-        if not file.endswith(".safetensors"):
-            found |= same_tensors(held)
-        state.update(held)
-    found |= {name: kept for name, kept in aliases.items() if name not in state and kept in state}
-    return origin, state | {alias: state[name] for alias, name in found.items()}, found
-
-
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:
     """Return the names of the folder of shards, and of the file into which they are gathered."""
     if kind == "model":
@@ -141,7 +129,7 @@ def usual_names(kind: Kind, index: int) -> tuple[str, str]:
     return f"optimizer_{index}", manifest.optimizer_file(index)
 
 
-def whole_names(index: int) -> list[tuple[str, str]]:
+def full_names(index: int) -> list[tuple[str, str]]:
     """Return the names of a model's file of weights, and of an index instead: of safetensors, and of torch's format."""
     return [(file, file + INDEX_SUFFIX) for file in (manifest.model_file(index), manifest.model_file(index, False))]
 
@@ -155,7 +143,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     shards, gathered = usual_names(kind, index)
     whole = [gathered, *([manifest.TRAINERS_OPTIMIZER] if (kind, index) == ("optimizer", 0) else ())]
     if kind == "model":
-        safe, pickled = whole_names(index)
+        safe, pickled = full_names(index)
         whole += safe if any(file in files for file in safe) else pickled
     found: list[tuple[str, Layout]] = [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
     found += [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
@@ -182,7 +170,7 @@ def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
-    if isinstance(folder, CheckpointFolder):
+    if isinstance(folder, CheckpointFolder) and folder.listing.files:
         files, name = folder.listing.files, usual_names(kind, index)[0]
     else:
         shards, _ = usual_names(kind, index)
@@ -198,12 +186,13 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     return replace(best, name=name) if best is not None and best.layout == "sharded" else best
 
 
-def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
-    """Return what `find` returns; raise FileNotFoundError if there is none."""
+def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, what: str = "") -> Found:
+    """Return what `find` returns; raise FileNotFoundError if there is none, which says `what` would have read it."""
     found = find(folder, kind, index, prefer)
     if found is None:
+        names = [*([manifest.model_file(index)] if kind == "model" else ()), *usual_names(kind, index)]
         raise FileNotFoundError(
-            f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(usual_names(kind, index))} is there. Load "
+            f"{os.fspath(folder)!r} has no {kind} {index}{what and f' ({what})'}: neither {' nor '.join(names)} is there. Load "
             "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
         )
     return found
@@ -286,40 +275,47 @@ def read_model(
     With ``over``, `CheckpointReader.finish` reads the tensors later, over the model's own.
     """
     found, missing, others = matched(own.values, model_values(stored), ties, {*stored.aliases, *elsewhere})
-    wrong = [f"{name} is missing" for name in missing] + [f"{name} is unexpected" for name in others] if strict else []
+    problems = misfits(own.values, found, *((missing, others) if strict else ()))
+    load.refuse_misfit(stored.origin, "the model", problems)
     read, later = {}, []
     for name, value in found.items():
         mine = own.values[name]
         if is_extra(name):  # it may be anything, and differ from what the module has now
-            read[name] = stored.whole(value)
-        elif not isinstance(value, torch.Tensor) and not isinstance(mine, torch.Tensor):
+            read[name] = stored.allocate(value)
+        elif not isinstance(value, torch.Tensor):
             read[name] = value
-        elif not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor) or value.size() != mine.size():
-            wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
         elif over:
             read[name] = mine
             later.append((value, mine))
         else:
             read[name] = read_like(mine, value, stored)
-    load.refuse_misfit(stored.origin, "the model", wrong)
     stored.over(later)
     stored.fill()
     return read
 
 
-def _shape(value: Any) -> Any:
-    return tuple(value.size()) if isinstance(value, torch.Tensor) else "no tensor"
+def misfits(
+    own: Mapping[str, Any], found: Mapping[str, Any], missing: Sequence[str] = (), others: Sequence[str] = ()
+) -> list[str]:
+    """Return a line for each way in which stored values, as `matched` returns them, are not what a model has."""
+    lines = []
+    for name, value in found.items():
+        if is_extra(name) or isinstance(own[name], nn.parameter.UninitializedTensorMixin):
+            continue
+        shapes = [tuple(one.size()) if isinstance(one, torch.Tensor) else "no tensor" for one in (value, own[name])]
+        if shapes[0] != shapes[1]:
+            lines.append(f"{name} has {shapes[0]} in the file and {shapes[1]} in the model")
+    lines += [f"{name} is missing in the file" for name in missing]
+    return lines + [f"{name} is unexpected in the file" for name in others]
 
 
 def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> torch.Tensor | None:
     """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards."""
     if value.size() != own.size():
         return None
-    return (
-        stored.into(value, state.empty_on_host_like(own, value.dtype))
-        if is_distributed_tensor(own)
-        else stored.whole(value)
-    )
+    if is_distributed_tensor(own):
+        return stored.into(value, state.empty_on_host_like(own, value.dtype))
+    return stored.allocate(value)
 
 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
@@ -408,7 +404,7 @@ def read_for_model(
 # -- reading into whole models and their optimizers --------------------------------------------------------------------
 
 
-def read_whole_model(
+def read_full_model(
     model: nn.Module, folder: Path, index: int = 0, strict: bool = True, **options: Any
 ) -> dict[str, Any]:
     """Return a model's weights, in whatever layout, for ``load_state_dict`` of the module inside, which stays as it is. Any rank, alone.
@@ -417,12 +413,7 @@ def read_whole_model(
     of the model is called once. FileNotFoundError without weights; RuntimeError lists what differs.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    found = find(folder, "model", index, "full")
-    if found is None:
-        raise FileNotFoundError(
-            f"Model {index} ({type(model).__name__}) has no weights: {manifest.model_file(index)} is missing in "
-            f"{os.fspath(folder)!r}. Prepare the models that were saved, in the same order, or load another folder."
-        )
+    found = required(folder, "model", index, "full", type(model).__name__)
     own = model.state_dict()
     if found.layout == "full":
         _, values, aliases = found.read(**options)
@@ -435,17 +426,7 @@ def read_whole_model(
         return [[name for name in group if own[name].shape == own[group[0]].shape] for group in groups]
 
     read, missing, others = matched(own, values, ties, aliases)
-    problems = [
-        f"{name} has {tuple(value.shape)} in the file and {tuple(own[name].shape)} in the model"
-        for name, value in read.items()
-        if isinstance(value, torch.Tensor)
-        and isinstance(own[name], torch.Tensor)
-        and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
-        and value.shape != own[name].shape
-    ]
-    if strict and (missing or others) and load.loads_by_name(model):
-        problems += [f"{name} is missing in the file" for name in missing]
-        problems += [f"{name} is unexpected in the file" for name in others]
+    problems = misfits(own, read, *((missing, others) if strict and load.loads_by_name(model) else ()))
     origin, more = os.path.join(folder, found.name), ", or load with strict=False, which accepts other names"
     load.refuse_misfit(origin, type(model).__name__, problems, more)
     read |= {name: values[name] for name in others}  # hooks of the model may rename them

@@ -142,73 +142,62 @@ def _is_torchs(hook: Any) -> bool:
 # -- what is read is what was written --------------------------------------------------------------------------------------
 
 
+# Files, all of each or, for those that map to some, the ranges of bytes in them.
+Ranges = Iterable[str] | Mapping[str, Iterable[tuple[int, int]] | None]
+
+
 class CheckpointFolder(str):
     """A checkpoint's folder, with its manifest: what a rank reads of a file is hashed before, each piece once.
 
     Attributes:
         listing: the manifest.
-        place: which of the ranks it is that read the same files from one disk, and how many they are.
+        reader: which one it is of the ranks that read the same files from one disk, and of how many.
         bring: sees to it that pieces of files are in the folder, as `CheckpointStorage.bring` does.
         wrong: what `differences` has returned so far.
     """
 
-    listing: Manifest
-    place: tuple[int, int]
-    bring: Callable[[dict[str, Any]], None]
-    wrong: list[str]
+    def __new__(cls, folder: str, *about: Any) -> "CheckpointFolder":
+        """Return the path."""
+        return super().__new__(cls, folder)
 
-    def __new__(
-        cls,
+    def __init__(
+        self,
         folder: str,
         listing: Manifest,
-        place: tuple[int, int] = (0, 1),
+        reader: tuple[int, int] = (0, 1),
         bring: Callable[[dict[str, Any]], None] = lambda wanted: None,
-    ) -> "CheckpointFolder":
-        """Return the path."""
-        made = super().__new__(cls, folder)
-        made.listing, made.place, made.bring, made.wrong = listing, place, bring, []
-        made._prefix, made._root, made._hashed, made._entries = "", folder, set(), {}
-        return made
-
-    def below(self, name: str) -> "CheckpointFolder":
-        """Return a folder inside this one."""
-        made = CheckpointFolder(os.path.join(self, name), self.listing, self.place)
-        vars(made).update(vars(self), _prefix=f"{self._prefix}{name}/")  # what was found is found for both
-        return made
-
-    def size(self, name: str) -> int | None:
-        """Return the size of a file, which the rank that found the checkpoint has compared; None for one that is not listed."""
-        entry = self.listing.files.get(self._prefix + name)
-        return None if entry is None else entry.size
+    ) -> None:
+        self.listing, self.reader, self.bring = listing, reader, bring
+        self.wrong: list[str] = []
+        self._hashed: set[tuple[str, int]] = set()
+        self._entries: dict[str, FileEntry] = {}
 
     def entries(self, names: Iterable[str]) -> list[FileEntry]:
         """Return the full entries of files, of those that are listed; the part of a rank is read once."""
         files = self.listing.files
-        names = [name for name in map(self._prefix.__add__, names) if name in files]
+        names = [name for name in names if name in files]
         if ranks := {files[name].rank for name in names if name not in self._entries}:
             parts = [name for name in map(manifest.part_file, ranks) if name in files]
             self.bring({name: (files[name].size, None) for name in parts})
             theirs = [name for name, entry in files.items() if entry.rank in ranks]
-            self._entries.update(self.listing.detailed(self._root, theirs))
+            self._entries.update(self.listing.detailed(self, theirs))
         return [self._entries[name] for name in names]
 
-    def check_file(self, name: str) -> None:
-        """Raise DamagedCheckpoint if a file is not what was written."""
-        self.check({name: None})
+    def check(self, wanted: Ranges, below: str = "", shared: bool = False) -> None:
+        """Raise DamagedCheckpoint with what `differences` returns."""
+        if lines := self.differences(wanted, below, shared):
+            raise damaged(self, lines)
 
-    def check(self, wanted: Mapping[str, Iterable[tuple[int, int]] | None], shared: bool = False) -> None:
-        """Raise DamagedCheckpoint if ranges of bytes of files, or all of it for None, are not what was written."""
-        if lines := self.differences(wanted, shared):
-            raise damaged(self._root, lines)
-
-    def differences(self, wanted: Mapping[str, Iterable[tuple[int, int]] | None], shared: bool = False) -> list[str]:
-        """Hash the pieces that hold some ranges of files, and return a line for each file that is not what was written.
+    def differences(self, wanted: Ranges, below: str = "", shared: bool = False) -> list[str]:
+        """Hash the pieces of files, `below` a folder inside, that are wanted; return a line for each file that is not what was written.
 
         What was hashed before is left out; of what is `shared`, all ranks at one disk want the same, and each hashes a part.
         """
-        reader, readers = self.place if shared else (0, 1)
+        reader, readers = self.reader if shared else (0, 1)
         try:
-            pieces = self._not_hashed(wanted)
+            ranges = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
+            prefix = below and f"{below}/"
+            pieces = self._not_hashed({f"{prefix}{name}": some for name, some in ranges.items()})
             own: dict[str, list[int]] = {}
             # Files that have no digests of pieces are hashed as a whole: the largest first, by turns.
             for _, _, name, number in sorted(pieces)[reader::readers]:
@@ -231,7 +220,6 @@ class CheckpointFolder(str):
         pieces = []
         self.entries(wanted)
         for name, ranges in wanted.items():
-            name = self._prefix + name
             if (entry := self._entries.get(name)) is None:
                 continue
             numbers: Iterable[int] = range(-(-entry.size // durable.CHUNK)) if entry.digests else (0,)
@@ -247,7 +235,7 @@ class CheckpointFolder(str):
         """Hash pieces of files, and return a line for each file that is not what was written."""
         lines, threads = [], durable.threads()
         for name, numbers in pieces.items():
-            entry, path = self._entries[name], os.path.join(self._root, *name.split("/"))
+            entry, path = self._entries[name], os.path.join(self, *name.split("/"))
             try:
                 if (size := os.stat(path).st_size) != entry.size:
                     lines.append(manifest.difference(name, entry.size, size))
@@ -267,11 +255,12 @@ class CheckpointFolder(str):
         return lines
 
 
-def with_manifest(folder: Path) -> Path:
-    """Return a folder that compares what is read with its manifest, if it has one. Any rank, alone."""
-    if isinstance(folder, CheckpointFolder) or not os.path.isfile(os.path.join(folder, manifest.NAME)):
+def with_manifest(folder: Path) -> CheckpointFolder:
+    """Return a folder that compares what is read with its manifest, an empty one if it has none. Any rank, alone."""
+    if isinstance(folder, CheckpointFolder):
         return folder
-    return CheckpointFolder(os.fspath(folder), Manifest.read(folder))
+    has_one = os.path.isfile(os.path.join(folder, manifest.NAME))
+    return CheckpointFolder(os.fspath(folder), Manifest.read(folder) if has_one else Manifest({}))
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -221,7 +221,7 @@ class Manifest:
         mesh: sizes of the mesh dims by name, or None without a mesh.
         step: the run's count of batches within the accumulation step, as upstream counts.
         iteration: number of the checkpoint in its run.
-        text: what it was read from; another save has another one.
+        mark: what `mark` returned of the file that it was read from.
     """
 
     files: Mapping[str, FileEntry]
@@ -234,7 +234,7 @@ class Manifest:
     mesh: dict[str, int] | None = None
     step: int = 0
     iteration: int = 0
-    text: str | bytes = field(default="", repr=False, compare=False)
+    mark: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     def to_json(self, **more: Any) -> str:
         """Return the text, `more` values first."""
@@ -250,7 +250,7 @@ class Manifest:
                 raise ValueError(f"format {values['format']} is newer than {FORMAT}; update accelerate to read it")
             if values.pop("checksum") != _CHECKSUM or values.get("world_size") == 0:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
-            return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])}, text=text)
+            return cls(**{"created": "", "versions": {}, **values, "files": _entries(values["files"])})
         except (ValueError, RecursionError) as error:
             raise UnreadableManifest(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
@@ -262,7 +262,8 @@ class Manifest:
             raise UnreadableManifest(f"{path} is no file, so that the manifest cannot be read.")
         try:
             with open(path, "rb") as file:
-                return cls.from_json(file.read(), path)
+                found = _mark(file.fileno())
+                return replace(cls.from_json(file.read(), path), mark=found)
         except PermissionError as error:
             raise UnreadableManifest(f"{path} could not be read: {error}") from error
 
@@ -293,6 +294,19 @@ class Manifest:
             file.write(self.to_json().encode())
 
 
+def mark(folder: Path) -> tuple[int, ...]:
+    """Return what tells the manifest in a local folder from that of another save, without reading it; nothing without one."""
+    # Opened: only then do network file systems look for what other machines have written.
+    with contextlib.suppress(OSError), open(os.path.join(folder, NAME), "rb") as file:
+        return _mark(file.fileno())
+    return ()
+
+
+def _mark(descriptor: int) -> tuple[int, ...]:
+    about = os.fstat(descriptor)
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
 def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
     """Return the text of a manifest, or of a part of it, with a line for each value and file, for people and `diff`."""
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in values.items()]
@@ -308,20 +322,19 @@ def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> Fil
     return FileEntry.of(file, rank)
 
 
-def parts(folder: Path, ranks: Iterable[int]) -> dict[int, bytes]:
-    """Return the parts in a staged folder, by rank."""
+def parts(folder: Path, ranks: Iterable[int], written: int = 0) -> dict[int, bytes]:
+    """Return the parts in a staged folder, by rank; ranks have `written` so many."""
+    found: dict[int, bytes] = {}
 
-    # By name: the listing of a network's file system may be older than what other nodes have written.
-    def read(rank: int) -> bytes | None:
-        try:
-            with open(os.path.join(folder, part_file(rank)), "rb") as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
+    def read(rank: int) -> None:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, part_file(rank)), "rb") as file:
+            found[rank] = file.read()
 
-    ranks = list(ranks)
-    found = zip(ranks, durable.each(read, ranks, _READERS), strict=True)
-    return {rank: text for rank, text in found if text is not None}
+    listed = files_below(os.path.join(folder, PARTS_FOLDER))
+    durable.each(read, [rank for rank in ranks if os.path.basename(part_file(rank)) in listed], _READERS)
+    if len(found) < written:  # the listing of a network's file system may be older than what other nodes have written
+        durable.each(read, [rank for rank in ranks if rank not in found], _READERS)
+    return {rank: found[rank] for rank in sorted(found)}
 
 
 def gathered(parts: Mapping[int, bytes]) -> dict[str, FileEntry]:
@@ -465,13 +478,11 @@ def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
 # -- comparing it with the files ---------------------------------------------------------------------------------------
 
 
-def problems(
-    folder: Path, manifest: Manifest, *, deep: bool = False, only: Callable[[str], bool] | None = None
-) -> list[str]:
+def problems(folder: Path, manifest: Manifest, *, deep: bool = False) -> list[str]:
     """Return a line for each file of a checkpoint that is wrong, none if it is whole; `deep` reads the files."""
     found = []
-    for name in filter(only, sorted(manifest.files)):
-        entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
+    for name, entry in sorted(manifest.files.items()):
+        path = os.path.join(folder, *name.split("/"))
         try:
             size = os.stat(path).st_size if os.path.isfile(path) else None
             if size != entry.size:
@@ -480,12 +491,11 @@ def problems(
                 found += changed(name, entry, durable.of_file(path)[1])
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
-    if only is None:
-        # A reader would take these files for parts of the checkpoint.
-        listed = {name.split("/")[0] for name in manifest.files}
-        with contextlib.suppress(OSError):
-            extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
-            found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
+    # A reader would take these files for parts of the checkpoint.
+    listed = {name.split("/")[0] for name in manifest.files}
+    with contextlib.suppress(OSError):
+        extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
+        found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
     return found
 
 
@@ -502,15 +512,16 @@ def difference(name: str, written: int, size: int | None) -> str:
     return f"{name} has {size} bytes, but {written} were written"
 
 
-def files_below(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files below a local folder, by path with ``/`` between parts."""
+def files_below(folder: Path) -> set[str]:
+    """Return the paths of the files below a local folder, with ``/`` between parts."""
     paths = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
-    return {os.path.relpath(path, folder).replace(os.sep, "/"): os.path.getsize(path) for path in paths}
+    return {os.path.relpath(path, folder).replace(os.sep, "/") for path in paths}
 
 
-def first_of(lines: Sequence[str]) -> list[str]:
-    """Return the first lines of a list for a message, and how many more there are."""
-    return [*lines[:10], *([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])]
+def first_of(lines: Sequence[str], most: int = 10, count: int = 0) -> list[str]:
+    """Return the first lines of a list for a message, and how many more there are, or are of a `count` of which these are some."""
+    more = max(len(lines), count) - most
+    return [*lines[:most], *([f"and {more} more"] if more > 0 else [])]
 
 
 def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:

@@ -8,7 +8,8 @@ the generation, and the manifest beside it says which generation counts::
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/...
 
 Replacing a checkpoint writes another generation, then the manifest, then removes the former generation. A reader finds the
-old one or the new one. A save that is killed leaves a generation that no manifest names; the next save removes it.
+old one or the new one. A save that is killed leaves a generation that no manifest names; the next save to its place removes it, and
+another save of the run when it is a day old.
 
 Each rank streams its files into the generation while it makes them; what hooks and other code write by path comes from a local
 folder. A load downloads into a local folder what the ranks of its node read, of large files the pieces of them.
@@ -25,13 +26,21 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from datetime import datetime, timezone
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
-from accelerate.checkpoint.storage import CheckpointStorage, FileStat, LocalStorage, refuse_unfinished, warned
+from accelerate.checkpoint.storage import (
+    ABANDONED_S,
+    CheckpointStorage,
+    FileStat,
+    LocalStorage,
+    refuse_unfinished,
+    warned,
+)
 from accelerate.runtime.durable import CHUNK, HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
@@ -48,6 +57,7 @@ _TIMES = ("LastModified", "mtime", "last_modified", "created")
 Range = tuple[str, int, int]
 
 _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
+_LATEST = "g-~"  # is behind the names of all generations
 
 
 class ObjectStore(CheckpointStorage):
@@ -73,6 +83,7 @@ class ObjectStore(CheckpointStorage):
         self._objects = _Objects(location)
         self._staged: TemporaryDirectory[str] | None = None
         self._own: str | None = None  # the generation of what this process staged
+        self._listing: Manifest | None = None  # of what `fetch` has fetched
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -81,16 +92,6 @@ class ObjectStore(CheckpointStorage):
         if published.manifest is None:
             return None, []
         return published.manifest, _differences(published.manifest, self._objects.below(published.generation))
-
-    def _read_until_stable(self) -> Iterator["_Published"]:
-        """Look what is published, and look again as long as another checkpoint replaces it meanwhile."""
-        former = None
-        for _ in range(_LOOKS):
-            published = self._published()
-            if published == former:
-                return
-            yield published
-            former = published
 
     def _published(self) -> "_Published":
         """Return which files count; FileNotFoundError for none, DamagedCheckpoint for what must not be loaded."""
@@ -145,8 +146,12 @@ class ObjectStore(CheckpointStorage):
         are compared here, checksums by who loads. Any rank, alone; one rank of a node may fetch for all. Raises
         FileNotFoundError for nothing, DamagedCheckpoint for what is not whole, OSError if store or disk refuses.
         """
+        former = None
         try:
-            for published in self._read_until_stable():
+            for _ in range(_LOOKS):
+                if (published := self._published()) == former:
+                    break
+                former = published
                 sizes = self._foreign() if published.manifest is None else _sizes(published.manifest)
                 key = (os.getpid(), self.location, published.text, frozenset(sizes.items()))
                 if key not in _copies:
@@ -158,24 +163,25 @@ class ObjectStore(CheckpointStorage):
                     {name: (size, None) for name, size in sizes.items() if not wanted or wanted(name)}
                 )
                 if not found:
-                    if published.manifest is not None:
-                        published.manifest.write(folder)
+                    self._listing = published.manifest
+                    if self._listing is not None:
+                        self._listing.write(folder)
                     return folder
         except DamagedCheckpoint as error:
             found = [str(error)]
         raise damaged(self.location, found)
 
-    def outline(self) -> str:
+    def outline(self) -> tuple[str, Manifest | None]:
         """Return what `fetch` returns, with the manifest and files that have their size and no content, until `bring` downloads it.
 
         What another library saved is fetched: nothing says what its bytes should be.
         """
         folder = self.fetch(lambda name: False)
-        if not os.path.isfile(os.path.join(folder, NAME)):
-            return self.fetch()
-        for _ in self._missing({name: (size, ()) for name, size in _sizes(Manifest.read(folder)).items()}):
+        if self._listing is None:
+            return self.fetch(), None
+        for _ in self._missing({name: (size, ()) for name, size in _sizes(self._listing).items()}):
             pass  # making the files is what it is for
-        return folder
+        return folder, replace(self._listing, mark=manifest.mark(folder))
 
     def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
         """Download pieces of files, or with None all of them, into the folder that was fetched, which ranks of a node may share."""
@@ -252,7 +258,9 @@ class ObjectStore(CheckpointStorage):
         """
         self.discard()
         self._staged = _folder()
-        self.generation = self._own = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
+        now = datetime.now(timezone.utc)
+        # The microseconds let names of one second sort by time, too.
+        self.generation = self._own = f"{_generation_at(now)}-{now.microsecond:05x}{os.urandom(8).hex()[5:]}"
         return self._staged.name
 
     def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
@@ -261,7 +269,7 @@ class ObjectStore(CheckpointStorage):
 
     def upload(self, staged: str) -> None:
         """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
-        sizes = {name: size for name, size in files_below(staged).items() if name != NAME}
+        sizes = {name: os.path.getsize(os.path.join(staged, name)) for name in files_below(staged) - {NAME}}
 
         def put(name: str) -> None:
             file = os.path.join(staged, name)
@@ -326,13 +334,15 @@ class ObjectStore(CheckpointStorage):
             for name, stored in storage._superseded().items()
         }
 
-    def sweep(self) -> None:
-        """Remove what killed saves left in here and in its folders. Only the process that writes here calls it."""
+    def sweep(self, older_than_s: float = ABANDONED_S) -> None:
+        """Remove from here and its folders what has been replaced, and what saves left that began so long ago and did not publish."""
+        # A store has no locks: another run may still be writing a younger one.
+        last = _generation_at(datetime.now(timezone.utc) - timedelta(seconds=older_than_s))
         for storage in (self, *self.entries()):
-            storage._clear()
+            storage._clear(last)
 
-    def _superseded(self) -> dict[str, FileStat | None]:
-        """Return the entries that do not count any more: of killed saves, or of what has been replaced."""
+    def _superseded(self, last: str = _LATEST) -> dict[str, FileStat | None]:
+        """Return the entries that do not count: of what has been replaced, and of saves begun until `last` that did not publish."""
         entries = self._objects.entries()
         # What is no part of a checkpoint is the user's own.
         parts = [name for name in sorted(entries) if manifest.is_checkpoint_file(name) or _GENERATION.fullmatch(name)]
@@ -344,15 +354,24 @@ class ObjectStore(CheckpointStorage):
             return {}  # a person may still want to look at the parts
         if not current:  # the parts beside the generations count
             parts = [name for name in parts if _GENERATION.fullmatch(name)]
-        return {name: entries[name] for name in parts if name != current}
+        # Names of generations sort by time.
+        younger = {
+            name for name in parts if _GENERATION.fullmatch(name) and name > current and name[: len(last)] > last
+        }
+        return {name: entries[name] for name in parts if name != current and name not in younger}
 
-    def _clear(self) -> None:
-        """Remove what does not count any more."""
-        superseded = self._superseded()
+    def _clear(self, last: str = _LATEST) -> None:
+        """Remove what `_superseded` returns."""
+        superseded = self._superseded(last)
         for name in superseded:
             self._objects.remove(name)
         if superseded and not self._objects.entries():
             self._objects.remove()  # a file system with real folders keeps the empty one
+
+
+def _generation_at(time: datetime) -> str:
+    """Return how the name of a generation begins that is made at a time."""
+    return f"g-{time:%Y%m%dT%H%M%SZ}"
 
 
 class _Published(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import load, low_bit, manifest, state
-from accelerate.checkpoint.layouts import Found, Layout, Path, find, merged, read_like, required
+from accelerate.checkpoint.layouts import Found, Layout, Path, find, read_like, required
 from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves, run_on_all_ranks
@@ -167,9 +167,9 @@ def read_optimizer(goal: Target, stored: "CheckpointReader", found: Found) -> di
     """
     raw, known = matched(goal, stored, found)
     result = {name: _fitted(goal, name, raw["state"][name], stored) for name in known}
-    raw["param_groups"] = stored.whole(raw["param_groups"])  # an option may be a tensor, as a learning rate
+    raw["param_groups"] = stored.allocate(raw["param_groups"])  # an option may be a tensor, as a learning rate
     # What belongs to no parameter is whole.
-    result |= {name: stored.whole(values) for name, values in raw["state"].items() if name not in result}
+    result |= {name: stored.allocate(values) for name, values in raw["state"].items() if name not in result}
     stored.fill()
     return {**raw, "state": result}
 
@@ -256,7 +256,7 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
             # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
             return stored.into(value, torch.empty_like(value, device="cpu")) if value.is_meta else load.own_copy(value)
         if not is_distributed_tensor(own) and not is_distributed_tensor(value):
-            made = stored.whole(value) if _may_belong(value.shape, own.shape) else None
+            made = stored.allocate(value) if _may_belong(value.shape, own.shape) else None
         else:
             made = read_like(own, value, stored)
             before = present.get(key)
@@ -278,7 +278,7 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
             continue
         value, before = values[key], present.get(key)
         if low_bit.is_parts(value):  # ranks find the scales of their blocks in all of them
-            fitted[key] = {part: fit(value[part]) if part == "codes" else stored.whole(value[part]) for part in value}
+            fitted[key] = {name: fit(one) if name == "codes" else stored.allocate(one) for name, one in value.items()}
         elif isinstance(value, (Mapping, list)):
             fitted[key] = mapped_leaves(value, fit)
         # An optimizer converts what differs from the parameter; anything else can be read over what it has.
@@ -331,7 +331,7 @@ def read_for_optimizer(
     return Deferred(state.optimizer_to_load(optimizer, model, values), stored.finish)
 
 
-def read_whole_optimizer(
+def read_full_optimizer(
     optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int = 0, **options: Any
 ) -> Mapping[str, Any]:
     """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Any rank, alone.
@@ -345,23 +345,20 @@ def read_whole_optimizer(
         file = found.name  # such as a Trainer's
     model, groups = state.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
-    in_parts = found is not None and found.layout in ("sharded", "zero")
-    if in_parts and goal is not None:
-        return state.numbered(read_optimizer(goal, found.open(), found))
-    raw = None if in_parts else load.read_file(folder, file, f"optimizer {index}", mapped=True, **options)
-    if not in_parts and (not is_state(raw) or (goal is None and not is_named(raw))):
-        return raw
+    if found is None or found.layout == "full":
+        raw = load.read_file(folder, file, f"optimizer {index}", mapped=True, **options)
+        if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
+            return raw
     if goal is None:
         raise RuntimeError(
             f"{file} in {os.fspath(folder)!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
-    if not is_named(raw):
-        order = saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
-        counts = [len(group["params"]) for group in raw["param_groups"]]
-        if order is None or (order == goal.order and counts == list(map(len, goal.groups))):
-            return raw
-    from accelerate.checkpoint.dcp import CheckpointReader  # it imports torch's distributed checkpoints: 50 ms
+    return state.numbered(read_optimizer(goal, found.open(**options), found))
 
-    stored = CheckpointReader.in_files(*merged({os.path.join(folder, file): raw}, {}))
-    return state.numbered(read_optimizer(goal, stored, found))
+
+def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:
+    """Say whether the numbers in a state are the optimizer's own, as far as names tell it."""
+    order = None if goal is None else saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
+    counts = [len(group["params"]) for group in raw["param_groups"]]
+    return order is None or (order == goal.order and counts == list(map(len, goal.groups)))

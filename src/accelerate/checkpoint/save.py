@@ -37,11 +37,11 @@ from accelerate.checkpoint.state import (
     empty_on_host_like,
     is_distributed_tensor,
     keeps_state,
-    own_part,
-    part,
+    local_part,
+    local_tensor,
     quietly,
 )
-from accelerate.checkpoint.storage import CheckpointStorage, refuse_unreadable
+from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
@@ -278,24 +278,28 @@ class Save:
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
 
+        A rank lists its files in its part of the manifest. Those that lead add what no rank of their folder has listed, and one publishes all.
         The error of this rank is raised as it is, that of another one as a RuntimeError.
         """
-        leads, publishes = self.leads, self._publishes
-        own = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
-        if own and not leads:
-            self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, own))
-        written = self._with_all_ranks(self.barrier.count_of, bool(own) and not leads)
-        listed = self.attempt(lambda: self._complete(own, writers)) if leads else None
+        files = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
+        parts = self._leave_part({} if self.leads else files)
+        listed: dict[str, FileEntry] = {}
+        if self.leads:
+            # Where several lead, each has the parts of its machine in the folder, which it has written to itself.
+            ranks, there = range(self.group.world_size), parts if self.group.shared else 0
+            listed = self.attempt(lambda: manifest.gathered(manifest.parts(self.plan.folder, ranks, there))) or {}
+            known, rank = {*files, *listed}, self.group.rank
+            files |= self.attempt(lambda: unlisted(self.plan.folder, known, rank, writers)) or {}
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
-            written += self._with_all_ranks(self.barrier.count_of, bool(own) and leads and not publishes)
-        if publishes:
-            self.attempt(lambda: self._publish(own, listed, written))
+            parts += self._leave_part(files if self.leads and not self._publishes else {}, uploads=self.leads)
+        if self._publishes:
+            self.attempt(lambda: self._publish(files, listed, parts))
         self._with_all_ranks(self.barrier.share)
         self.barrier.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
-        if leads:
+        if self.leads:
             self.storage.discard()
-        if publishes:
+        if self._publishes:
             self.prune_old(self.storage)
 
     def attempt(self, step: Callable[[], Any]) -> Any:
@@ -316,35 +320,33 @@ class Save:
 
     def _stage(self) -> str:
         self.check_target(self.storage)
-        refuse_unreadable(self.storage.location)
+        formats.refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
-    def _complete(self, own: dict[str, FileEntry], threads: int) -> dict[str, FileEntry]:
-        """Add what hooks and strategies wrote by themselves to this rank's files, and upload the folder; return what other ranks list."""
-        folder, ranks = self.plan.folder, range(self.group.world_size)
-        listed = manifest.gathered(manifest.parts(folder, ranks))
-        own |= unlisted(folder, {*own, *listed}, self.group.rank, threads)
-        if own and not self._publishes:
-            manifest.write_part(folder, self.group.rank, own)
-        self.storage.upload(folder)
-        return listed
+    def _leave_part(self, files: dict[str, FileEntry], uploads: bool = False) -> int:
+        """List files in this rank's part of the manifest, if there are any; return how many ranks have a part. All ranks."""
+        if files:
+            self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, files))
+        if uploads:
+            self.attempt(lambda: self.storage.upload(self.plan.folder))
+        return self._with_all_ranks(self.barrier.count_of, bool(files))
 
-    def _publish(self, own: dict[str, FileEntry], listed: dict[str, FileEntry], written: int) -> None:
+    def _publish(self, files: dict[str, FileEntry], listed: dict[str, FileEntry], parts: int) -> None:
         if not self.storage.shared:  # other nodes have uploaded theirs
             listed = manifest.gathered(self.storage.parts(range(self.group.world_size)))
         seen = sum(name.startswith(f"{manifest.PARTS_FOLDER}/") for name in listed)
-        if not self.group.each_node and seen != written:
+        if not self.group.each_node and seen != parts:
             raise OSError(
-                f"Of the {written} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "
+                f"Of the {parts} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "
                 "what other nodes have written there. Save to another one."
             )
-        Manifest({**own, **listed}, save=self.barrier.name, **self.manifest_fields).write(self.plan.folder)
+        Manifest({**files, **listed}, save=self.barrier.name, **self.manifest_fields).write(self.plan.folder)
         self.storage.publish()
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
     """Return entries of the files in a staged folder that no rank has listed. One process per folder."""
-    names = sorted(manifest.files_below(folder).keys() - {*known, manifest.NAME})
+    names = sorted(manifest.files_below(folder) - {*known, manifest.NAME})
     if bad := [name for name in names if not durable.is_inside(name)]:
         raise ValueError(
             f"The file {bad[0]!r} cannot be part of a checkpoint: not every system can have a file of that name. Let the "
@@ -400,7 +402,8 @@ class HostBuffers:
         """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
         spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
         return self._take(
-            (type(value), *spread, value.size(), value.dtype, part(value).shape), lambda: empty_on_host_like(value)
+            (type(value), *spread, value.size(), value.dtype, local_part(value).shape),
+            lambda: empty_on_host_like(value),
         )
 
     def synchronize(self) -> None:
@@ -438,11 +441,11 @@ class _Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_distributed_tensor(tensor):
-            mine, made = part(tensor), self._buffers.shell(tensor)
+            mine, made = local_part(tensor), self._buffers.shell(tensor)
             if type(mine) is torch.Tensor:
-                own_part(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
+                local_tensor(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
             else:
-                part(made).copy_(mine)
+                local_part(made).copy_(mine)
             return made
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:

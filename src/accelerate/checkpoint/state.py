@@ -419,7 +419,7 @@ def is_models_memory(state: ModelState, model: nn.Module) -> bool:
     return None not in held and held.issuperset(map(address_of, state.values.values())) and not is_fsdp1(model)
 
 
-def own_part(value: Any) -> torch.Tensor:
+def local_tensor(value: Any) -> torch.Tensor:
     """Return what this rank has of a tensor; empty, if nothing. Without gradients it is the tensor that a DTensor or ShardedTensor holds."""
     if hasattr(value, "local_shards"):  # a ShardedTensor
         shards = value.local_shards()
@@ -427,9 +427,9 @@ def own_part(value: Any) -> torch.Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def part(value: Any) -> torch.Tensor:
+def local_part(value: Any) -> torch.Tensor:
     """Return what this rank has of a tensor, detached; it is no copy."""
-    return own_part(value).detach()
+    return local_tensor(value).detach()
 
 
 @quietly()

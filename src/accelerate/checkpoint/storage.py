@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 # How long a save waits for another process to release the lock: a save in the background ends by itself, and a worker process of a
 # killed run may outlive it a little.
 PATIENCE_S = 60.0
+# How old a save is that no run can still be at work on, where nothing else tells.
+ABANDONED_S = 24 * 3600.0
 
 
 class Busy(RuntimeError):
@@ -169,9 +171,9 @@ class CheckpointStorage(ABC):
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return a local folder with the wanted files, by their path in the manifest; all by default."""
 
-    def outline(self) -> str:
-        """Return a local folder that has all files of the checkpoint, of which `bring` has to be asked for what is read."""
-        return self.fetch()
+    def outline(self) -> tuple[str, Manifest | None]:
+        """Return a local folder with all files, of which `bring` has to be asked for what is read, and the manifest if that was read."""
+        return self.fetch(), None
 
     def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
         """See to it that the folder that was fetched has pieces of files; any rank whose `fetched` is set, alone.
@@ -189,9 +191,9 @@ class CheckpointStorage(ABC):
     def remove(self) -> None:
         """Remove the checkpoint; no reader sees a part of it meanwhile."""
 
-    def sweep(self) -> None:
-        """Remove what killed runs left among the checkpoints here; only a process that writes here calls it."""
-        return
+    @abstractmethod
+    def sweep(self, older_than_s: float = ABANDONED_S) -> None:
+        """Remove what killed runs left among the checkpoints here: what no run holds locked or, without locks, what is so old."""
 
     def stored(self) -> FileStat:
         """Return the bytes of all that is here, and when any of it was last written to, where that is known."""
@@ -203,18 +205,19 @@ class CheckpointStorage(ABC):
         """Return what saves and removals in here left behind, or are at work on right now, by location."""
         return {}
 
+    def has_checkpoint_files(self) -> bool:
+        """Say whether something here has a name that a checkpoint's files have, ours or another library's."""
+        entries = [*self.files(), *(entry.name for entry in self.entries())]
+        return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
+
+    def counts(self, state: CheckpointStatus, foreign: bool = True) -> bool:
+        """Say whether it is one of those of which pruning keeps some: complete or, with `foreign`, another library's, by its files."""
+        return state.kind == "complete" or (foreign and state.kind == "foreign" and self.has_checkpoint_files())
+
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
         """Return the automatically named checkpoints here, whole or not, with their numbers, oldest first."""
         numbered = [(number_of(entry.name), entry) for entry in self.entries()]
         return sorted((pair for pair in numbered if pair[0] is not None), key=lambda pair: pair[0])
-
-
-def refuse_unreadable(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a path at which safetensors could be written, and could not be opened again."""
-    try:
-        os.fspath(path).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{os.fspath(path)!r} is no UTF-8, and safetensors opens no other path. Rename it.") from None
 
 
 def refuse_unfinished(entries: Collection[str]) -> None:
@@ -234,24 +237,26 @@ def prune(
     keep: Collection[str | None],
     listed: Callable[[], Iterable[CheckpointStorage]] | None = None,
 ) -> None:
-    """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`.
+    """Remove the oldest checkpoints beyond a limit (None: no limit), but for the locations to `keep`, and what killed saves left.
 
     One rank per file system calls it, once the newest one is at its location and all ranks know it: what goes wrong here is
-    a warning. Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at. `listed`
-    returns those that may count, oldest first; by default the automatically named ones.
+    a warning. Those count and go of which `CheckpointStorage.counts` says so, or that load and are `listed`, oldest first. A damaged one
+    stays, so that it can be looked at.
     """
     with warned(f"What killed saves left in {folder.location} could not be removed"):
         folder.sweep()
-    whole: list[CheckpointStorage] = []
+    if limit is None:
+        return
     with warned(f"No older checkpoint in {folder.location} was removed, because they could not be listed"):
+        found = listed() if listed else [one for _, one in folder.checkpoints()]
         # What a link leads to is not ours to remove.
-        found = [] if limit is None else listed() if listed else [one for _, one in folder.checkpoints()]
-        whole = [storage for storage in found if storage.parent() == folder and storage.state().loads]
-    surplus = max(0, len(whole) - max(limit or 1, 1))
-    for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
-        logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
-        with warned(f"The checkpoint {storage.location} could not be removed"):
-            storage.remove()
+        states = [(one, one.state()) for one in found if one.parent() == folder]
+        whole = [one for one, state in states if (state.loads if listed else one.counts(state))]
+        surplus = max(0, len(whole) - max(limit, 1))
+        for storage in [one for one in whole if one.location not in keep][:surplus]:
+            logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
+            with warned(f"The checkpoint {storage.location} could not be removed"):
+                storage.remove()
 
 
 @contextlib.contextmanager
@@ -456,8 +461,8 @@ class LocalStorage(CheckpointStorage):
             finally:
                 _remove(aside)
 
-    def sweep(self) -> None:
-        """Remove what killed runs left among the checkpoints here."""
+    def sweep(self, older_than_s: float = ABANDONED_S) -> None:
+        """Remove what killed runs left among the checkpoints here, however old: no run has its lock."""
         names = {name for _, name in _asides(self.location)}
         names |= {one.name[len(LOCK_PREFIX) :] for one in _scan(self.location) if one.name.startswith(LOCK_PREFIX)}
         for name in sorted(names - {""}):

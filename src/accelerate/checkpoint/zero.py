@@ -37,8 +37,6 @@ CLASSES = (
 _SHARD = r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 
 Groups = list[Mapping[str, torch.Size]]
-# Compares a file of the folder with its checksum.
-Check = Callable[[str], None]
 # A rank that has a part of a parameter, where that begins in the rank's flat tensor and in the parameter, and its length.
 Part = tuple[int, int, int, int]
 
@@ -82,9 +80,9 @@ def shard_files(folder: str) -> list[str]:
     return [os.path.join(folder, ranks[rank]) for rank in sorted(ranks)]
 
 
-def stored(folder: str, kind: Kind, check: Check | None = None) -> "CheckpointReader":
-    """Return the model or the optimizer in an engine's folder. Any rank, alone."""
-    engine = Folder(folder, check=check)
+def stored(folder: str, kind: Kind, checkpoint: load.CheckpointFolder | None = None) -> "CheckpointReader":
+    """Return the model or the optimizer in an engine's folder, which lies in that of a checkpoint. Any rank, alone."""
+    engine = Folder(folder, checkpoint=checkpoint)
     return engine.model() if kind == "model" else engine.optimizer()
 
 
@@ -111,15 +109,17 @@ class Folder:
         splits_weights: stage 3 wrote it.
     """
 
-    def __init__(self, folder: str, weights_only: bool = True, check: Check | None = None) -> None:
-        from accelerate.checkpoint.dcp import WholeTensors
+    def __init__(
+        self, folder: str, weights_only: bool = True, checkpoint: load.CheckpointFolder | None = None
+    ) -> None:
+        from accelerate.checkpoint.dcp import FullTensors
 
         def opened(path: str) -> dict[str, Any]:
-            if check is not None:
-                check(os.path.basename(path))
+            if checkpoint is not None:
+                checkpoint.check([os.path.basename(path)], below=os.path.basename(folder))
             return read_file(path, weights_only)
 
-        self._folder, self._reader = folder, WholeTensors()
+        self._folder, self._reader = folder, FullTensors()
         self._models = _Files(model_files(folder), opened)
         self.head = self._models[0]
         self.shards = _Files(shard_files(folder), lambda path: opened(path)["optimizer_state_dict"])

@@ -238,7 +238,7 @@ def _remove(plan: Pruning) -> int:
     problems = []
     if plan.left:
         for home in plan.homes:
-            home.sweep()
+            home.sweep(older_than_s=0)  # `_refuse_if_busy` has looked
             still = sorted(plan.left.keys() & home.leftovers().keys())
             problems += [f"{path} could not be removed, or is in use." for path in still]
     for one in [*plan.old, *plan.unfinished]:

@@ -413,7 +413,7 @@ def forget_named_models() -> None:
     getattr(getattr(module, "_get_fqns", None), "cache_clear", bool)()
 
 
-def member_names(parameter: nn.Parameter) -> Sequence[str] | None:
+def member_names(parameter: nn.Parameter | None) -> Sequence[str] | None:
     """Return the names, below its module, of the parameters in a flat one; None for any other."""
     return getattr(parameter, "_fqns", None)
 

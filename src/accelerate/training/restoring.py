@@ -136,6 +136,7 @@ class Search:
         readers: who reads models and optimizers, None for what is usual.
         passed: why checkpoints were passed over, by location.
         damaged: those of them that some rank found damaged, with the names of their saves.
+        listing: the manifest of the one that `answer` names, None without one.
     """
 
     accelerator: Facade
@@ -144,6 +145,7 @@ class Search:
     readers: str | None = None
     passed: dict[str, str] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
+    listing: Manifest | None = None
 
     def answer(self) -> dict[str, Any]:
         """Return which checkpoint all ranks load, or why there is none: small and plain data."""
@@ -163,8 +165,9 @@ class Search:
             return _no(DamagedCheckpoint, str(damaged(storage.location, [state.reason])))
         if state.manifest is None:
             logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
+        self.listing = state.manifest
         folder = storage.fetch() if storage.shared else ""
-        machines = self.accelerator.num_processes // _place(self.accelerator)[1]
+        machines = self.accelerator.num_processes // _local_rank_and_size(self.accelerator)[1]
         return {
             "location": storage.location,
             "save": _name_of(state),
@@ -264,20 +267,20 @@ class _Chosen:
         """Return what the leader of all ranks has chosen, as it lies on the disk of this rank's machine. All ranks."""
         storage, problems = storage_of(answer["location"]), []
         folder, save, following = answer["folder"], answer["save"], answer["following"]
+        listing = search.listing if group.shared else None
         if not group.shared:
             mine = None
             if group.rank == barrier.leader():
-                folder, save, problems = _own_copy(storage, save)
+                folder, save, problems, listing = _own_copy(storage, save)
                 mine = [folder, save, (storage.fetched or ("", ""))[1]]
             folder, save, generation = barrier.share(mine, barrier.leader())
             storage.fetched = folder, generation
         if group.each_node and following is not None:  # a machine may have one more
             leads = group.rank == barrier.leader()
             following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
-        listing = None
         with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
-            listing = Manifest.read(folder)
-            folder = CheckpointFolder(folder, listing, _place(search.accelerator), storage.bring)
+            listing = listing or Manifest.read(folder)
+            folder = CheckpointFolder(folder, listing, _local_rank_and_size(search.accelerator), storage.bring)
         return cls(storage, folder, save, problems, following, listing)
 
     @property
@@ -287,14 +290,10 @@ class _Chosen:
 
     def replaced(self) -> bool:
         """Say whether another save has taken its place, or it was removed, since it was chosen. Any rank, alone."""
-        try:
-            text = Path(self.folder, manifest.NAME).read_bytes()
-        except OSError:
-            text = None
         if self.wrong and not self.storage.shared:  # a local copy of it stays as it was
             return _name_of(self.storage.state()) != self.save
-        known, save = (self.listing.text, self.listing.save) if self.listing else (None, "")
-        return text != known or self.save not in (None, save)
+        mark, save = (self.listing.mark, self.listing.save) if self.listing else ((), "")
+        return manifest.mark(self.folder) != mark or self.save not in (None, save)
 
     def verify(self, rank: int, by_parts: bool) -> None:
         """Hash this rank's share of the files that all ranks of the machine read, and the files of its own. Any rank, alone.
@@ -308,27 +307,28 @@ class _Chosen:
             weights = [name for name in shared if _WEIGHTS.fullmatch(name)]
             shared = [name for name in shared if name not in weights]
             own += weights if self.readers.reads else []
-        self.folder.differences(dict.fromkeys(shared), shared=True)
-        self.folder.differences(dict.fromkeys(own))
+        self.folder.differences(shared, shared=True)
+        self.folder.differences(own)
 
 
-def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str]]:
-    """Return the folder of a machine's own copy of a checkpoint, its save, and what is wrong with it. The leader of the machine."""
+def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str], Manifest | None]:
+    """Return the folder of a machine's own copy of a checkpoint, its save, what is wrong with it, and its manifest. The leader of the machine."""
     try:
         if not storage.shared:  # rank 0 has looked at it for all
-            return storage.outline(), save, []
+            folder, listing = storage.outline()
+            return folder, save, [], listing
         state = storage.state()
         if not state.loads:
-            return storage.location, _name_of(state), [state.reason]
+            return storage.location, _name_of(state), [state.reason], None
         if _name_of(state) != save:
             problem = "the machines have checkpoints of different saves: not all had published when the run ended"
-            return storage.location, _name_of(state), [problem]
-        return storage.fetch(), save, []
+            return storage.location, _name_of(state), [problem], None
+        return storage.fetch(), save, [], state.manifest
     except Exception as error:
-        return storage.location, None, [f"{type(error).__name__}: {error}"]
+        return storage.location, None, [f"{type(error).__name__}: {error}"], None
 
 
-def _place(accelerator: Facade) -> tuple[int, int]:
+def _local_rank_and_size(accelerator: Facade) -> tuple[int, int]:
     """Return which rank of its machine this one is, and how many they are, as far as the launcher said so."""
     count = min(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), accelerator.num_processes)
     rank = accelerator.local_process_index

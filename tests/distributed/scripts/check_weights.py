@@ -3,13 +3,15 @@
 import ctypes
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from check_sharded import sharding
 from expect import raised
-from harness import everywhere, fresh_accelerator
+from harness import everywhere, fresh_accelerator, shared_folder
 from pytest import raises as pytest_raises
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from accelerate import ParallelismConfig
@@ -121,3 +123,22 @@ def check_whole_parameters_are_lent():
         assert torch.allclose(model(rows), wanted), name
         model(rows).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel()), name
+
+
+def check_adapters_are_gathered_once():
+    """FSDP1 gathered all units to learn the names in them, and then all units once more, those without adapters too."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        return
+    accelerator = fresh_accelerator(**RUNS["fsdp1-orig"])
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))
+    model = accelerator.prepare(get_peft_model(layers, LoraConfig(r=2, target_modules=["1.0"])))
+    summon = FullyShardedDataParallel.summon_full_params
+    with (
+        shared_folder() as folder,
+        mock.patch.object(FullyShardedDataParallel, summon.__name__, wraps=summon) as gathers,
+    ):
+        accelerator.save_adapter(model, folder)
+        assert Path(folder, "adapter_model.safetensors").stat().st_size > 4 * 2 * 2 * 64
+    assert gathers.call_count == 1, gathers.mock_calls

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 import types
 
 import pytest
@@ -287,6 +288,54 @@ def test_a_rank_that_ends_or_waits_for_one_that_failed_is_not_waited_for(asking,
     asking.join(0, 2)
     assert type(asking.raised[0]) is (OSError if fails else RuntimeError) and type(asking.raised[2]) is RuntimeError
     assert f"The others wait in vain: rank 1 {'is at' if waits else 'has ended'}" in str(asking.raised[2])
+
+
+def test_the_second_rank_asks_where_the_first_has_been_killed(asking, monkeypatch):
+    """It waited for the outcome for ever: the first rank alone asked where the others are."""
+    real, killed = time.sleep, threading.Event()
+
+    def sleep(seconds):
+        if threading.current_thread() is asking.threads.get(0):  # which has come and asks nobody yet
+            killed.set()
+            raise SystemExit
+        real(seconds)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    asking.play(lambda rank: None, 2)
+    asking.watchers[2].end()
+    asking.start(lambda rank: asking.barrier(rank).begin(), 0)
+    assert killed.wait(LIMIT_S)
+    asking.watchers[0].end()
+    asking.start(lambda rank: asking.barrier(rank).begin(), 1)
+    asking.join()
+    assert isinstance(asking.raised[1], CollectiveMisuse)
+    assert "rank 2 did not call it: it has ended" in str(asking.raised[1])
+
+
+def test_the_second_rank_asks_nothing_while_the_first_one_does(asking, monkeypatch):
+    """Each question is answered by all ranks."""
+    real, made, slept, asked = time.sleep, barrier.Diagnosis, {1: 0.0}, []
+    asks, long = threading.Event(), threading.Event()
+
+    def sleep(seconds):
+        real(seconds)
+        if threading.current_thread() is asking.threads.get(1):
+            slept[1] += seconds
+            if slept[1] > 20 * barrier.ASK_AFTER_S:
+                long.set()
+
+    def diagnosis(*given):
+        asked.append(threading.current_thread())
+        asks.set()
+        return made(*given)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(barrier, "Diagnosis", diagnosis)
+    for rank, event in enumerate((asks, long, None)):
+        asking.start(lambda rank: asking.barrier(rank).begin(), rank)
+        assert event is None or event.wait(LIMIT_S)
+    asking.join()
+    assert asking.raised == {} and asked == [asking.threads[0]]
 
 
 def test_a_lost_store_is_an_error_that_names_the_call(ranks):

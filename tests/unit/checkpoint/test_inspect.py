@@ -85,5 +85,7 @@ def test_the_newest_one_that_can_be_verified_stays_whatever_is_newer(tmp_path):
     samples.write(tmp_path / "checkpoint_0", age=100)
     samples.foreign(tmp_path / "checkpoint_1", age=50)
     samples.foreign(tmp_path / "checkpoint_2", age=20)
+    (tmp_path / "checkpoint_3").mkdir()
+    (tmp_path / "checkpoint_3" / "notes.txt").touch()  # the user's own
     assert inspect.plan_pruning(storage_of(tmp_path), keep=1).old == []
     assert [one.name for one in inspect.plan_pruning(storage_of(tmp_path), 1, foreign=True).old] == ["checkpoint_1"]

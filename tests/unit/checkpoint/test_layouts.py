@@ -416,8 +416,8 @@ def test_threads_that_read_at_a_time_get_their_own(tmp_path, monkeypatch):
     both, returned, read_data = threading.Barrier(2), threading.Event(), torch_dcp.FileSystemReader.read_data
 
     class Asking(dcp.CheckpointReader):
-        def whole(self, value):
-            made = super().whole(value)
+        def allocate(self, value):
+            made = super().allocate(value)
             with contextlib.suppress(threading.BrokenBarrierError):
                 both.wait(0.3)
             return made

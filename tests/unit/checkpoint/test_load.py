@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import checkpointing
+from accelerate import Accelerator, checkpointing
 from accelerate.checkpoint import formats, layouts, load
 from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
@@ -32,9 +32,9 @@ def common(schedulers=(), loaders=(), custom=()):
 def test_names_of_wrappers_are_understood(tmp_path, prefix):
     net = nn.Linear(2, 2)
     write_model({prefix + name: value for name, value in net.state_dict().items()}, tmp_path)
-    assert same(layouts.read_whole_model(nn.Linear(2, 2), tmp_path), net.state_dict())
+    assert same(layouts.read_full_model(nn.Linear(2, 2), tmp_path), net.state_dict())
     wrapped = torch.compile(nn.DataParallel(nn.Linear(2, 2)), backend="eager")
-    assert same(layouts.read_whole_model(wrapped, tmp_path), net.state_dict())
+    assert same(layouts.read_full_model(wrapped, tmp_path), net.state_dict())
     assert plain_names(wrapped.state_dict())._metadata == wrapped._orig_mod.state_dict()._metadata
     assert plain_names({"_orig_mod.a._orig_mod.b": 1, "module.c": 2}) == {"a.b": 1, "module.c": 2}
 
@@ -46,8 +46,8 @@ def test_a_misfit_lists_what_differs(tmp_path):
     both = rf"model\.safetensors.*{shapes}\n.*missing"
     for width, strict, told in [(2, True, names), (3, True, both), (3, False, shapes)]:
         with pytest.raises(RuntimeError, match=f"(?s){told}"):
-            layouts.read_whole_model(nn.Linear(width, 2), tmp_path, strict=strict)
-    assert len(layouts.read_whole_model(nn.Linear(2, 2), tmp_path, strict=False)) == 13
+            layouts.read_full_model(nn.Linear(width, 2), tmp_path, strict=strict)
+    assert len(layouts.read_full_model(nn.Linear(2, 2), tmp_path, strict=False)) == 13
 
 
 class Object:
@@ -173,8 +173,8 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(ValueError, match="safe_serialization=False"):
         write_model({"weight": torch.ones(1), "_extra_state": {"a": 1}}, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"(?i)model 1 \(Linear\).*model_1.safetensors is missing"):
-        layouts.read_whole_model(nn.Linear(1, 1), tmp_path, 1)
+    with pytest.raises(FileNotFoundError, match=r"has no model 1 \(Linear\): neither model_1.safetensors nor"):
+        layouts.read_full_model(nn.Linear(1, 1), tmp_path, 1)
     with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
         load.read_optimizer(tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
@@ -221,7 +221,7 @@ def saved(folder, kind=torch.optim.AdamW):
 
 
 def contents_of(folder, model, optimizer):
-    state = layouts.read_whole_model(model, folder)
+    state = layouts.read_full_model(model, folder)
     optimizers = [(optimizer, load.read_optimizer(folder), "optimizer.bin")]
     return Contents(str(folder), common(), models=[(model, state)], optimizers=optimizers)
 
@@ -384,6 +384,22 @@ def listed(tmp_path, *names):
     return Manifest(entries)
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_load_reads_the_manifest_once(tmp_path, monkeypatch, request, remote):
+    """The rank that finds it has read it, and each look whether it was replaced did, too; a machine's copy of a store's is another one."""
+    if remote:
+        request.getfixturevalue("memory")
+    accelerator, location = Accelerator(), "memory://run/c" if remote else tmp_path / "c"
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(location)
+    read, real = [], Manifest.from_json.__func__
+    monkeypatch.setattr(
+        Manifest, "from_json", classmethod(lambda cls, *given: (read.append(given), real(cls, *given))[1])
+    )
+    accelerator.load_state(location)
+    assert len(read) == 1 + remote
+
+
 def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
     piece = durable.CHUNK
     with formats.durable(tmp_path / "shards") as file:
@@ -400,7 +416,7 @@ def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
     os.remove(tmp_path / "shards")
     assert folder.differences({"shards": None}) == []  # each piece was hashed
     with pytest.raises(DamagedCheckpoint, match="shards could not be read"):
-        CheckpointFolder(str(tmp_path), listing).check_file("shards")
+        CheckpointFolder(str(tmp_path), listing).check(["shards"])
 
 
 def test_ranks_of_a_machine_share_what_all_of_them_read(tmp_path):

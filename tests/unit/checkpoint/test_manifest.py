@@ -1,6 +1,7 @@
 """How files are called, and the manifest that lists them: nothing it says is trusted, and its schema is published."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,19 @@ def test_details_stand_in_the_part_of_the_rank_that_wrote_the_file(tmp_path):
     assert listing.detailed(tmp_path, ["m"]) == {"m": entries["m"]}  # no other part is read
     with pytest.raises(DamagedCheckpoint, match="could not be read"):
         listing.detailed(tmp_path, ["y"])
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_leader_opens_the_parts_that_there_are(tmp_path, monkeypatch, shown):
+    """It looked for a part of each of a thousand ranks; a network's file system may list fewer than other nodes have written."""
+    for rank in (3, 7):
+        manifest.write_part(tmp_path, rank, {f"custom_checkpoint_{rank}.pkl": replace(ENTRY, rank=rank)})
+    walked, opened, real = os.walk, [], open
+    monkeypatch.setattr("os.walk", lambda path: walked(path) if shown else ())
+    monkeypatch.setattr("builtins.open", lambda path, *rest: (opened.append(path), real(path, *rest))[1])
+    assert set(manifest.parts(tmp_path, range(1000), written=2)) == {3, 7}
+    assert len(opened) == (2 if shown else 1000)
+    assert manifest.parts(tmp_path / "none", range(1000)) == {}
 
 
 def test_format_1_has_all_details_in_the_manifest(tmp_path):

@@ -22,6 +22,7 @@ from accelerate.checkpoint.manifest import (
     write_part,
 )
 from accelerate.checkpoint.object_store import ObjectStore, storage_of
+from accelerate.checkpoint.storage import prune
 from accelerate.runtime import durable
 from accelerate.runtime.durable import CHUNK
 
@@ -172,8 +173,24 @@ def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, mon
         save(URL)
     storage, folder = storage_of(URL), storage_of("memory://run")
     assert (storage.state().kind, storage.state().reason) == ("incomplete", "its saving did not come to its end")
-    folder.sweep()
+    folder.sweep(older_than_s=0)
     assert (storage.state().kind, folder.entries()) == ("absent", [])
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_run_removes_nothing_that_another_one_is_saving_beside_it(memory, replaces):
+    """Both save under one URL, and prune there: the one that publishes first took the files of the other for those of a killed run."""
+    other, folder = save(URL, step=1) if replaces else storage_of(URL), storage_of("memory://run")
+    write(other.stage(), step=2)
+    with other.create("", "streamed.bin") as file:
+        file.write(b"bytes")
+    put(f"{URL}/{FORMER}/model.safetensors")  # of a run that was killed years ago
+    save("memory://run/checkpoint_1")
+    prune(folder, 2, [])
+    assert "streamed.bin" in objects(other) and not any(FORMER in path for path in stored(other))
+    other.publish()
+    other.discard()
+    assert (other.state().kind, other.state().manifest.step) == ("complete", 2)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +404,7 @@ def created(url, content, rank=0, **facts):
 
 def test_ranks_create_their_files_in_the_store(base):
     nodes, folders = created(f"{base}/checkpoint_0", CONTENT, step=1)
-    assert files_below(folders[1]) == {} and list(files_below(folders[0])) == [NAME], "nothing is on a disk"
+    assert files_below(folders[1]) == set() and files_below(folders[0]) == {NAME}, "nothing is on a disk"
     Path(folders[1], "hook.json").write_text("of a hook, which writes by path")
     part = write_part(folders[1], 1, {})
     nodes[1].upload(folders[1])
@@ -447,7 +464,7 @@ def test_pieces_of_files(base, monkeypatch):
     created(url, content)[0][0].publish()
     first, second = storage_of(url), storage_of(url)
     folder = Path(first.fetch(lambda name: name == "other.bin"))
-    assert files_below(folder).keys() == {"other.bin", NAME}
+    assert files_below(folder) == {"other.bin", NAME}
     second.fetched = list(first.fetched)
     system = type(core.url_to_fs(url)[0])
     calls = meddle(

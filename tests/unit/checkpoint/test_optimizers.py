@@ -51,7 +51,7 @@ def written(folder, optimizer, model=None):
 def read(folder, order, models=None):
     model, optimizer = job(order, steps=0, seed=1)
     models = [model] if models is None else models
-    optimizer.load_state_dict(optimizers.read_whole_optimizer(optimizer, models, folder))
+    optimizer.load_state_dict(optimizers.read_full_optimizer(optimizer, models, folder))
     return moments(model, optimizer), optimizer
 
 
@@ -104,7 +104,7 @@ def test_what_an_optimizer_keeps_beside_is_kept(tmp_path):
     torch.save(state, tmp_path / "optimizer.bin")
     sharded_io.write_names(optimizer, model, tmp_path)
     other, its_optimizer = job(BACKWARD, steps=0)
-    found = optimizers.read_whole_optimizer(its_optimizer, [other], tmp_path)
+    found = optimizers.read_full_optimizer(its_optimizer, [other], tmp_path)
     assert found["scale"] == 3.0 and found["state"]["shared"] == {"count": 4}
     assert torch.equal(found["state"][3]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
 
@@ -124,12 +124,12 @@ def test_groups_of_equal_options_may_be_cut_in_another_way(tmp_path):
     optimizer.step()
     sharded_io.save_optimizer(optimizer, model, tmp_path, layout="sharded")
     other, loaded = grouped([2, 2], 1)
-    loaded.load_state_dict(optimizers.read_whole_optimizer(loaded, [other], tmp_path))
+    loaded.load_state_dict(optimizers.read_full_optimizer(loaded, [other], tmp_path))
     assert same(moments(other, loaded), moments(model, optimizer))
     model, optimizer = grouped([1, 3], 0, rate=0.2)
     sharded_io.save_optimizer(optimizer, model, tmp_path, layout="sharded")
     with pytest.raises(RuntimeError, match=r"the parameters of group 0 in groups \[0, 1\]"):
-        optimizers.read_whole_optimizer(loaded, [other], tmp_path)
+        optimizers.read_full_optimizer(loaded, [other], tmp_path)
 
 
 def test_the_trainers_optimizer_is_found_and_read_by_names(tmp_path):

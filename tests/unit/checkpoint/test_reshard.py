@@ -55,7 +55,7 @@ def foreign(folder):
 def whole(folder):
     manifest = Manifest.read(folder)
     assert not problems(folder, manifest, deep=True)
-    assert manifest_module.files_below(folder).keys() == {*manifest.files, "accelerate_manifest.json"}
+    assert manifest_module.files_below(folder) == {*manifest.files, "accelerate_manifest.json"}
     return manifest
 
 

@@ -304,8 +304,12 @@ def test_kinds_of_folders(tmp_path):
 
 
 def numbered(folder: Path, number: int, kind: str = "complete") -> str:
-    """Make a checkpoint that is "complete", "marked" or "truncated"; return its location."""
+    """Make a checkpoint that is "complete", "marked", "truncated" or of "upstream", or a folder of the "user"; return its location."""
     made = folder / f"checkpoint_{number}"
+    if kind in ("upstream", "user"):
+        made.mkdir()
+        (made / ("random_states_0.pkl" if kind == "upstream" else "notes.txt")).touch()
+        return str(made)
     make(made)
     if kind == "truncated":
         (made / "model.safetensors").write_text("ol")
@@ -320,6 +324,9 @@ def numbered(folder: Path, number: int, kind: str = "complete") -> str:
     (["complete"] * 3, 2, [2], [1, 2]),
     (["complete"] * 4, 1, [0, 2], [0, 2]),  # the one just written, and the one that was loaded
     (["complete", "truncated", "marked", "complete"], 1, [3], [1, 2, 3]),  # only whole ones count and go
+    (["upstream", "complete", "upstream", "complete"], 2, [3], [2, 3]),  # those of upstream, too, as there
+    (["user", "user", "complete"], 1, [2], [0, 1, 2]),  # what is no checkpoint does neither
+    (["upstream", "user", "complete", "complete"], 2, [3], [1, 2, 3]),
 )
 def test_the_oldest_go(tmp_path, kinds, limit, keep, left):
     paths = [numbered(tmp_path, number, kind) for number, kind in enumerate(kinds)]

@@ -110,14 +110,13 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     found = layouts.required(folder, "model", index, None)
     written = None
     if found.layout == "zero":
-        load, check = partial(_native, engine, folder, found.name, weights_only), None
-        if isinstance(folder, CheckpointFolder):
-            check = folder.below(found.name).check_file
-            if engine.has_moe_layers:  # what DeepSpeed reads of it is not known here
-                folder.check(dict.fromkeys(filter(found.has, folder.listing.files)), shared=True)
+        load = partial(_native, engine, folder, found.name, weights_only)
+        known = folder if isinstance(folder, CheckpointFolder) else None
         if engine.has_moe_layers:
+            if known is not None:  # what DeepSpeed reads of it is not known here
+                known.check(filter(found.has, known.listing.files), shared=True)
             return partial(load, strict)
-        written = zero.Folder(os.path.join(folder, found.name), weights_only, check)
+        written = zero.Folder(os.path.join(folder, found.name), weights_only, known)
     model = found.open() if written is None else written.model()
     values = _matched(engine, model, strict, written)
     own = _same_layout(engine, written, os.path.join(folder, found.name))

@@ -204,7 +204,7 @@ class MegatronLM(Backend):
             )
         if isinstance(folder, CheckpointFolder):
             names = [name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")]
-            folder.check(dict.fromkeys(names), shared=True)
+            folder.check(names, shared=True)
         _refuse_code(place)
         refuse_misfit(place, type(model.source).__name__, model.misfits(place))
         common, own = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
