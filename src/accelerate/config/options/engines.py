@@ -28,6 +28,7 @@ from accelerate.utils.constants import (
 
 _OFFLOAD = "none cpu nvme"
 _ZERO, _ZERO_3 = {"zero_stage": (1, 2, 3)}, {"zero_stage": (3,)}
+_NVME, _NVME_3 = {"offload_optimizer_device": ("nvme",)}, {"offload_param_device": ("nvme",)}
 _LOGS_IN = {"deepspeed_multinode_launcher": [word for word in DEEPSPEED_MULTINODE_LAUNCHERS if word != "standard"]}
 _FSDP_1, _FSDP_2 = {"fsdp_version": ("1",)}, {"fsdp_version": ("2",)}
 
@@ -36,48 +37,32 @@ _deepspeed = rows(
 )
 _deepspeed_truth = partial(_deepspeed, words=TRUE_OR_FALSE)
 _without_file = partial(_deepspeed, when={"deepspeed_config_file": NOT_GIVEN})
+# Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
+_of_every_run = partial(_without_file, env="ACCELERATE_*", unset=("auto",))
+_nvme = partial(_deepspeed, offer="/nvme")
 _of_launcher = partial(_deepspeed, env=None, when=_LOGS_IN, optional=True)
 
 DEEPSPEED_OPTIONS = (
     _deepspeed(
         "deepspeed_config_file",
         "DeepSpeed's own configuration file (JSON).",
-        env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        env="ACCELERATE_*",
         chapter="deepspeed file",
         check=json_file,
     ),
     _without_file("zero_stage", "ZeRO stage.", words="0 1 2 3", offer=2),
     _deepspeed("offload_optimizer_device", "Where optimizer state is kept.", words=_OFFLOAD, when=_ZERO),
     _deepspeed("offload_param_device", "Where parameters are kept.", words=_OFFLOAD, when=_ZERO_3),
-    _deepspeed(
-        "offload_optimizer_nvme_path",
-        "Directory on the NVMe disk for optimizer state.",
-        when={"offload_optimizer_device": ("nvme",)},
-        offer="/nvme",
-    ),
-    _deepspeed(
-        "offload_param_nvme_path",
-        "Directory on the NVMe disk for parameters.",
-        when={"offload_param_device": ("nvme",)},
-        offer="/nvme",
-    ),
-    # Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
-    _without_file(
+    _nvme("offload_optimizer_nvme_path", "Directory on the NVMe disk for optimizer state.", when=_NVME),
+    _nvme("offload_param_nvme_path", "Directory on the NVMe disk for parameters.", when=_NVME_3),
+    _of_every_run(
         "gradient_accumulation_steps",
         "Batches whose gradients are added up before the optimizer steps.",
-        unset=("auto",),
-        env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         offer=1,
         check=at_least(1),
     ),
-    _without_file(
-        "gradient_clipping",
-        "Largest norm of the gradients.",
-        type="float",
-        unset=("auto",),
-        env="ACCELERATE_GRADIENT_CLIPPING",
-        optional=True,
-        check=above_zero,
+    _of_every_run(
+        "gradient_clipping", "Largest norm of the gradients.", type="float", optional=True, check=above_zero
     ),
     _deepspeed_truth(
         "zero3_init_flag",
@@ -89,7 +74,7 @@ DEEPSPEED_OPTIONS = (
     _without_file(
         "deepspeed_moe_layer_cls_names",
         "Classes of mixture-of-experts layers, separated by commas.",
-        env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        env="ACCELERATE_*",
         optional=True,
     ),
     _deepspeed(
@@ -220,6 +205,7 @@ MEGATRON_OPTIONS = (
 
 
 _tpu = rows("TPU", feature="tpu")
+_tpu_switch = partial(_tpu, default=False, switch=True)
 _POD = {"tpu_use_cluster": (True,)}
 _pod = partial(_tpu, when=_POD)
 _pod_key = partial(_pod, flags=())
@@ -231,25 +217,18 @@ TPU_OPTIONS = (
         offer="main",
         check=matching(r"[^\W\d]\w*", "that is no name of a function"),
     ),
-    _tpu(
-        "tpu_use_cluster",
-        "Train on a TPU pod of Google Cloud.",
-        flags=("--tpu_cluster",),
-        default=False,
-        switch=True,
-        negation="--no_tpu_cluster",
+    _tpu_switch(
+        "tpu_use_cluster", "Train on a TPU pod of Google Cloud.", flags=("--tpu_cluster",), negation="--no_tpu_cluster"
     ),
-    _tpu(
+    _tpu_switch(
         "downcast_bf16",
         "With bf16, turn float64 tensors into float32 rather than bfloat16.",
-        default=False,
-        switch=True,
         chapter="precision",
         when={"kind": ("XLA",), "mixed_precision": ("bf16",)},
     ),
     _pod_key("tpu_name", "Name of the TPU."),
     _pod_key("tpu_zone", "Zone of the TPU."),
-    _pod("tpu_use_sudo", "Run the script with sudo in the pod.", default=False, switch=True),
+    _tpu_switch("tpu_use_sudo", "Run the script with sudo in the pod.", when=_POD),
     _pod_key("command_file", "File of commands to run in the pod.", optional=True, check=existing_file),
     _pod_key("commands", "Commands to run in the pod.", type="strs", when={**_POD, "command_file": NOT_GIVEN}),
     _pod("vm", "A virtual machine of the pod; give it once for each.", type="strs", key="tpu_vm"),
@@ -333,11 +312,11 @@ PARALLELISM_OPTIONS = (
         when=_SPLIT,
     ),
     _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when=_WITH_DEEPSPEED),
-    _parallelism(
+    _parallel_size(
         "pp_size",
         "Processes that the layers are divided over (pipeline parallel).",
+        default=None,
         offer=1,
-        check=at_least(1),
         when=_PLAIN,
     ),
     _parallelism(
