@@ -58,10 +58,12 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
     choose_paradigm(values)
-    if values["simulate"].value is not None:
-        return _simulated(args, values, file, notes, needs_script)
-    scheduler = None
-    if not environ.keys().isdisjoint(_SPEAKERS):
+    simulated = scheduler = None
+    if values["simulate"].value is not None:  # then no scheduler, device or other machine has a say
+        from accelerate.launch.runners import simulate  # only where it is asked for
+
+        simulated = simulate.arrange(values, notes)
+    elif not environ.keys().isdisjoint(_SPEAKERS):
         from accelerate.launch import cluster  # most runs have no scheduler
 
         scheduler = cluster.find(environ)
@@ -71,7 +73,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     if needs_script:
         _check_script(args, values)
 
-    other = _other_launcher(values, on, job)
+    other = "simulate" if simulated else _other_launcher(values, on, job)
     task = job.task if job and not other else None
     meet = Rendezvous() if other or task else _machines(values)
     devices, usable = _devices(values, environ)
@@ -91,10 +93,11 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     runner = other or _own_runner(values, count, meet.machines, task)
     if runner not in _REMOTE:
         _check_layout(values, on, notes)
-        _share_cores(values, local, job if task else None, notes)
+        _share_cores(values, 1 if simulated else local, job if task else None, notes)
     if job and runner in ("single", "local") and not task:
         notes += job.notes
     is_alone = bool(runner == "single" and not task and scheduler and scheduler.task)
+    extra = simulated.variables if simulated else _extra(values, environ, job if task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
@@ -104,32 +107,8 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         on_cpu=bool(values["cpu"].value) or devices.device == "cpu",
         runner=runner,
         rendezvous=_rendezvous(values, meet, notes) if runner in ("local", "machines") else meet,
-        extra=MappingProxyType(_extra(values, environ, job if task else None, is_alone)),
+        extra=MappingProxyType(extra),
         notes=() if task and task.rank else tuple(notes),  # the first task prints them for all
-    )
-
-
-def _simulated(
-    args: argparse.Namespace, values: Values, file: FileSettings | None, notes: list[str], needs_script: bool
-) -> LaunchPlan:
-    """Return the plan of one process that plays a rank of many; no scheduler, device or other machine has a say."""
-    from accelerate.launch.runners import simulate  # only where it is asked for
-
-    ranks, on = simulate.arrange(values, notes), features_on(values)
-    _check_settings(values, on, file, notes)
-    if needs_script:
-        _check_script(args, values)
-    _check_layout(values, on, notes)
-    return LaunchPlan(
-        settings=MappingProxyType(values),
-        script=args.training_script,
-        script_args=tuple(args.training_script_args or ()),
-        num_processes=ranks.world_size,
-        hardware=hardware.Hardware("cpu", 0),
-        on_cpu=True,
-        runner="simulate",
-        extra=MappingProxyType(ranks.variables),
-        notes=tuple(notes),
     )
 
 
