@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.config.options.engines import ONLY_FSDP_1
+from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
@@ -37,11 +37,6 @@ _REMOTE = ("sagemaker", "tpu_pod")
 _OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
 _OF_ONE_VERSION["fsdp_module_precision"] = ("2", "mixed_precision holds for the whole model")
 _OF_ONE_VERSION["fsdp_reshard_after_forward"] = ("2", "fsdp_sharding_strategy says what is sharded")
-# Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
-_OF_A_FILE = (
-    *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),
-    *("offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping", "zero3_save_16bit_model"),
-)
 _SIZES = [f"parallelism_config_{axis}_size" for axis in ("pp", "dp_replicate", "dp_shard", "tp", "cp", "sp")]
 
 Values = dict[str, Resolved]
@@ -343,7 +338,7 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
         if is_set and version != owner and not depth:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
     config = values["deepspeed_config_file"].value
-    for name in _OF_A_FILE if "deepspeed" in on and config not in (None, "none") else ():
+    for name in DEEPSPEED_FIELDS if "deepspeed" in on and config not in (None, "none") else ():
         if values[name].source is Source.COMMAND_LINE:
             notes.append(f"--{name} counts only where {config} says 'auto': a file's own values hold.")
 

@@ -93,6 +93,18 @@ DEEPSPEED_OPTIONS = (
     ),
 )
 
+# Options that are fields of `DeepSpeedPlugin`: where they are in a file of DeepSpeed's, which may say "auto", and the plugin's defaults.
+DEEPSPEED_FIELDS = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto"),
+    "gradient_clipping": ("gradient_clipping", "auto"),
+    "zero_stage": ("zero_optimization.stage", 2),
+    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
+    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
+    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
+    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
+    "zero3_save_16bit_model": ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+}
+
 # Options that only version 1 of FSDP reads, and what version 2 has in their place.
 ONLY_FSDP_1 = {
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward says whether gathered parameters are freed",
