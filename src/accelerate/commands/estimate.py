@@ -33,7 +33,9 @@ _SIZES = {
     "inference": "Inference",
     "training": "Training using Adam",
 }
-_PARTS = ("weights", "gradients", "optimizer", "working", "total")
+# What a training needs -> the field of `Memory` that has it.
+_PARTS = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer", "working": "gathered"}
+_PARTS["total"] = "total"
 _TRAINING = {"strategy": "strategy", "dtype": "dtype", **{part: part.capitalize() for part in _PARTS}}
 _LIBRARIES = ("timm", "transformers")
 
@@ -235,9 +237,7 @@ def training(model: Inventory, dtype: str, strategy: str = "ddp", processes: int
     and goes within a step: half-precision copies, gathered weights, buckets.
     """
     rest = resting(model, layout_of(strategy, dtype, processes))
-    sizes = dict(
-        zip(_PARTS, (rest.parameters, rest.gradients, rest.optimizer, rest.gathered, rest.total), strict=True)
-    )
+    sizes = {part: getattr(rest, kind) for part, kind in _PARTS.items()}
     return {"strategy": strategy, "dtype": dtype, "processes": processes, **sizes}
 
 

@@ -301,8 +301,8 @@ def to_int(value: Any, name: str) -> int:
     raise ValueError(f"{name} is {value!r}; it must be an integer.")
 
 
-def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | None = None) -> E:
-    """Read a member from itself, its name or an upper-case alias, or its value; a ValueError lists the names."""
+def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E | None] | None = None) -> E | None:
+    """Read a member from itself, its name or value, or what an upper-case alias stands for; a ValueError lists the names."""
     if isinstance(value, kind):
         return value
     word = str(value).strip().upper()
