@@ -485,31 +485,27 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate plan`, or add it to what `add_subparsers` returned."""
     description = "List the layouts of a training that fit on a cluster, and write the configuration file of the best."
     parser = make_parser("plan", description, subparsers, plan_command)
+    add = parser.add_argument
     model = "A config.json or a folder with one, a model of the Hugging Face Hub, or package.module:factory."
-    parser.add_argument("model", nargs="?", help=model)
-    parser.add_argument("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
-    parser.add_argument("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(specs.DEVICES)}.")
-    parser.add_argument("--nodes", type=int, default=1, help="How many machines they are in.")
+    add("model", nargs="?", help=model)
+    add("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
+    add("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(specs.DEVICES)}.")
+    add("--nodes", type=int, default=1, help="How many machines they are in.")
     sequence = f"Tokens of a sequence; {_SEQUENCE}, or those of the script, by default. Without effect for pictures."
-    parser.add_argument("--sequence", type=int, help=sequence)
+    add("--sequence", type=int, help=sequence)
     batch = "Samples of an optimizer step, of all ranks; by default those of the script on as many ranks."
-    parser.add_argument("--global_batch", type=int, help=batch)
-    micro = "Samples of a micro-batch; by default the script's, or those that are fastest."
-    parser.add_argument("--micro_batch", type=int, help=micro)
-    parser.add_argument(
-        "--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes."
+    add("--global_batch", type=int, help=batch)
+    add(
+        "--micro_batch", type=int, help="Samples of a micro-batch; by default the script's, or those that are fastest."
     )
-    parser.add_argument("--link", default=specs.USUAL_LINK, help=f"What connects machines: {', '.join(specs.LINKS)}.")
-    parser.add_argument(
-        "--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's."
-    )
-    parser.add_argument("--efficiency", type=float, default=0.5, help="What of the peak rate a pass reaches.")
-    parser.add_argument(
-        "--overlap", type=float, default=0.7, help="What of a pass hides exchanges of data parallelism."
-    )
-    parser.add_argument("--trust_remote_code", action="store_true", help="Let the model's own code run.")
-    parser.add_argument("--write", metavar="FILE", help="Write the configuration file of the first layout.")
-    parser.add_argument("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
+    add("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes.")
+    add("--link", default=specs.USUAL_LINK, help=f"What connects machines: {', '.join(specs.LINKS)}.")
+    add("--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's.")
+    add("--efficiency", type=float, default=0.5, help="What of the peak rate a pass reaches.")
+    add("--overlap", type=float, default=0.7, help="What of a pass hides exchanges of data parallelism.")
+    add("--trust_remote_code", action="store_true", help="Let the model's own code run.")
+    add("--write", metavar="FILE", help="Write the configuration file of the first layout.")
+    add("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
     script = "A program and its arguments, in place of the model: the one that it trains. The last option."
-    parser.add_argument("--script", nargs=argparse.REMAINDER, metavar="train.py", help=script)
+    add("--script", nargs=argparse.REMAINDER, metavar="train.py", help=script)
     return parser

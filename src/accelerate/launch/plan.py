@@ -136,7 +136,7 @@ def _variables(options: Iterable[Option], settings: Mapping[str, Resolved]) -> d
     variables: dict[str, str] = {}
     for option in options:
         value = settings[option.name].value
-        is_needed = option.above_one is None or (settings[option.above_one].value or 1) > 1
+        is_needed = option.exported_if_several is None or (settings[option.exported_if_several].value or 1) > 1
         if value is not None and is_needed:
             variables.update(option.encode(value))
     return variables

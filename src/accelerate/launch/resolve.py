@@ -68,31 +68,31 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     if needs_script:
         _check_script(args, values)
 
-    other = "simulate" if simulated else _other_launcher(values, on, job)
-    task = job.task if job and not other else None
-    meet = Rendezvous() if other or task else _machines(values)
+    other_runner = "simulate" if simulated else _other_runner(values, on, job)
+    scheduler_task = job.task if job and not other_runner else None
+    meet = Rendezvous() if other_runner or scheduler_task else _machines(values)
     devices, usable = _devices(values, environ)
-    if task:
-        count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
-    elif other:
+    if scheduler_task:
+        count, local = _count_tasks(values, scheduler_task, job.source, notes), scheduler_task.local_world_size or 1
+    elif other_runner:
         if job and job.task:
             started = f"{job.source} has started {job.task.world_size} of these launches"
-            notes.append(f"{started}, and each of them starts a whole run by {other}. Start one launch alone.")
+            notes.append(f"{started}, and each of them starts a whole run by {other_runner}. Start one launch alone.")
         several = values["num_machines"].value or 1
-        count = _count(values, usable, several, f"as {other} finds them")
+        count = _count(values, usable, several, f"as {other_runner} finds them")
         local = max(count // several, 1)
     else:
         count = _count_by_devices(values, devices, usable, meet.machines, notes)
         local = count // meet.machines
 
-    runner = other or _own_runner(values, count, meet.machines, task)
+    runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
     if runner not in _REMOTE:
         _check_layout(values, on, notes)
-        _share_cores(values, 1 if simulated else local, job if task else None, notes)
-    if job and runner in ("single", "local") and not task:
+        _share_cores(values, 1 if simulated else local, job if scheduler_task else None, notes)
+    if job and runner in ("single", "local") and not scheduler_task:
         notes += job.notes
-    is_alone = bool(runner == "single" and not task and scheduler and scheduler.task)
-    extra = simulated.variables if simulated else _extra(values, environ, job if task else None, is_alone)
+    is_alone = bool(runner == "single" and not scheduler_task and scheduler and scheduler.task)
+    extra = simulated.variables if simulated else _extra(values, environ, job if scheduler_task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
@@ -103,7 +103,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         runner=runner,
         rendezvous=_rendezvous(values, meet, notes) if runner in ("local", "machines") else meet,
         extra=MappingProxyType(extra),
-        notes=() if task and task.rank else tuple(notes),  # the first task prints them for all
+        notes=() if scheduler_task and scheduler_task.rank else tuple(notes),  # the first task prints them for all
     )
 
 
@@ -216,7 +216,7 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 # Who starts the processes, and on which machines and devices
 
 
-def _other_launcher(values: Values, on: set[str], job: "Cluster | None") -> str | None:
+def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     own = values["deepspeed_multinode_launcher"].value if "deepspeed" in on else None
     if own is not None:

@@ -127,7 +127,7 @@ FSDP_OPTIONS = (
         "Free gathered parameters after the forward pass: true or false (FSDP 2), or a sharding strategy (FSDP 1).",
         default="true",
         words=TRUE_OR_FALSE,
-        open=True,
+        allow_other=True,
         when=_FSDP_2,
     ),
     _fsdp(
@@ -157,7 +157,9 @@ FSDP_OPTIONS = (
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
     ),
-    _fsdp_off("forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1, open=True),
+    _fsdp_off(
+        "forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1, allow_other=True
+    ),
     _fsdp_on("use_orig_params", "Keep the original parameters visible (FSDP 1).", when=_FSDP_1),
     _fsdp_on("cpu_ram_efficient_loading", "Load pretrained weights on the first process; the others receive them."),
     # What only the first process loads must reach the others, so the question comes where every process loads.
@@ -306,7 +308,7 @@ _parallelism = rows(
     feature="parallelism",
     env="PARALLELISM_CONFIG_*",
 )
-_ulysses = partial(_parallelism, above_one="parallelism_config_sp_size", when=_ULYSSES)
+_ulysses = partial(_parallelism, exported_if_several="parallelism_config_sp_size", when=_ULYSSES)
 _parallel_size = partial(_parallelism, default=1, check=at_least(1))
 
 PARALLELISM_OPTIONS = (
@@ -319,7 +321,7 @@ PARALLELISM_OPTIONS = (
         "cp_comm_strategy",
         "How the processes of one sequence exchange keys and values.",
         default="allgather",
-        above_one="parallelism_config_cp_size",
+        exported_if_several="parallelism_config_cp_size",
         words="allgather alltoall",
         when=_SPLIT,
     ),
@@ -350,7 +352,7 @@ PARALLELISM_OPTIONS = (
         "Attention of sequence parallelism: eager, flash_attention_2, flash_attention_3 or sdpa.",
         default="sdpa",
         words="sdpa flash_attention_2 flash_attention_3",
-        open=True,
+        allow_other=True,
     ),
 )
 

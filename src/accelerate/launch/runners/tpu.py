@@ -51,7 +51,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
     """Start that program; the launcher may become it."""
     started = process(plan, environment)
     if plan.runner == "tpu_pod":
-        runners.find("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
+        runners.require_program("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
     elif importlib.util.find_spec("torch_xla") is None:
         raise MissingPackageError("--tpu needs torch_xla: pip install torch_xla, on a machine with a TPU.")
     runners.start(started.command, started.environment, replace)
