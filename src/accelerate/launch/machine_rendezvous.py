@@ -104,6 +104,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self.machine = 0 if self.is_host else meet.machine
         self.record: State = {"machines": self.machines, "processes": processes, "restarts": restarts, "beat": 0}
         self.record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex[:12]}
+        self.said: State = {"round": ""}
         self.place = f"{self.host}, port {self.port}"
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self.names: dict[int, str] = {}  # of all machines on machine 0; of that one and this one elsewhere
@@ -116,6 +117,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self._stop_heartbeat()  # after a machine was lost, its connection may hang
         if self.is_host and self.server is None:
             self._listen()
+        self.said = {**self.said, "machine": self.machine, "waits": True}
         self.heartbeat = beat = Heartbeat(self)
         beat.start()
         began = reported = time.monotonic()
@@ -134,7 +136,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self.run_id = f"{MACHINES}{self.name[:12]}"
         if not self.is_host:
             self.names = {0: begun["host"], self.machine: _named(self.record | {"machine": self.machine})}
-        beat.enter(self.name)
+        self.said = {"round": self.name, "machine": self.machine, "waits": False}
         store = PrefixStore(f"round/{self.round}", beat.store)
         return RendezvousInfo(store, self.machine, self.machines, RendezvousStoreInfo(self.host, begun["port"]))
 
@@ -209,10 +211,10 @@ class Heartbeat(threading.Thread):
         self._wake, self._stopped, self.busy = threading.Event(), False, threading.Lock()
         self.store: TCPStore | None = None
         self._answered, self._broken = time.monotonic(), "no answer yet"
-        self._said: State = {"machine": rendezvous.machine, "round": rendezvous.name, "waits": True}
         self.answer: State = {"round": rendezvous.name}
         self._begun: State = {"round": rendezvous.name}
         self.others = 0  # on machine 0: how many launchers are there besides this one
+        self._silent: list[str] = []  # on machine 0: the line about the first machine that did not answer
 
     # -- the main thread asks ----------------------------------------------------------------------------------------
 
@@ -242,22 +244,18 @@ class Heartbeat(threading.Thread):
             return f"the run at {place}, to restart: it has begun without this machine"
         return f"machine {missing} of {self._home.machines} (numbered from 0) to come to {place}"
 
-    def enter(self, name: str) -> None:
-        """Be in a round that has begun."""
-        self._said = {"machine": self._home.machine, "round": name, "waits": False}
-
     def next_is_open(self) -> bool:
         """Whether a machine of the round waits for the next one, or that has begun."""
         return "missing" in self.answer or self.answer["round"] != self._home.name
 
     def publish(self, **words: Any) -> None:
         """Let the other machines know what is new; what is said already stays."""
-        self._said = {**words, **self._said}
+        self._home.said = {**words, **self._home.said}
         self._wake.set()
 
     def publish_end(self, how: str) -> None:
         """Let the other machines know that this launcher leaves a run, so that they need not wait until it is missed."""
-        if not self._said.keys() & {"done", "failed"}:
+        if not self._home.said.keys() & {"done", "failed"}:
             self.publish(lost=f"{self.own} {how}.")
 
     def says(self, word: str) -> str | None:
@@ -307,16 +305,16 @@ class Heartbeat(threading.Thread):
                     self._exchange()
             except Exception as error:
                 self.store, self._broken = None, _line_of(error)
-                if home.is_host or not self._said["waits"]:
+                if home.is_host or not home.said["waits"]:
                     return
             if not last:
-                self._wake.wait(joining if self._said["waits"] else running)
+                self._wake.wait(joining if home.said["waits"] else running)
 
     def _exchange(self) -> None:
         home, is_new = self._home, self.store is None
         store = self.store or self._connected()
         home.record["beat"] += 1
-        store.set(f"state/{home.record['identity']}", json.dumps(home.record | self._said))
+        store.set(f"state/{home.record['identity']}", json.dumps(home.record | home.said))
         if is_new:
             store.append("arrived", f"{home.record['identity']} ")
         if home.is_host:
@@ -357,15 +355,17 @@ class Heartbeat(threading.Thread):
         inside = [state for state in members if state["round"] == name]
         if not members or any(state["waits"] for state in inside):
             here = [state for state in states if silence[state["identity"]] < _FRESH_S and state["waits"]]
-            return answer | self._arranged([state for state in here if state in inside or state not in members])
+            answer |= self._arranged([state for state in here if state in inside or state not in members])
+            if answer["round"] != name:
+                return answer
         for machine, state in enumerate(members):
             silent = silence[state["identity"]]
             if silent > home.heartbeat_timeout and not (state in inside and state.keys() & {"done", "left"}):
                 line = f"{home.names[machine]} has not answered for {silent:.0f} s: it or its network is down."
-                self.publish(lost=line)
+                self._silent = self._silent or [line]
         said = {word: [state[word] for state in inside if word in state] for word in ("failed", "lost", "done")}
         answer["done"] = len(said["done"]) == len(members)
-        return answer | {"failed": said["failed"][:1], "lost": said["lost"][:1]}
+        return answer | {"failed": said["failed"][:1], "lost": [*said["lost"], *self._silent][:1]}
 
     def _arranged(self, waiting: list[State]) -> State:
         """Number the launchers that wait. Begin the round if all machines are there and agree, else return what keeps it."""
