@@ -118,7 +118,7 @@ def test_the_worker_reads_what_was_resolved(option, data):
         resolved[option.exported_if_several] = Resolved(2)
     variables = launcher.exports(resolved)
     if option.feature is not None:
-        variables |= launcher.feature_exports(option.feature, resolved)
+        variables |= launcher.exports(resolved, option.feature)
     assert all(isinstance(text, str) and "\0" not in text for text in variables.values())
     if option.style in (ON, ONE):  # no variable is how a switch says no
         assert bool(option.read(variables)) is value
