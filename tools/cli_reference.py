@@ -191,7 +191,7 @@ def _value(option: Option) -> str:
         return "switch"
     if option.choices is not None:
         return _choices([choice for choice in option.choices if choice not in option.corrections])
-    if option.words and not option.open:
+    if option.words and not option.allow_other:
         return _choices(option.words)
     return TYPES[option.type]
 
@@ -208,8 +208,8 @@ def _needs(option: Option) -> str:
             needs.append(f"`{feature.request}`")
         else:
             needs.append(f"`{feature.switch}: {feature.wanted}`")
-    if option.above_one is not None:
-        needs.append(f"`--{option.above_one}` above 1")
+    if option.exported_if_several is not None:
+        needs.append(f"`--{option.exported_if_several}` above 1")
     return ", ".join(needs)
 
 

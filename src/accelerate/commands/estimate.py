@@ -33,7 +33,9 @@ _SIZES = {
     "inference": "Inference",
     "training": "Training using Adam",
 }
-_PARTS = ("weights", "gradients", "optimizer", "working", "total")
+# What a training needs -> the field of `Memory` that has it.
+_PARTS = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer", "working": "gathered"}
+_PARTS["total"] = "total"
 _TRAINING = {"strategy": "strategy", "dtype": "dtype", **{part: part.capitalize() for part in _PARTS}}
 _LIBRARIES = ("timm", "transformers")
 
@@ -235,9 +237,7 @@ def training(model: Inventory, dtype: str, strategy: str = "ddp", processes: int
     and goes within a step: half-precision copies, gathered weights, buckets.
     """
     rest = resting(model, layout_of(strategy, dtype, processes))
-    sizes = dict(
-        zip(_PARTS, (rest.parameters, rest.gradients, rest.optimizer, rest.gathered, rest.total), strict=True)
-    )
+    sizes = {part: getattr(rest, kind) for part, kind in _PARTS.items()}
     return {"strategy": strategy, "dtype": dtype, "processes": processes, **sizes}
 
 
@@ -367,22 +367,21 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate estimate-memory`, or add it to what `add_subparsers` returned."""
     description = "Estimate how much memory a model needs, without loading its weights."
     parser = make_parser("estimate-memory", description, subparsers, estimate_command)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model_name",
         help="A model on the Hugging Face Hub, a config.json, a .safetensors file, an index of several, or a folder with one of "
         "them. Weights on this machine are counted exactly, by their headers.",
     )
     library = "Build the model with this library; by default the one that the Hub or the configuration names."
-    parser.add_argument("--library_name", choices=list(_LIBRARIES), help=library)
+    add("--library_name", choices=list(_LIBRARIES), help=library)
     dtypes = ["float32", "float16", "int8", "int4"]
-    shown = "The element types to show."
-    parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=list(_SHRINKS), help=shown)
-    parser.add_argument("--trust_remote_code", action="store_true", help="Let the model's own code run.")
+    add("--dtypes", nargs="+", default=dtypes, choices=list(_SHRINKS), help="The element types to show.")
+    add("--trust_remote_code", action="store_true", help="Let the model's own code run.")
     ranks = "How many ranks share the training; shows what each of them needs."
-    parser.add_argument("--num_processes", type=int, default=1, help=ranks)
-    strategies = "How they share it; all strategies by default."
-    parser.add_argument("--strategy", nargs="+", choices=_STRATEGIES, help=strategies)
-    parser.add_argument("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
+    add("--num_processes", type=int, default=1, help=ranks)
+    add("--strategy", nargs="+", choices=_STRATEGIES, help="How they share it; all strategies by default.")
+    add("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
     return parser
 
 

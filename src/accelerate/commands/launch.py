@@ -116,7 +116,7 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
             text = "".join(traceback.format_exception(error))
             print(printable("\n".join(map(masked, text.splitlines()))), file=sys.stderr)
         # A process that failed has said why; of a machine that is lost only the launcher can report.
-        runners.tell(plan, line, always=known)
+        runners.print_info(plan, line, always=known)
         raise SystemExit(status) from None
 
 
@@ -190,7 +190,7 @@ def tpu_pod_launcher(args: argparse.Namespace) -> None:
 
 def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
     """Run the script as the job that a `SageMakerConfig` describes; errors are those of `launch_command`."""
-    runners.of(replace(resolve(args), runner="sagemaker")).run_job(sagemaker_config, args)
+    runners.module_for(replace(resolve(args), runner="sagemaker")).run_job(sagemaker_config, args)
 
 
 def _run_by(args: argparse.Namespace, runner: str) -> None:

@@ -96,14 +96,12 @@ def load(
             with torch.device("meta"):
                 model = factory()
         except Exception as error:  # the user's own code
-            raise LaunchError(
-                f"{name!r} gives no model: {brief(error)}. Name an importable package.module:factory."
-            ) from error
+            hint = "Name an importable package.module:factory."
+            raise LaunchError(f"{name!r} gives no model: {brief(error)}. {hint}") from error
         if isinstance(model, tuple):
             model, inputs = model
     else:
-        path = os.path.expanduser(name)
-        model = estimate.create_empty_model(path, "transformers", trust_remote_code)
+        model = estimate.create_empty_model(os.path.expanduser(name), "transformers", trust_remote_code)
     return lambda: copy.deepcopy(model), inputs or inputs_of(model)
 
 
@@ -158,9 +156,8 @@ def load_program(args: argparse.Namespace) -> tuple[Callable[[], "nn.Module"], C
         call = simulation.first_call(args.script, own)
     tensors = [leaf for leaf in pytree.tree_leaves(call.arguments) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not tensors:
-        raise LaunchError(
-            f"{args.script[0]} calls {type(call.model).__name__} without a tensor, so its batch is not known."
-        )
+        called = f"{args.script[0]} calls {type(call.model).__name__}"
+        raise LaunchError(f"{called} without a tensor, so its batch is not known.")
     batch, *more = tensors[0].shape
     # Tokens, or vectors in their place.
     length = more[0] if len(more) == 1 + tensors[0].is_floating_point() else 0
@@ -322,18 +319,14 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, si
 def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
     """Say what takes the memory, and what makes it less."""
     size, room = size_text(getattr(needs, needs.largest)), size_text(fleet.device.memory)
-    hints = {
-        "activations": "use cp_size=2 or tp_size=2"
-        if layout.cp * layout.tp * layout.sp == 1
-        else "use a larger cp_size or a shorter --sequence",
-        "gathered": "use tp_size=2, so that less is whole at once"
-        if layout.shards
-        else "use FSDP2, which has no buckets",
-    }
-    hint = hints.get(
-        needs.largest, "use more ranks, tp_size or offload" if layout.shards else "use FSDP2, which shards them"
-    )
-    return f"{needs.largest} {size} of {room}, {size_text(needs.total)} in all: {hint}"
+    if needs.largest == "activations":
+        cut = layout.cp * layout.tp * layout.sp > 1
+        hint = "a larger cp_size or a shorter --sequence" if cut else "cp_size=2 or tp_size=2"
+    elif needs.largest == "gathered":
+        hint = "tp_size=2, so that less is whole at once" if layout.shards else "FSDP2, which has no buckets"
+    else:
+        hint = "more ranks, tp_size or offload" if layout.shards else "FSDP2, which shards them"
+    return f"{needs.largest} {size} of {room}, {size_text(needs.total)} in all: use {hint}"
 
 
 def plan(profiles: Profiles, fleet: Fleet, args: argparse.Namespace) -> list[Choice]:
@@ -376,29 +369,25 @@ def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
             "fsdp_activation_checkpointing": layout.checkpointing,
             "fsdp_offload_params": layout.offload,
         }
-    sizes = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
-    if layout.zero is None and sum(size > 1 for size in sizes.values()) > 1 or layout.tp * layout.cp * layout.sp > 1:
-        content["parallelism_config"] = {
-            f"parallelism_config_{name}_size": size for name, size in sizes.items() if size > 1
-        }
-        content["parallelism_config"] |= {"parallelism_config_sp_backend": "torch"} if layout.sp > 1 else {}
+    named = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    sizes = {f"parallelism_config_{name}_size": size for name, size in named.items() if size > 1}
+    if (layout.zero is None and len(sizes) > 1) or layout.tp * layout.cp * layout.sp > 1:
+        torch_sp = {"parallelism_config_sp_backend": "torch"} if layout.sp > 1 else {}
+        content["parallelism_config"] = sizes | torch_sp
     return content
 
 
 def in_the_program(layout: Layout) -> str:
     """Say what the training program has to do for a layout, which no configuration file can."""
-    lines = [
-        f"a batch size of {layout.micro_batch}, and Accelerator(gradient_accumulation_steps={layout.accumulation})."
-    ]
+    steps = f"Accelerator(gradient_accumulation_steps={layout.accumulation})"
+    lines = [f"a batch size of {layout.micro_batch}, and {steps}."]
     if layout.cp * layout.sp > 1:
-        lines.append(
-            "Each batch in `with accelerator.maybe_context_parallel(...)`: without it each rank of a sequence computes all of it."
-        )
+        otherwise = "without it each rank of a sequence computes all of it"
+        lines.append(f"Each batch in `with accelerator.maybe_context_parallel(...)`: {otherwise}.")
     if layout.ep > 1:
         size = f"dp_replicate_size={layout.dp_replicate}, dp_shard_size={layout.dp_shard}, ep_size={layout.ep}"
-        lines.append(
-            f"Accelerator(parallelism_config=ParallelismConfig({size})), for which there is no entry in the file."
-        )
+        config = f"Accelerator(parallelism_config=ParallelismConfig({size}))"
+        lines.append(f"{config}, for which there is no entry in the file.")
     if layout.checkpointing and not layout.shards:
         lines.append("model.gradient_checkpointing_enable().")
     return "In the program: " + "\n  ".join(lines)
@@ -418,18 +407,15 @@ def plan_command(args: argparse.Namespace) -> None:
     if args.global_batch is None and args.model:
         raise LaunchError("--global_batch is missing: how many samples an optimizer step has, on all ranks together.")
     if not 0 < args.efficiency <= 1 or not 0 <= args.overlap <= 1:
-        raise LaunchError(
-            f"--efficiency is {args.efficiency} and --overlap {args.overlap}; pass parts of 1, the first above 0."
-        )
+        asked = f"--efficiency is {args.efficiency} and --overlap {args.overlap}"
+        raise LaunchError(f"{asked}; pass parts of 1, the first above 0.")
     if args.gpus % args.nodes:
-        raise LaunchError(
-            f"--gpus is {args.gpus}, which --nodes={args.nodes} does not divide; name all GPUs of all machines."
-        )
+        asked = f"--gpus is {args.gpus}, which --nodes={args.nodes} does not divide"
+        raise LaunchError(f"{asked}; name all GPUs of all machines.")
     device, between = specs.device_spec(args.gpu), specs.link(args.link)
     if args.mixed_precision not in device.flops:
-        raise LaunchError(
-            f"--mixed_precision is {args.mixed_precision}, for which {device.name} has no arithmetic; use {' or '.join(device.flops)}."
-        )
+        asked = f"--mixed_precision is {args.mixed_precision}, for which {device.name} has no arithmetic"
+        raise LaunchError(f"{asked}; use {' or '.join(device.flops)}.")
     if args.measure:
         device = _measured(device)
     fleet = Fleet(device, args.gpus // args.nodes, between, args.efficiency, args.overlap)
@@ -437,21 +423,18 @@ def plan_command(args: argparse.Namespace) -> None:
     build, inputs = load_program(args) if args.script else load(args.model, args.trust_remote_code)
     args.sequence = args.sequence or _SEQUENCE
     found = plan(Profiles(build, inputs, args.sequence), fleet, args)
-    fitting = [each for each in found if not each.why]
     if args.json:
         print(json.dumps([dataclasses.asdict(each) | {"name": name_of(each.layout)} for each in found], indent=1))
     else:
         _print(args, found, fleet)
     if args.write:
-        if not fitting:
+        best = found[0]  # those that fit come first
+        if best.why:
             raise LaunchError(f"No layout fits, so {args.write} was not written; the reasons are above.")
         config_utils.check_writable(args.write)
-        layout = fitting[0].layout
-        config_utils.write(args.write, configuration(layout, args.nodes))
-        print(
-            f"{args.write}: {name_of(layout)}; see it by `accelerate launch --config_file {args.write} --dry_run train.py`.\n"
-            f"{in_the_program(layout)}"
-        )
+        config_utils.write(args.write, configuration(best.layout, args.nodes))
+        see = f"see it by `accelerate launch --config_file {args.write} --dry_run train.py`"
+        print(f"{args.write}: {name_of(best.layout)}; {see}.\n{in_the_program(best.layout)}")
 
 
 def _measured(device: specs.DeviceSpec) -> specs.DeviceSpec:
@@ -462,9 +445,8 @@ def _measured(device: specs.DeviceSpec) -> specs.DeviceSpec:
     here = devices.detect()
     name = here.namespace().get_device_name() if here.type != "cpu" else "the CPU"
     if not any(word in name for word in device.words):
-        raise LaunchError(
-            f"--measure takes the rates of this machine's device, which is {name}, and --gpu is {device.name}; leave it out, or name the kind that is here."
-        )
+        asked = f"--measure takes the rates of this machine's device, which is {name}, and --gpu is {device.name}"
+        raise LaunchError(f"{asked}; leave it out, or name the kind that is here.")
     return measured(device, here.current())
 
 
@@ -484,9 +466,8 @@ def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
         if not each.why
     ]
     where = f"{args.gpus} x {fleet.device.name} on {args.nodes} machine(s)"
-    print(
-        f"{args.model} on {where}, {args.global_batch} sequences of {args.sequence} a step, mixed_precision={args.mixed_precision}\n"
-    )
+    step = f"{args.global_batch} sequences of {args.sequence} a step"
+    print(f"{args.model} on {where}, {step}, mixed_precision={args.mixed_precision}\n")
     if rows:
         right = [name for name in _COLUMNS if name not in ("layout", "limit")]
         print(table(_COLUMNS, rows[:_SHOWN], right, rule=True))
@@ -496,42 +477,35 @@ def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
         f"Step: estimated, with {fleet.efficiency:.0%} of the peak rate, and {fleet.overlap:.0%} of a pass hiding exchanges of data "
         f"parallelism.\nMemory: of one rank at its peak; {RESERVE:.0%} of the device is left for driver, collectives and fragments."
     )
-    left_out = [each for each in found if each.why]
-    if left_out:
-        print("\nDo not fit:")
-        for each in left_out:
-            print(f"  {name_of(each.layout)}: {each.why}")
+    if left_out := [f"  {name_of(each.layout)}: {each.why}" for each in found if each.why]:
+        print("\nDo not fit:", *left_out, sep="\n")
 
 
 def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate plan`, or add it to what `add_subparsers` returned."""
     description = "List the layouts of a training that fit on a cluster, and write the configuration file of the best."
     parser = make_parser("plan", description, subparsers, plan_command)
+    add = parser.add_argument
     model = "A config.json or a folder with one, a model of the Hugging Face Hub, or package.module:factory."
-    parser.add_argument("model", nargs="?", help=model)
-    parser.add_argument("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
-    parser.add_argument("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(specs.DEVICES)}.")
-    parser.add_argument("--nodes", type=int, default=1, help="How many machines they are in.")
+    add("model", nargs="?", help=model)
+    add("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
+    add("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(specs.DEVICES)}.")
+    add("--nodes", type=int, default=1, help="How many machines they are in.")
     sequence = f"Tokens of a sequence; {_SEQUENCE}, or those of the script, by default. Without effect for pictures."
-    parser.add_argument("--sequence", type=int, help=sequence)
+    add("--sequence", type=int, help=sequence)
     batch = "Samples of an optimizer step, of all ranks; by default those of the script on as many ranks."
-    parser.add_argument("--global_batch", type=int, help=batch)
-    micro = "Samples of a micro-batch; by default the script's, or those that are fastest."
-    parser.add_argument("--micro_batch", type=int, help=micro)
-    parser.add_argument(
-        "--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes."
+    add("--global_batch", type=int, help=batch)
+    add(
+        "--micro_batch", type=int, help="Samples of a micro-batch; by default the script's, or those that are fastest."
     )
-    parser.add_argument("--link", default=specs.USUAL_LINK, help=f"What connects machines: {', '.join(specs.LINKS)}.")
-    parser.add_argument(
-        "--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's."
-    )
-    parser.add_argument("--efficiency", type=float, default=0.5, help="What of the peak rate a pass reaches.")
-    parser.add_argument(
-        "--overlap", type=float, default=0.7, help="What of a pass hides exchanges of data parallelism."
-    )
-    parser.add_argument("--trust_remote_code", action="store_true", help="Let the model's own code run.")
-    parser.add_argument("--write", metavar="FILE", help="Write the configuration file of the first layout.")
-    parser.add_argument("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
+    add("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes.")
+    add("--link", default=specs.USUAL_LINK, help=f"What connects machines: {', '.join(specs.LINKS)}.")
+    add("--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's.")
+    add("--efficiency", type=float, default=0.5, help="What of the peak rate a pass reaches.")
+    add("--overlap", type=float, default=0.7, help="What of a pass hides exchanges of data parallelism.")
+    add("--trust_remote_code", action="store_true", help="Let the model's own code run.")
+    add("--write", metavar="FILE", help="Write the configuration file of the first layout.")
+    add("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
     script = "A program and its arguments, in place of the model: the one that it trains. The last option."
-    parser.add_argument("--script", nargs=argparse.REMAINDER, metavar="train.py", help=script)
+    add("--script", nargs=argparse.REMAINDER, metavar="train.py", help=script)
     return parser

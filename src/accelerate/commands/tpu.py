@@ -19,17 +19,16 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate tpu-config`, or add it to what `add_subparsers` returned."""
     description = "Run commands on all machines of a TPU pod."
     parser = make_parser("tpu-config", description, subparsers, tpu_command_launcher, allow_abbrev=False)
-    parser.add_argument("--config_file", type=str, help="Configuration file that names the pod and the commands.")
-    parser.add_argument("--tpu_name", help="Name of the TPU; by default that of the configuration file.")
-    parser.add_argument("--tpu_zone", help="Its zone; by default that of the configuration file.")
-    parser.add_argument("--use_alpha", action="store_true", help="Use `gcloud alpha`.")
-    parser.add_argument("--command_file", help="A file of commands, one on each line.")
-    parser.add_argument(
-        "--command", action="append", nargs="+", help="A command in quotes; may be given several times."
-    )
-    parser.add_argument("--install_accelerate", action="store_true", help="Install accelerate first.")
-    parser.add_argument("--accelerate_version", default="latest", help="Which version: latest, or a number.")
-    parser.add_argument("--debug", action="store_true", help="Print the command instead of running it.")
+    add = parser.add_argument
+    add("--config_file", type=str, help="Configuration file that names the pod and the commands.")
+    add("--tpu_name", help="Name of the TPU; by default that of the configuration file.")
+    add("--tpu_zone", help="Its zone; by default that of the configuration file.")
+    add("--use_alpha", action="store_true", help="Use `gcloud alpha`.")
+    add("--command_file", help="A file of commands, one on each line.")
+    add("--command", action="append", nargs="+", help="A command in quotes; may be given several times.")
+    add("--install_accelerate", action="store_true", help="Install accelerate first.")
+    add("--accelerate_version", default="latest", help="Which version: latest, or a number.")
+    add("--debug", action="store_true", help="Print the command instead of running it.")
     return parser
 
 
@@ -51,7 +50,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     if args.debug:
         print(f"Running {shlex.join(secrets.command(command))}")
         return
-    runners.find("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
+    runners.require_program("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
     runners.start(command, os.environ)
     print("The commands ran on all machines of the pod.")
 

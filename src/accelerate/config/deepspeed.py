@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.fsdp import classes_named
+from accelerate.config.options.engines import DEEPSPEED_FIELDS
 from accelerate.config.options.schema import one_of, to_names
 from accelerate.utils.imports import is_deepspeed_available, is_transformers_available
 
@@ -25,19 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fields that stand for options of the same name: where they are in a configuration file, which may say "auto", and their defaults.
-_FIELDS = {
-    "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto"),
-    "gradient_clipping": ("gradient_clipping", "auto"),
-    "zero_stage": ("zero_optimization.stage", 2),
-    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
-    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
-    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
-    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
-    "zero3_save_16bit_model": ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
-}
-# Settings of the launcher that have no effect next to a configuration file.
-_NOT_WITH_A_FILE = (*_FIELDS, "mixed_precision")
 # The plugin that was selected last, weakly.
 _REGISTERED: list["weakref.ref[DeepSpeedPlugin]"] = []
 
@@ -196,7 +184,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         steps_given = self.gradient_accumulation_steps is not None
-        for name, (_, default) in _FIELDS.items():
+        for name, (_, default) in DEEPSPEED_FIELDS.items():
             setattr(self, name, env.setting(getattr(self, name), name, default))
         source = env.setting(self.hf_ds_config, "deepspeed_config_file")
         if source is None or (isinstance(source, str) and source == "none"):
@@ -214,29 +202,26 @@ class DeepSpeedPlugin:
     # -- one step of construction each ---------------------------------------------------------------------------
 
     def _default_config(self) -> dict[str, Any]:
-        def offload(what: str) -> dict[str, Any]:
-            device = getattr(self, f"offload_{what}_device")
-            path = getattr(self, f"offload_{what}_nvme_path") if device == "nvme" else None
-            return {"device": device, "nvme_path": path}
-
         one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
-        return {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "zero_optimization": {
-                "stage": self.zero_stage,
-                "offload_optimizer": offload("optimizer"),
-                "offload_param": offload("param"),
-                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
-            },
-            "gradient_clipping": self.gradient_clipping,  # 0 is no limit, and what is not there 1.0
-        }
+        config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+        for name, (
+            place,
+            _,
+        ) in DEEPSPEED_FIELDS.items():  # of gradient_clipping 0 is no limit, and what is not there 1.0
+            *path, key = place.split(".")
+            node = config
+            for part in path:
+                node = node.setdefault(part, {})
+            node[key] = getattr(self, name)
+        for what in ("offload_optimizer", "offload_param"):
+            offload = config["zero_optimization"][what]
+            offload["nvme_path"] = offload["nvme_path"] if offload["device"] == "nvme" else None
+        return config
 
     def _read_config(self, source: Any, steps_given: bool) -> None:
-        ignored = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-        ignored = [name for name in ignored if name in _NOT_WITH_A_FILE]
-        if ignored:
+        # Settings of the launcher that have no effect next to a configuration file.
+        said = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+        if ignored := [name for name in said if name in DEEPSPEED_FIELDS or name == "mixed_precision"]:
             raise ValueError(f"The launcher sets {', '.join(ignored)}; set them in the DeepSpeed config file instead.")
         self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         self.deepspeed_config = self.hf_ds_config.config
@@ -245,7 +230,7 @@ class DeepSpeedPlugin:
         if "gradient_accumulation_steps" not in self.deepspeed_config:
             steps = self.gradient_accumulation_steps if steps_given else 1
             self.deepspeed_config["gradient_accumulation_steps"] = 1 if steps == "auto" else steps
-        for name, (key, _) in _FIELDS.items():
+        for name, (key, _) in DEEPSPEED_FIELDS.items():
             value = self.get_value(key)
             if value == "auto":
                 self.fill_match(key, must_match=False, **{key: getattr(self, name)})
@@ -342,12 +327,9 @@ class DeepSpeedPlugin:
         config = self.deepspeed_config
         wanted = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
         for half in ("fp16", "bf16"):
-            section = config.get(half)
-            if section is None:
-                config[half] = {"enabled": half == wanted}
-                if half == wanted == "fp16":
-                    config[half]["auto_cast"] = True
-                continue
+            if config.get(half) is None:
+                config[half] = {"enabled": "auto", **({"auto_cast": True} if half == wanted == "fp16" else {})}
+            section = config[half]
             if section.get("enabled", "auto") == "auto":
                 section["enabled"] = half == wanted
             if section["enabled"] and wanted not in (None, half):

@@ -253,9 +253,7 @@ class FullyShardedDataParallelPlugin:
                 logger.warning("backward_prefetch=%s has no effect with reshard_after_forward=False.", depth)
             return
         chosen = self._said("backward_prefetch", "NO_PREFETCH")
-        prefetch = (
-            None if str(chosen).upper() == "NO_PREFETCH" else to_enum(BackwardPrefetch, chosen, "backward_prefetch")
-        )
+        prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch", {"NO_PREFETCH": None})
         self.backward_prefetch = prefetch if self.fsdp_version == 1 else None
         if prefetch is not self.backward_prefetch:
             logger.warning("backward_prefetch=%s is ignored: FSDP version 2 always prefetches in backward.", chosen)
@@ -290,16 +288,15 @@ class FullyShardedDataParallelPlugin:
             # transformers reads this variable while it loads weights, which may be before or after this plugin exists.
             loads_on_one = to_bool(self.cpu_ram_efficient_loading, "cpu_ram_efficient_loading")
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(loads_on_one)
-        if self.activation_checkpointing != "selective":
-            self.activation_checkpointing = self._said("activation_checkpointing", False)
-        for name in ("activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+        switches = ["activation_checkpointing_offload", "cpu_ram_efficient_loading"]
+        switches += ["activation_checkpointing"] if self.activation_checkpointing != "selective" else []
+        switches += ["use_orig_params", "sync_module_states", "forward_prefetch"] if self.fsdp_version == 1 else []
+        for name in switches:
             setattr(self, name, self._said(name, False))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True as well.")
         self.limit_all_gathers = to_bool(self.limit_all_gathers, "limit_all_gathers")
         if self.fsdp_version == 1:
-            for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
-                setattr(self, name, self._said(name, False))
             if self.cpu_ram_efficient_loading and not self.sync_module_states:
                 why = "cpu_ram_efficient_loading leaves the weights on rank 0 only"
                 warnings.warn(f"{why}, so sync_module_states is set to True.", stacklevel=4)

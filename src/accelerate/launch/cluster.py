@@ -59,9 +59,7 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
         found = _slurm_alone(environ)
     else:
         ranks.resolve(environ)  # a WORLD_SIZE by hand must agree
-        found = (
-            _srun(environ, task) if task.source == "Slurm" else _mpi(environ, task, hostname or socket.gethostname())
-        )
+        found = _srun(environ, task) if task.source == "Slurm" else _mpi(environ, task, hostname)
     if found is None or (found.machines == 1 and found.task is None):
         return found
     # Many scripts of jobs set these two.
@@ -96,7 +94,7 @@ def _slurm_alone(environ: Environ) -> Cluster | None:
     return Cluster("Slurm", 1, 0, None, None, None, (note,))
 
 
-def _mpi(environ: Environ, task: Ranks, hostname: str) -> Cluster:
+def _mpi(environ: Environ, task: Ranks, hostname: str | None) -> Cluster:
     """A launch, or a process, that mpirun or jsrun has started."""
     size, here = task.world_size, task.local_world_size
     port = ranks.mpi_port(environ)
@@ -120,12 +118,13 @@ def _mpi(environ: Environ, task: Ranks, hostname: str) -> Cluster:
     return Cluster(task.source, machines, machine_rank, address, port, process)
 
 
-def _mpirun_host(environ: Environ, hostname: str) -> tuple[str | None, bool]:
+def _mpirun_host(environ: Environ, hostname: str | None) -> tuple[str | None, bool]:
     """Return the machine of Open MPI's mpirun, which takes rank 0 if it takes any, and whether this is another one."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     if match := re.search(r"tcp://([0-9.]+)[,:]|tcp6://\[([0-9A-Fa-f:.]+)[],]", uri):
         return match[1] or match[2], environ.get("OMPI_MCA_orte_local_daemon_uri", uri) != uri
     if match := re.fullmatch(r"prterun-(.+)-[0-9]+@[0-9]+", environ.get("PMIX_NAMESPACE", "")):
-        own = environ.get("PMIX_HOSTNAME") or hostname  # one of the names may have the domain, and the other not
+        # One of the names may have the domain, and the other not.
+        own = environ.get("PMIX_HOSTNAME") or hostname or socket.gethostname()
         return match[1], match[1].lower().partition(".")[0] != own.lower().partition(".")[0]
     return None, False

@@ -27,7 +27,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate.launch.errors import LaunchError, Reporter, follows
 from accelerate.launch.guard import Guard, bound, end_groups
@@ -353,30 +352,27 @@ def start(
     agent: type[Agent] = Agent,
     reporter: Reporter | None = None,
     verbose: bool = False,
+    run_id: str = "",
+    start_method: str = "spawn",
     **settings: Any,
 ) -> None:
     """Start processes and wait for all of them; a failed one, or a signal, stops the others, and none stays behind.
 
     `environment` holds all their variables; `log_dir` holds error files, and the output that `tee` copies; `settings`
-    are fields of torch's LaunchConfig; `verbose` lets torch log failures in its own words. Raises torch's
+    are fields of torch's WorkerSpec; `verbose` lets torch log failures in its own words. Raises torch's
     ChildFailedError or SignalException.
     """
-    logs = DefaultLogsSpecs(log_dir, tee=dict(tee or {}))
-    config = LaunchConfig(1, 1, processes, logs, **{"run_id": f"accelerate-{os.getpid()}", **settings})
     if isinstance(rendezvous, Rendezvous):
-        timeout = float(rendezvous.settings.get("timeout", 600))
-        rendezvous = StoreRendezvous(LOOPBACK, rendezvous.port, 0, 1, config.run_id, timeout)
+        name, timeout = run_id or f"accelerate-{os.getpid()}", float(rendezvous.settings.get("timeout", 600))
+        rendezvous = StoreRendezvous(LOOPBACK, rendezvous.port, 0, 1, name, timeout)
     else:
         environment = {**rendezvous.variables, **environment}
-    # Torch's launcher would build its own agent from the same fields, and takes no other class.
-    shared = {name: getattr(config, name) for name in ("role", "max_restarts", "monitor_interval")}
-    shared |= {"local_world_size": processes, "rdzv_handler": rendezvous}
     if isinstance(entrypoint, str):
         entrypoint, *arguments = bound([entrypoint, *arguments])
-    spec = WorkerSpec(entrypoint=entrypoint, args=tuple(arguments), **shared)
-    # Not all versions of torch have the second one.
-    rest = {name: getattr(config, name) for name in ("start_method", "shutdown_timeout") if hasattr(config, name)}
-    watcher = agent(spec, logs, **rest)
+    # Torch's launcher would build its own agent, and look for GPUs, after which processes could not be forked.
+    shared = {"entrypoint": entrypoint, "args": tuple(arguments), "local_world_size": processes}
+    spec = WorkerSpec(**{"role": "default_role", "rdzv_handler": rendezvous, **shared, **settings})
+    watcher = agent(spec, DefaultLogsSpecs(log_dir, tee=dict(tee or {})), start_method=start_method)
     environment = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNAL_OF_TORCH}
     if isinstance(entrypoint, str):
         environment[failure.LAUNCHER] = str(os.getpid())  # the processes leave their tracebacks to the launcher

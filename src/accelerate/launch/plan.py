@@ -2,11 +2,11 @@
 
 import enum
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.config.options import FEATURES, OPTIONS, Option, of_feature
+from accelerate.config.options import FEATURES, OPTIONS
 from accelerate.launch.hardware import Hardware
 
 
@@ -121,22 +121,18 @@ def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, s
     return environment
 
 
-def exports(settings: Mapping[str, Resolved]) -> dict[str, str]:
-    """Return the variables that carry settings to a worker; options of features that are off are left out."""
-    wanted = {None, *features_on(settings)}
-    return _variables([option for option in OPTIONS if option.feature in wanted], settings)
+def exports(settings: Mapping[str, Resolved], feature: str | None = None) -> dict[str, str]:
+    """Return the variables that carry settings to a worker: those of options that every run reads and of features that are on.
 
-
-def feature_exports(feature: str, settings: Mapping[str, Resolved]) -> dict[str, str]:
-    """Return the variables of the options that only one feature reads, whether or not it is on."""
-    return _variables(of_feature(feature), settings)
-
-
-def _variables(options: Iterable[Option], settings: Mapping[str, Resolved]) -> dict[str, str]:
+    With `feature`, those that it alone reads, whether or not it is on.
+    """
+    wanted = {feature} if feature else {None, *features_on(settings)}
     variables: dict[str, str] = {}
-    for option in options:
+    for option in OPTIONS:
+        if option.feature not in wanted:
+            continue
         value = settings[option.name].value
-        is_needed = option.above_one is None or (settings[option.above_one].value or 1) > 1
+        is_needed = option.exported_if_several is None or (settings[option.exported_if_several].value or 1) > 1
         if value is not None and is_needed:
             variables.update(option.encode(value))
     return variables

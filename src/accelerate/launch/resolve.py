@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.config.options.engines import ONLY_FSDP_1
+from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
@@ -37,11 +37,6 @@ _REMOTE = ("sagemaker", "tpu_pod")
 _OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
 _OF_ONE_VERSION["fsdp_module_precision"] = ("2", "mixed_precision holds for the whole model")
 _OF_ONE_VERSION["fsdp_reshard_after_forward"] = ("2", "fsdp_sharding_strategy says what is sharded")
-# Options of which a configuration file of DeepSpeed holds the value, unless it says "auto".
-_OF_A_FILE = (
-    *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),
-    *("offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping", "zero3_save_16bit_model"),
-)
 _SIZES = [f"parallelism_config_{axis}_size" for axis in ("pp", "dp_replicate", "dp_shard", "tp", "cp", "sp")]
 
 Values = dict[str, Resolved]
@@ -58,10 +53,12 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
     choose_paradigm(values)
-    if values["simulate"].value is not None:
-        return _simulated(args, values, file, notes, needs_script)
-    scheduler = None
-    if not environ.keys().isdisjoint(_SPEAKERS):
+    simulated = scheduler = None
+    if values["simulate"].value is not None:  # then no scheduler, device or other machine has a say
+        from accelerate.launch.runners import simulate  # only where it is asked for
+
+        simulated = simulate.arrange(values, notes)
+    elif not environ.keys().isdisjoint(_SPEAKERS):
         from accelerate.launch import cluster  # most runs have no scheduler
 
         scheduler = cluster.find(environ)
@@ -71,30 +68,31 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     if needs_script:
         _check_script(args, values)
 
-    other = _other_launcher(values, on, job)
-    task = job.task if job and not other else None
-    meet = Rendezvous() if other or task else _machines(values)
+    other_runner = "simulate" if simulated else _other_runner(values, on, job)
+    scheduler_task = job.task if job and not other_runner else None
+    meet = Rendezvous() if other_runner or scheduler_task else _machines(values)
     devices, usable = _devices(values, environ)
-    if task:
-        count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
-    elif other:
+    if scheduler_task:
+        count, local = _count_tasks(values, scheduler_task, job.source, notes), scheduler_task.local_world_size or 1
+    elif other_runner:
         if job and job.task:
             started = f"{job.source} has started {job.task.world_size} of these launches"
-            notes.append(f"{started}, and each of them starts a whole run by {other}. Start one launch alone.")
+            notes.append(f"{started}, and each of them starts a whole run by {other_runner}. Start one launch alone.")
         several = values["num_machines"].value or 1
-        count = _count(values, usable, several, f"as {other} finds them")
+        count = _count(values, usable, several, f"as {other_runner} finds them")
         local = max(count // several, 1)
     else:
         count = _count_by_devices(values, devices, usable, meet.machines, notes)
         local = count // meet.machines
 
-    runner = other or _own_runner(values, count, meet.machines, task)
+    runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
     if runner not in _REMOTE:
         _check_layout(values, on, notes)
-        _share_cores(values, local, job if task else None, notes)
-    if job and runner in ("single", "local") and not task:
+        _share_cores(values, 1 if simulated else local, job if scheduler_task else None, notes)
+    if job and runner in ("single", "local") and not scheduler_task:
         notes += job.notes
-    is_alone = bool(runner == "single" and not task and scheduler and scheduler.task)
+    is_alone = bool(runner == "single" and not scheduler_task and scheduler and scheduler.task)
+    extra = simulated.variables if simulated else _extra(values, environ, job if scheduler_task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
@@ -104,32 +102,8 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         on_cpu=bool(values["cpu"].value) or devices.device == "cpu",
         runner=runner,
         rendezvous=_rendezvous(values, meet, notes) if runner in ("local", "machines") else meet,
-        extra=MappingProxyType(_extra(values, environ, job if task else None, is_alone)),
-        notes=() if task and task.rank else tuple(notes),  # the first task prints them for all
-    )
-
-
-def _simulated(
-    args: argparse.Namespace, values: Values, file: FileSettings | None, notes: list[str], needs_script: bool
-) -> LaunchPlan:
-    """Return the plan of one process that plays a rank of many; no scheduler, device or other machine has a say."""
-    from accelerate.launch.runners import simulate  # only where it is asked for
-
-    ranks, on = simulate.arrange(values, notes), features_on(values)
-    _check_settings(values, on, file, notes)
-    if needs_script:
-        _check_script(args, values)
-    _check_layout(values, on, notes)
-    return LaunchPlan(
-        settings=MappingProxyType(values),
-        script=args.training_script,
-        script_args=tuple(args.training_script_args or ()),
-        num_processes=ranks.world_size,
-        hardware=hardware.Hardware("cpu", 0),
-        on_cpu=True,
-        runner="simulate",
-        extra=MappingProxyType(ranks.variables),
-        notes=tuple(notes),
+        extra=MappingProxyType(extra),
+        notes=() if scheduler_task and scheduler_task.rank else tuple(notes),  # the first task prints them for all
     )
 
 
@@ -242,7 +216,7 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 # Who starts the processes, and on which machines and devices
 
 
-def _other_launcher(values: Values, on: set[str], job: "Cluster | None") -> str | None:
+def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     own = values["deepspeed_multinode_launcher"].value if "deepspeed" in on else None
     if own is not None:
@@ -364,7 +338,7 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
         if is_set and version != owner and not depth:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
     config = values["deepspeed_config_file"].value
-    for name in _OF_A_FILE if "deepspeed" in on and config not in (None, "none") else ():
+    for name in DEEPSPEED_FIELDS if "deepspeed" in on and config not in (None, "none") else ():
         if values[name].source is Source.COMMAND_LINE:
             notes.append(f"--{name} counts only where {config} says 'auto': a file's own values hold.")
 

@@ -7,6 +7,7 @@ Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 Source: https://docs.pytorch.org/docs/stable/elastic/agent.html
 """
 
+import os
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,11 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 class OpenAgent(LocalElasticAgent):
     """Torch's agent, with names for the state of the processes that it has started."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if hasattr(self, "_shutdown_timeout"):  # torch's launcher reads the variable
+            self._shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 
     @property
     def restarts_left(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import LaunchError, MissingAccountError
-from accelerate.launch.plan import Resolved, exports, feature_exports
+from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import deepspeed, sagemaker, tpu
 from accelerate.runtime.ranks import DEFAULT_PORT
@@ -104,7 +104,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         environment = _environment(args)
     else:
         environment = prepare_multi_gpu_env(args)
-    environment.update(feature_exports("deepspeed", settings))
+    environment.update(exports(settings, "deepspeed"))
     environment.update(deepspeed.exports(settings, os.environ))
     return command, environment
 
@@ -112,13 +112,13 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the variables that describe the parallelism of a run to an environment, in place, and return it."""
     current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    current_env.update(feature_exports("parallelism", _settings(args)))
+    current_env.update(exports(_settings(args), "parallelism"))
     return current_env
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the variables that describe FP8 training to an environment, in place, and return it."""
-    current_env.update(feature_exports("fp8", _settings(args)))
+    current_env.update(exports(_settings(args), "fp8"))
     return current_env
 
 

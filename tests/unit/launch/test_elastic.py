@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -105,6 +106,22 @@ def test_variables_are_those_of_the_run_and_come_back(run, tmp_path, monkeypatch
     assert program[failure.LAUNCHER] == str(os.getpid()) and program["BEFORE"] == "1"
     assert function["DURING"] == "2" and not {failure.LAUNCHER, "BEFORE"}.intersection(function)
     assert os.environ["BEFORE"] == "1" and not {"DURING", failure.LAUNCHER}.intersection(os.environ)
+
+
+def test_a_launcher_of_functions_does_not_look_for_gpus(tmp_path, monkeypatch):
+    """Torch's look starts the driver, and processes that are forked afterwards cannot use it."""
+    looks = Mock(return_value=False)
+    monkeypatch.setattr(torch.cuda, "is_available", looks)
+    asked = (_variables_of_a_function, (str(tmp_path / "function"),), os.environ, 1, Rendezvous())
+    elastic.start(*asked, str(tmp_path / "logs"), start_method="fork")
+    assert not looks.called
+
+
+def test_how_long_processes_have_to_end_can_be_set(run, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    reporter, error = run("time.sleep(60)", lambda *_: signal.raise_signal(signal.SIGINT))
+    (number, grace), _ = reporter.stopping.call_args
+    assert number == error.sigval == signal.SIGINT and grace in (7, 30)  # 30: a torch without that setting
 
 
 def test_a_failure_that_follows_is_not_the_first(run):

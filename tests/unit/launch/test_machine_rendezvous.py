@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from accelerate.launch import machine_rendezvous
+from accelerate.launch import hardware, machine_rendezvous
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import MachineRendezvous
 from accelerate.launch.plan import Rendezvous
@@ -78,6 +78,19 @@ def test_a_late_launcher_does_not_disturb(at, pair, join):
     assert not first.num_nodes_waiting() and first.heartbeat.lost() is None
 
 
+def test_a_failure_is_known_while_its_machine_waits_for_the_next_round(pair):
+    """Processes of this one may be done, and would wait for those of the other machine."""
+    first, second = pair()
+    second.heartbeat.publish(failed="machine 1: rank 1 ended with exit status 9")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(second.next_rendezvous)
+        until(first.num_nodes_waiting)
+        assert "rank 1 ended" in str(first.heartbeat.failure())
+        first.next_rendezvous()
+        waiting.result(60)
+    assert first.heartbeat.failure() is None and first.round == second.round == 1
+
+
 def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
     first, second = pair(heartbeat_timeout=1.0)
     former = second.members[1]
@@ -89,6 +102,27 @@ def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
     assert (first.round, new.round) == (1, 1) and first.members[1] != former
 
 
+def test_the_number_of_a_launcher_that_ended_while_it_waited_is_free(at, join):
+    waiting = {"machines": 3, "join_timeout": 3.0}
+    former, first, new = at(1, **waiting), at(0, **waiting), at(1, machines=3)
+    (waited, *others) = join(former, first)  # the third one is missing
+    assert isinstance(waited, RunError) and all("machine 2 of 3" in str(error) for error in (waited, *others))
+    former._stop_heartbeat()  # without a word, as if it was killed
+    all_well(join(first, new, at(2, machines=3)))
+    assert (new.machine, new.round) == (1, 0)
+
+
+def test_launchers_without_a_number_get_one_each_and_keep_it(at, join, monkeypatch):
+    first = at(0, machines=4)
+    monkeypatch.setattr(hardware, "is_this_machine", lambda host: False)
+    others = [at(None, machines=4), at(2, machines=4), at(None, machines=4)]
+    all_well(join(first, *others))
+    numbers = [other.machine for other in others]
+    assert sorted(numbers) == [1, 2, 3] and numbers[1] == 2 and len(set(first.members)) == 4
+    all_well(join(first, *others))
+    assert numbers == [other.machine for other in others] and {other.round for other in others} == {1}
+
+
 @pytest.mark.parametrize(
     ("option", "words"), [("processes", "processes of each machine"), ("restarts", "--max_restarts")]
 )
@@ -98,7 +132,7 @@ def test_machines_must_agree(at, join, option, words):
 
 
 def test_two_machines_with_one_number(at, join, monkeypatch):
-    monkeypatch.setattr(machine_rendezvous, "_STALE_S", 0.5)  # records that stand still are taken over soon
+    monkeypatch.setattr(machine_rendezvous, "_STALE_S", 0.5)  # until then the first one may be about to end
     results = join(*[at(machine, machines=3, join_timeout=2.0) for machine in (0, 1, 1)])
     assert sum(isinstance(error, LaunchError) and "number of its own" in str(error) for error in results) == 1, results
 

@@ -114,11 +114,11 @@ def test_a_value_comes_through_every_door(place, option, data):
 def test_the_worker_reads_what_was_resolved(option, data):
     value = data.draw(values_of(option))
     resolved = {row.name: Resolved(row.default) for row in OPTIONS} | {option.name: Resolved(value)}
-    if option.above_one is not None:
-        resolved[option.above_one] = Resolved(2)
+    if option.exported_if_several is not None:
+        resolved[option.exported_if_several] = Resolved(2)
     variables = launcher.exports(resolved)
     if option.feature is not None:
-        variables |= launcher.feature_exports(option.feature, resolved)
+        variables |= launcher.exports(resolved, option.feature)
     assert all(isinstance(text, str) and "\0" not in text for text in variables.values())
     if option.style in (ON, ONE):  # no variable is how a switch says no
         assert bool(option.read(variables)) is value

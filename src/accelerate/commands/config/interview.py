@@ -285,7 +285,7 @@ def _faults_of_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _fault_of_word(option: Option, value: str) -> str | None:
-    if not option.words or option.open or option.choices:
+    if not option.words or option.allow_other or option.choices:
         return None
     if option.words == TRUE_OR_FALSE:
         return None if value.lower() in ("true", "false", "1", "0", "yes", "no") else "write true or false."

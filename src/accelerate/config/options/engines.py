@@ -28,6 +28,7 @@ from accelerate.utils.constants import (
 
 _OFFLOAD = "none cpu nvme"
 _ZERO, _ZERO_3 = {"zero_stage": (1, 2, 3)}, {"zero_stage": (3,)}
+_NVME, _NVME_3 = {"offload_optimizer_device": ("nvme",)}, {"offload_param_device": ("nvme",)}
 _LOGS_IN = {"deepspeed_multinode_launcher": [word for word in DEEPSPEED_MULTINODE_LAUNCHERS if word != "standard"]}
 _FSDP_1, _FSDP_2 = {"fsdp_version": ("1",)}, {"fsdp_version": ("2",)}
 
@@ -36,48 +37,32 @@ _deepspeed = rows(
 )
 _deepspeed_truth = partial(_deepspeed, words=TRUE_OR_FALSE)
 _without_file = partial(_deepspeed, when={"deepspeed_config_file": NOT_GIVEN})
+# Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
+_of_every_run = partial(_without_file, env="ACCELERATE_*", unset=("auto",))
+_nvme = partial(_deepspeed, offer="/nvme")
 _of_launcher = partial(_deepspeed, env=None, when=_LOGS_IN, optional=True)
 
 DEEPSPEED_OPTIONS = (
     _deepspeed(
         "deepspeed_config_file",
         "DeepSpeed's own configuration file (JSON).",
-        env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        env="ACCELERATE_*",
         chapter="deepspeed file",
         check=json_file,
     ),
     _without_file("zero_stage", "ZeRO stage.", words="0 1 2 3", offer=2),
     _deepspeed("offload_optimizer_device", "Where optimizer state is kept.", words=_OFFLOAD, when=_ZERO),
     _deepspeed("offload_param_device", "Where parameters are kept.", words=_OFFLOAD, when=_ZERO_3),
-    _deepspeed(
-        "offload_optimizer_nvme_path",
-        "Directory on the NVMe disk for optimizer state.",
-        when={"offload_optimizer_device": ("nvme",)},
-        offer="/nvme",
-    ),
-    _deepspeed(
-        "offload_param_nvme_path",
-        "Directory on the NVMe disk for parameters.",
-        when={"offload_param_device": ("nvme",)},
-        offer="/nvme",
-    ),
-    # Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
-    _without_file(
+    _nvme("offload_optimizer_nvme_path", "Directory on the NVMe disk for optimizer state.", when=_NVME),
+    _nvme("offload_param_nvme_path", "Directory on the NVMe disk for parameters.", when=_NVME_3),
+    _of_every_run(
         "gradient_accumulation_steps",
         "Batches whose gradients are added up before the optimizer steps.",
-        unset=("auto",),
-        env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         offer=1,
         check=at_least(1),
     ),
-    _without_file(
-        "gradient_clipping",
-        "Largest norm of the gradients.",
-        type="float",
-        unset=("auto",),
-        env="ACCELERATE_GRADIENT_CLIPPING",
-        optional=True,
-        check=above_zero,
+    _of_every_run(
+        "gradient_clipping", "Largest norm of the gradients.", type="float", optional=True, check=above_zero
     ),
     _deepspeed_truth(
         "zero3_init_flag",
@@ -89,7 +74,7 @@ DEEPSPEED_OPTIONS = (
     _without_file(
         "deepspeed_moe_layer_cls_names",
         "Classes of mixture-of-experts layers, separated by commas.",
-        env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        env="ACCELERATE_*",
         optional=True,
     ),
     _deepspeed(
@@ -107,6 +92,18 @@ DEEPSPEED_OPTIONS = (
         when={**_LOGS_IN, "deepspeed_exclusion_filter": NOT_GIVEN},
     ),
 )
+
+# Options that are fields of `DeepSpeedPlugin`: where they are in a file of DeepSpeed's, which may say "auto", and the plugin's defaults.
+DEEPSPEED_FIELDS = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto"),
+    "gradient_clipping": ("gradient_clipping", "auto"),
+    "zero_stage": ("zero_optimization.stage", 2),
+    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
+    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
+    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
+    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
+    "zero3_save_16bit_model": ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+}
 
 # Options that only version 1 of FSDP reads, and what version 2 has in their place.
 ONLY_FSDP_1 = {
@@ -130,7 +127,7 @@ FSDP_OPTIONS = (
         "Free gathered parameters after the forward pass: true or false (FSDP 2), or a sharding strategy (FSDP 1).",
         default="true",
         words=TRUE_OR_FALSE,
-        open=True,
+        allow_other=True,
         when=_FSDP_2,
     ),
     _fsdp(
@@ -160,7 +157,9 @@ FSDP_OPTIONS = (
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
     ),
-    _fsdp_off("forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1, open=True),
+    _fsdp_off(
+        "forward_prefetch", "Gather the next parameters during the forward pass too.", when=_FSDP_1, allow_other=True
+    ),
     _fsdp_on("use_orig_params", "Keep the original parameters visible (FSDP 1).", when=_FSDP_1),
     _fsdp_on("cpu_ram_efficient_loading", "Load pretrained weights on the first process; the others receive them."),
     # What only the first process loads must reach the others, so the question comes where every process loads.
@@ -220,6 +219,7 @@ MEGATRON_OPTIONS = (
 
 
 _tpu = rows("TPU", feature="tpu")
+_tpu_switch = partial(_tpu, default=False, switch=True)
 _POD = {"tpu_use_cluster": (True,)}
 _pod = partial(_tpu, when=_POD)
 _pod_key = partial(_pod, flags=())
@@ -231,25 +231,18 @@ TPU_OPTIONS = (
         offer="main",
         check=matching(r"[^\W\d]\w*", "that is no name of a function"),
     ),
-    _tpu(
-        "tpu_use_cluster",
-        "Train on a TPU pod of Google Cloud.",
-        flags=("--tpu_cluster",),
-        default=False,
-        switch=True,
-        negation="--no_tpu_cluster",
+    _tpu_switch(
+        "tpu_use_cluster", "Train on a TPU pod of Google Cloud.", flags=("--tpu_cluster",), negation="--no_tpu_cluster"
     ),
-    _tpu(
+    _tpu_switch(
         "downcast_bf16",
         "With bf16, turn float64 tensors into float32 rather than bfloat16.",
-        default=False,
-        switch=True,
         chapter="precision",
         when={"kind": ("XLA",), "mixed_precision": ("bf16",)},
     ),
     _pod_key("tpu_name", "Name of the TPU."),
     _pod_key("tpu_zone", "Zone of the TPU."),
-    _pod("tpu_use_sudo", "Run the script with sudo in the pod.", default=False, switch=True),
+    _tpu_switch("tpu_use_sudo", "Run the script with sudo in the pod.", when=_POD),
     _pod_key("command_file", "File of commands to run in the pod.", optional=True, check=existing_file),
     _pod_key("commands", "Commands to run in the pod.", type="strs", when={**_POD, "command_file": NOT_GIVEN}),
     _pod("vm", "A virtual machine of the pod; give it once for each.", type="strs", key="tpu_vm"),
@@ -315,7 +308,7 @@ _parallelism = rows(
     feature="parallelism",
     env="PARALLELISM_CONFIG_*",
 )
-_ulysses = partial(_parallelism, above_one="parallelism_config_sp_size", when=_ULYSSES)
+_ulysses = partial(_parallelism, exported_if_several="parallelism_config_sp_size", when=_ULYSSES)
 _parallel_size = partial(_parallelism, default=1, check=at_least(1))
 
 PARALLELISM_OPTIONS = (
@@ -328,16 +321,16 @@ PARALLELISM_OPTIONS = (
         "cp_comm_strategy",
         "How the processes of one sequence exchange keys and values.",
         default="allgather",
-        above_one="parallelism_config_cp_size",
+        exported_if_several="parallelism_config_cp_size",
         words="allgather alltoall",
         when=_SPLIT,
     ),
     _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when=_WITH_DEEPSPEED),
-    _parallelism(
+    _parallel_size(
         "pp_size",
         "Processes that the layers are divided over (pipeline parallel).",
+        default=None,
         offer=1,
-        check=at_least(1),
         when=_PLAIN,
     ),
     _parallelism(
@@ -359,7 +352,7 @@ PARALLELISM_OPTIONS = (
         "Attention of sequence parallelism: eager, flash_attention_2, flash_attention_3 or sdpa.",
         default="sdpa",
         words="sdpa flash_attention_2 flash_attention_3",
-        open=True,
+        allow_other=True,
     ),
 )
 

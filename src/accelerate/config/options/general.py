@@ -142,7 +142,7 @@ OPTIONS: tuple[Option, ...] = (
         "How the processes find each other: static or c10d.",
         default="static",
         words="static c10d",
-        open=True,
+        allow_other=True,
     ),
     _runner("rdzv_conf", "Settings of that method: key=value,key=value.", default=""),
     _runner("max_restarts", "How often to restart all processes after a failure.", default=0, check=at_least(0)),

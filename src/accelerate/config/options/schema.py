@@ -56,12 +56,12 @@ class Option:
         env: the variable in which the launcher hands the value to the worker, and which sets it from outside.
         env_names: the variables of a `bools` option, one for each value, instead of `env`.
         style: how `encode` spells the value.
-        above_one: another option that must be more than one for this one to be exported.
+        exported_if_several: another option that must be more than one for this one to be exported.
         section: the mapping in the configuration file that holds the key; None is the top level.
         key: the key in the configuration file; an empty string means that a file cannot set it.
         feature: the feature (see `Feature`) without which it has no effect.
         words: the words that `accelerate config` offers and `config validate` knows, where a command line takes any text.
-        open: other words than these may be right as well.
+        allow_other: other words than these may be right as well.
         special_words: answers, and the words that are offered beside them instead of `words` or `choices`.
         chapter: where `accelerate config` asks for it, if a file can set it and there is such a `Chapter`.
         when: the answers without which it does not ask.
@@ -85,12 +85,12 @@ class Option:
     env: str | None = None
     env_names: tuple[str, ...] = ()
     style: str = PLAIN
-    above_one: str | None = None
+    exported_if_several: str | None = None
     section: str | None = None
     key: str | None = None
     feature: str | None = None
     words: tuple[str, ...] = ()
-    open: bool = False
+    allow_other: bool = False
     special_words: tuple[Answers, tuple[str, ...]] | None = None
     chapter: str = "other"
     when: Answers = field(default_factory=dict)
@@ -301,8 +301,8 @@ def to_int(value: Any, name: str) -> int:
     raise ValueError(f"{name} is {value!r}; it must be an integer.")
 
 
-def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | None = None) -> E:
-    """Read a member from itself, its name or an upper-case alias, or its value; a ValueError lists the names."""
+def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E | None] | None = None) -> E | None:
+    """Read a member from itself, its name or value, or what an upper-case alias stands for; a ValueError lists the names."""
     if isinstance(value, kind):
         return value
     word = str(value).strip().upper()

@@ -81,21 +81,21 @@ def run(plan: LaunchPlan, replace: bool = False) -> None:
     them).
     """
     environment = worker_environment(plan, os.environ)
-    tell(plan, *plan.notes)
-    of(plan).run(plan, environment, replace)
+    print_info(plan, *plan.notes)
+    module_for(plan).run(plan, environment, replace)
 
 
 def process(plan: LaunchPlan) -> Process:
     """Return the process that a plan would start on this machine, or the command that starts processes elsewhere."""
-    return of(plan).process(plan, worker_environment(plan, os.environ))
+    return module_for(plan).process(plan, worker_environment(plan, os.environ))
 
 
-def of(plan: LaunchPlan) -> types.ModuleType:
+def module_for(plan: LaunchPlan) -> types.ModuleType:
     """Return the runner of a plan; it is imported when it is needed."""
     return importlib.import_module(f"accelerate.launch.runners.{_MODULES.get(plan.runner, plan.runner)}")
 
 
-def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
+def print_info(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
     """Print lines of information, without a prefix here, unless the plan is quiet; `always` overrides that."""
     if always or not plan["quiet"]:
         to_stderr("".join(f"{PREFIX}{line}\n" for line in lines))
@@ -107,7 +107,7 @@ def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
 def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
     """Return what would be started, the source of each setting, and the command and variables of each process."""
     environ = os.environ if environ is None else environ
-    lines = [f"{summary(plan)} would be started {RUNNERS[plan.runner]}.", *_meeting(plan)]
+    lines = [f"{summary(plan)} would be started {RUNNERS[plan.runner]}.", *_rendezvous(plan)]
     lines += ["", settings_table(plan.settings), ""]
     lines += _process(plan, process(plan), environ)
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
@@ -121,15 +121,12 @@ def summary(plan: LaunchPlan) -> str:
     if plan.runner in ("tpu", "tpu_pod"):
         where = "TPU cores"
     # A scheduler has started a launch for each process.
-    count = (
-        f"1 of {plan.num_processes}"
-        if plan.runner in ("single", "simulate") and plan.num_processes > 1
-        else plan.num_processes
-    )
+    is_one_of_them = plan.runner in ("single", "simulate") and plan.num_processes > 1
+    count = f"1 of {plan.num_processes}" if is_one_of_them else plan.num_processes
     return f"{count} {'process' if plan.num_processes == 1 else 'processes'} on {where}"
 
 
-def _meeting(plan: LaunchPlan) -> list[str]:
+def _rendezvous(plan: LaunchPlan) -> list[str]:
     if not plan.elastic:
         return []
     meet = plan.rendezvous
@@ -164,10 +161,8 @@ def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> 
     called = f"{first}({', '.join(others)})" if is_call else shlex.join(command(started.command))
     own = sorted(set(started.environment.items()) - set(environ.items()))
     gone = sorted(set(environ) - set(started.environment))
-    lines = [
-        f"{started.label}: {called}",
-        *(f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in own),
-    ]
+    lines = [f"{started.label}: {called}"]
+    lines += [f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in own]
     lines += ["  and its rank and size, and where they meet, as torchrun spells them"] if plan.elastic else []
     return [*lines, f"  without {', '.join(gone)}"] if gone and not is_call else lines
 
@@ -175,7 +170,7 @@ def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> 
 # -- programs ------------------------------------------------------------------------------------------------------------
 
 
-def find(program: str, environment: Mapping[str, str], otherwise: str) -> None:
+def require_program(program: str, environment: Mapping[str, str], otherwise: str) -> None:
     """Refuse to go on without a program on the PATH; `otherwise` says in a sentence what to do."""
     if shutil.which(program, path=environment.get("PATH")) is None:
         raise LaunchError(f"{program} is not on the PATH. {otherwise}")

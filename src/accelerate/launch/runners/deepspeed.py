@@ -50,7 +50,7 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     # DeepSpeed does not hand its --master_addr on to the processes of every launcher.
     variables["MASTER_ADDR"] = str(plan["main_process_ip"] or next(iter(hosts)).rpartition("@")[2])
     variables["MASTER_PORT"] = str(plan["main_process_port"] or DEFAULT_PORT)
-    runners.find("deepspeed", variables, "On every machine: pip install 'accelerate[deepspeed]'.")
+    runners.require_program("deepspeed", variables, "On every machine: pip install 'accelerate[deepspeed]'.")
     return Process("DeepSpeed's launcher", tuple(words), variables)
 
 
@@ -64,7 +64,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         path = os.path.join(private, "variables")
         if held_back := _write_variables(path, call.environment):
             note = "They would be readable there, or changed by a shell: set them there, or in ~/.deepspeed_env."
-            runners.tell(plan, f"not handed on to the other machines: {', '.join(held_back)}. {note}")
+            runners.print_info(plan, f"not handed on to the other machines: {', '.join(held_back)}. {note}")
         runners.start(call.command, {**call.environment, "DS_ENV_FILE": path})
 
 

@@ -44,7 +44,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         from accelerate.launch.machine_rendezvous import MachineRendezvous
 
         asked = (plan.rendezvous, plan.local_processes, plan["max_restarts"])
-        rendezvous = MachineRendezvous(*asked, lambda line: runners.tell(plan, line))
+        rendezvous = MachineRendezvous(*asked, lambda line: runners.print_info(plan, line))
     script, *arguments = plan.command
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
     options |= {"tee": elastic.streams(plan), "agent": agent, "verbose": bool(plan["debug"])}

@@ -61,7 +61,9 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
 
 def _flavour(environment: Mapping[str, str]) -> str:
     """Ask mpirun what it is: a key of `_ANSWERS`."""
-    runners.find("mpirun", environment, f"Install Open MPI or MPICH on every machine, or leave out {_OPTION}.")
+    runners.require_program(
+        "mpirun", environment, f"Install Open MPI or MPICH on every machine, or leave out {_OPTION}."
+    )
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["mpirun", "--version"], env=dict(environment), **streams, text=True, errors="replace")
     for flavour, answers in _ANSWERS.items():

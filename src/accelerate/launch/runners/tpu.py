@@ -31,8 +31,7 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the program that starts the processes of all cores, or the command that reaches the machines of the pod."""
     if plan.runner == "tpu_pod":
         runners.refuse_elastic(plan, "the launcher on each machine of the pod")
-        options = {name: resolved.value for name, resolved in plan.settings.items()}
-        worker = remote_launch(options, plan.num_processes, plan.script, plan.script_args)
+        worker = remote_launch(plan)
         at = worker.index("accelerate-launch")  # behind sudo
         remote = shlex.join([*worker[:at], "env", *pod_variables(plan["env"] or ()), *worker[at:]])
         command = gcloud_ssh(plan["tpu_name"], plan["tpu_zone"], remote, workers=",".join(plan["vm"] or ["all"]))
@@ -52,7 +51,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
     """Start that program; the launcher may become it."""
     started = process(plan, environment)
     if plan.runner == "tpu_pod":
-        runners.find("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
+        runners.require_program("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
     elif importlib.util.find_spec("torch_xla") is None:
         raise MissingPackageError("--tpu needs torch_xla: pip install torch_xla, on a machine with a TPU.")
     runners.start(started.command, started.environment, replace)
@@ -69,16 +68,15 @@ def _is_on(value: object) -> bool:
     return bool(value) and str(value).lower() not in ("no", "false")
 
 
-def remote_launch(options: Mapping[str, object], count: int, script: str, script_args: Sequence[str]) -> list[str]:
-    """Return the command that each machine of a pod runs, with `count` processes."""
-    words = ["sudo"] if options.get("tpu_use_sudo") else []
+def remote_launch(plan: LaunchPlan) -> list[str]:
+    """Return the command that each machine of a pod runs."""
+    words = ["sudo"] if plan["tpu_use_sudo"] else []
     words += ["accelerate-launch", "--tpu", "--no_tpu_cluster", "--num_machines", "1"]
-    words += ["--mixed_precision", str(options.get("mixed_precision") or "no")]
-    words += ["--dynamo_backend", str(options.get("dynamo_backend") or "no").lower()]
-    words += ["--num_processes", str(count)]
-    words += ["--main_training_function", str(options.get("main_training_function") or _FUNCTION)]
-    words += [f"--{name}" for name in ("downcast_bf16", "debug", "module") if _is_on(options.get(name))]
-    return [*words, script, *script_args]
+    words += ["--mixed_precision", plan["mixed_precision"], "--dynamo_backend", str(plan["dynamo_backend"]).lower()]
+    words += ["--num_processes", str(plan.num_processes)]
+    words += ["--main_training_function", plan["main_training_function"] or _FUNCTION]
+    words += [f"--{name}" for name in ("downcast_bf16", "debug", "module") if _is_on(plan[name])]
+    return [*words, plan.script, *plan.script_args]
 
 
 def pod_variables(assignments: Sequence[str]) -> list[str]:
