@@ -105,7 +105,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self.record: State = {"machines": self.machines, "processes": processes, "restarts": restarts, "beat": 0}
         self.record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex[:12]}
         self.said: State = {"round": ""}
-        self.place = f"{self.host}, port {self.port}"
+        self.place, self.pause = f"{self.host}, port {self.port}", max(_LOOK_S, self.machines / _LOOKS_PER_SECOND)
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self.names: dict[int, str] = {}  # of all machines on machine 0; of that one and this one elsewhere
         # Machine 0 holds the store of the run and that of a round, and remembers the beat of each launcher and since when it stands.
@@ -294,7 +294,6 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         """Exchange states with the store until the thread is stopped, or the connection breaks in a round."""
         home, last = self._home, False
-        joining = max(_LOOK_S, home.machines / _LOOKS_PER_SECOND)
         # What machine 0 sums up is new.
         running = min(_BEAT_S, home.heartbeat_timeout / 4) / (4 if home.is_host else 1)
         while not last:
@@ -308,7 +307,7 @@ class Heartbeat(threading.Thread):
                 if home.is_host or not home.said["waits"]:
                     return
             if not last:
-                self._wake.wait(joining if home.said["waits"] else running)
+                self._wake.wait(home.pause if home.said["waits"] else running)
 
     def _exchange(self) -> None:
         home, is_new = self._home, self.store is None
@@ -354,7 +353,8 @@ class Heartbeat(threading.Thread):
         members = [by_identity[identity] for identity in home.members]
         inside = [state for state in members if state["round"] == name]
         if not members or any(state["waits"] for state in inside):
-            here = [state for state in states if silence[state["identity"]] < _FRESH_S and state["waits"]]
+            fresh = max(_FRESH_S, 3 * home.pause)
+            here = [state for state in states if silence[state["identity"]] < fresh and state["waits"]]
             answer |= self._arranged([state for state in here if state in inside or state not in members])
             if answer["round"] != name:
                 return answer
