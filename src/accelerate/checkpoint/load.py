@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
-# From this many bytes on, huge pages pay, and files are mapped.
+# From this many bytes on, files are mapped.
 LARGE = 4 << 20
 
 
@@ -467,7 +467,7 @@ def _take_over(optimizer: Any, read: set[int], former: dict[Any, dict[str, Any]]
                 (memory.shape, memory.dtype, memory.device, memory.stride())
                 != (value.shape, value.dtype, value.device, value.stride())
             ):
-                memory = _new_like(value)
+                memory = torch.empty_like(value)
             places.append((state, name, memory))
             pairs.append((memory, value))
     copy_over(pairs)
@@ -509,16 +509,8 @@ def copy_over(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def own_copy(value: torch.Tensor) -> torch.Tensor:
     """Return a copy with memory of its own; OSError as `copy_over`."""
-    memory = _new_like(value)
-    copy_over([(memory, value)])
-    return memory
-
-
-def _new_like(value: torch.Tensor) -> torch.Tensor:
-    """Return new memory like a tensor's. In huge pages it is filled faster."""
     memory = torch.empty_like(value)
-    if memory.nbytes >= LARGE and memory.device.type == "cpu":
-        durable.advise(memory.data_ptr(), memory.nbytes, durable.HUGE)
+    copy_over([(memory, value)])
     return memory
 
 

@@ -40,9 +40,8 @@ _BLOCK = 2 << 20
 # Smaller pieces are collected until they are so much.
 _STEP = 1 << 20
 
-# Advice: to read and map pages of a file in one go, several times faster than a fault at a time (kernels from 5.14 know it); and
-# to take huge pages, so that new memory is filled twice as fast.
-POPULATE, HUGE = 22, 14
+# Advice: to read and map pages of a file in one go, several times faster than a fault at a time (kernels from 5.14 know it).
+POPULATE = 22
 
 
 def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T]:
@@ -173,7 +172,7 @@ def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
     maps, copies = [_NO_FILE], list(copies)
     if sum(map(operator.itemgetter(2), copies)) >= CHUNK:
         maps = _mapped_files()
-    in_memory = []
+    in_files, in_memory = [], []
     with contextlib.ExitStack() as held:
         same_file = functools.cache(functools.partial(_same_file, held))
         for target, source, length in copies:
@@ -181,14 +180,20 @@ def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
             file = same_file(path, inode) if source + length <= end else None
             if file is None:
                 in_memory.append((target, source, length))
-                continue
-            left, start = memoryview((ctypes.c_char * length).from_address(target)).cast("B"), source - begin + offset
-            while len(left):
-                if not (size := os.preadv(file, [left], start)):
-                    raise OSError(errno.EIO, "the file became shorter while it was read", path)
-                left, start = left[size:], start + size
+            else:
+                in_files.append((target, file, source - begin + offset, length, path))
+        each(lambda copy: _read(*copy), in_files, threads())
     for number in range(0, len(in_memory), _SPANS):
         _copy_pages(in_memory[number : number + _SPANS])
+
+
+def _read(target: int, file: int, start: int, length: int, path: str) -> None:
+    """Read a piece of a file into memory."""
+    left = memoryview((ctypes.c_char * length).from_address(target)).cast("B")
+    while len(left):
+        if not (size := os.preadv(file, [left], start)):
+            raise OSError(errno.EIO, "the file became shorter while it was read", path)
+        left, start = left[size:], start + size
 
 
 # The system takes so many pieces of memory in one call (its IOV_MAX).
