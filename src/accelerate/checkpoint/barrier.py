@@ -375,9 +375,11 @@ class SaveBarrier:
 
     def _sum_up(self, come: int) -> Note:
         """Return the outcome of a round of all ranks."""
-        failed = come // _FAILED
+        flags, failed = come % _FAILED // _FLAG, come // _FAILED
+        if not failed:
+            return {"flags": flags, "failed": []}
         notes = [json.loads(self._round.get(f"problem/{number + 1}")) for number in range(min(failed, _MOST))]
-        return {"flags": come % _FAILED // _FLAG, "failed": _problems(dict(notes), failed)}
+        return {"flags": flags, "failed": _problems(dict(notes), failed)}
 
     def _calls(self) -> dict[int, Note]:
         """Return the calls of the ranks that have begun this barrier."""

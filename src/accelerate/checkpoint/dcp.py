@@ -392,7 +392,7 @@ def _disjoint(pieces: list[Any], dims: int) -> bool:
             groups[-1].append(piece)
             end = max(end, piece[0][dim] + piece[1][dim])
         if len(groups) > 1:  # which a cut across this dim separates
-            return all(_disjoint(group, dims) for group in groups)
+            return all(len(group) == 1 or _disjoint(group, dims) for group in groups)
     # No cut separates them: a single piece, those that overlap, and few that are laid like bricks around one.
     return not any(
         all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))

@@ -300,10 +300,10 @@ def misfits(
     """Return a line for each way in which stored values, as `matched` returns them, are not what a model has."""
     lines = []
     for name, value in found.items():
-        if is_extra(name) or isinstance(own[name], nn.parameter.UninitializedTensorMixin):
+        if isinstance(own[name], nn.parameter.UninitializedTensorMixin):
             continue
         shapes = [tuple(one.size()) if isinstance(one, torch.Tensor) else "no tensor" for one in (value, own[name])]
-        if shapes[0] != shapes[1]:
+        if shapes[0] != shapes[1] and not is_extra(name):
             lines.append(f"{name} has {shapes[0]} in the file and {shapes[1]} in the model")
     lines += [f"{name} is missing in the file" for name in missing]
     return lines + [f"{name} is unexpected in the file" for name in others]

@@ -182,18 +182,21 @@ def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
                 in_memory.append((target, source, length))
             else:
                 in_files.append((target, file, source - begin + offset, length, path))
-        each(lambda copy: _read(*copy), in_files, threads())
+        if in_files:
+            count = threads()
+            each(_read, [in_files[number::count] for number in range(count)], count)
     for number in range(0, len(in_memory), _SPANS):
         _copy_pages(in_memory[number : number + _SPANS])
 
 
-def _read(target: int, file: int, start: int, length: int, path: str) -> None:
-    """Read a piece of a file into memory."""
-    left = memoryview((ctypes.c_char * length).from_address(target)).cast("B")
-    while len(left):
-        if not (size := os.preadv(file, [left], start)):
-            raise OSError(errno.EIO, "the file became shorter while it was read", path)
-        left, start = left[size:], start + size
+def _read(copies: Iterable[tuple[int, int, int, int, str]]) -> None:
+    """Read pieces of files into memory: its address, the file, where the piece starts, its bytes, and the path for an error."""
+    for target, file, start, length, path in copies:
+        left = memoryview((ctypes.c_char * length).from_address(target)).cast("B")
+        while len(left):
+            if not (size := os.preadv(file, [left], start)):
+                raise OSError(errno.EIO, "the file became shorter while it was read", path)
+            left, start = left[size:], start + size
 
 
 # The system takes so many pieces of memory in one call (its IOV_MAX).

@@ -247,7 +247,8 @@ def _adopt(accelerator: Facade, entry: Entry) -> Any:
 def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
     """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
     outer, *inners = entry.objects()
-    resolve(accelerator.state).check(accelerator, (outer,))
+    accelerator._backend = resolve(accelerator.state)
+    accelerator._backend.check(accelerator, (outer,))
     amp.check_weights(outer, accelerator.scaler)
     bare = outer._orig_mod if is_compiled_module(outer) else outer
     layout = accelerator.parallelism_config
@@ -319,7 +320,8 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
         )
     _adopt_sharded(accelerator, (model,))
     if not evaluation_mode:  # once more: a model may come here without `prepare`
-        resolve(accelerator.state).check(accelerator, (model,))
+        accelerator._backend = resolve(accelerator.state)
+        accelerator._backend.check(accelerator, (model,))
     model = _overlay_mesh(accelerator, model, evaluation_mode)
     convert = {FP8BackendType.TE: accelerator._prepare_te, FP8BackendType.AO: accelerator._prepare_ao}
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend in convert:
@@ -354,12 +356,11 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
 
 
 def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
-    """Let the strategy wrap a model."""
-    backend = accelerator._backend = resolve(accelerator.state)
+    """Let the strategy wrap a model that it has checked."""
     accelerator._prepare_device_mesh()
     if accelerator.prepared.conditional:
         conditional.install(accelerator, model)
-    return backend.wrap_model(accelerator, model)
+    return accelerator._backend.wrap_model(accelerator, model)
 
 
 def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
