@@ -123,9 +123,8 @@ def add_options(parser: CustomArgumentParser, options: Iterable[Option] = OPTION
             kind = {"action": "store_true"}
         elif option.type == "strs":
             kind = {"action": "append"}
-        listed = ", ".join(
-            () if option.choices or option.allow_other else option.words
-        )  # argparse lists choices itself
+        # argparse lists choices itself.
+        listed = ", ".join(() if option.choices or option.allow_other else option.words)
         text = f"{option.help[:-1]}: {listed}." if listed else option.help
         heading.add_argument(*option.spellings, help=text.replace("%", "%%"), **common, **kind)
         if option.negation:

@@ -204,10 +204,8 @@ class DeepSpeedPlugin:
     def _default_config(self) -> dict[str, Any]:
         one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
         config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-        for name, (
-            place,
-            _,
-        ) in DEEPSPEED_FIELDS.items():  # of gradient_clipping 0 is no limit, and what is not there 1.0
+        # Of gradient_clipping 0 is no limit, and what is not there 1.0.
+        for name, (place, _) in DEEPSPEED_FIELDS.items():
             *path, key = place.split(".")
             node = config
             for part in path:

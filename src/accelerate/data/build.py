@@ -133,13 +133,7 @@ def prepare_data_loader(
         batching_sampler(dataloader).check_ranks(layout.num_shards)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
     if rng_types is not None:
-        rng_types = [
-            kind for kind in rng_types if kind != "generator" or generator is not None
-        ]  # else nothing shuffles
-        # A generator made here is known to nobody else: without its synchronisation the parts would overlap.
-        ours = getattr(adapter.get_sampler(dataloader), "generator_is_ours", False)
-        if generator is not None and ours and "generator" not in rng_types:
-            rng_types.append("generator")
+        rng_types = _synchronised(rng_types, dataloader, generator)
 
     division = Division(reading, layouts, process_index, split_batches, even_batches, readers)
     made, changes = plan.make(dataloader, division), _changes(dataloader, division)
@@ -284,6 +278,15 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
         generator = owner.generator = torch.Generator().manual_seed(draw_seed())
         owner.generator_is_ours = True
     return generator if isinstance(generator, torch.Generator) else None
+
+
+def _synchronised(kinds: list[Any], dataloader: DataLoader, generator: torch.Generator | None) -> list[Any]:
+    """The kinds of generators that are synchronised at each epoch, with the one that shuffles if there is one of ours."""
+    if generator is None:  # nothing shuffles
+        return [kind for kind in kinds if kind != "generator"]
+    # One that was made here is known to nobody else: without its synchronisation the parts would overlap.
+    ours = getattr(adapter.get_sampler(dataloader), "generator_is_ours", False)
+    return [*kinds, "generator"] if ours and "generator" not in kinds else kinds
 
 
 def _changes(dataloader: DataLoader, division: Division) -> dict[str, Any]:

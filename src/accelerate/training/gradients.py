@@ -207,8 +207,8 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     last = accelerator.gradient_state.sync_gradients
     if same_on_all and not (window.reference or window.usual or last):
         window.usual = _over_ranks(accelerator, count, "mean") * accelerator.gradient_state.num_steps
-    known = 2.0 ** math.frexp(window.usual)[1] if same_on_all and window.usual else 0.0 if same_on_all else count
-    window.reference = window.reference or known
+    usual = 2.0 ** math.frexp(window.usual)[1] if window.usual else 0.0
+    window.reference = window.reference or (usual if same_on_all else count)
     if not last:
         # Without items so far nothing says what is near one; the micro-batch weighs nothing then.
         window.factor = count / window.reference if window.reference else 0.0
