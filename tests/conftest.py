@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if shared:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             words = [item.module.__name__, *(f"{name}={parameters.get(name)}" for name in shared)]
-            item.add_marker(pytest.mark.xdist_group(" ".join(words)))
+            # xdist takes a name that has a bracket in it for the parameters of a test, and would put it in no group.
+            item.add_marker(pytest.mark.xdist_group(" ".join(words).translate({ord("["): "(", ord("]"): ")"})))
 
 
 def pytest_configure(config: pytest.Config) -> None:

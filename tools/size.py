@@ -69,10 +69,16 @@ def walks() -> dict[str, list[int]]:
 
     from accelerate import Accelerator
 
-    def training(accelerator: Accelerator) -> tuple[Any, ...]:
+    def built() -> tuple[Any, ...]:
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        optimizer = torch.optim.AdamW(model.parameters())
+        return model, torch.optim.AdamW(model.parameters())
+
+    def training(accelerator: Accelerator) -> tuple[Any, ...]:
+        model, optimizer = built()
         loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=2)
+        _, figures["prepare, a model alone"] = taken(lambda: accelerator.prepare(model))
+        accelerator.free_memory()
+        model, optimizer = built()
         (model, optimizer, loader), figures["prepare"] = taken(lambda: accelerator.prepare(model, optimizer, loader))
         return model, optimizer, loader
 

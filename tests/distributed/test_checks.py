@@ -3,22 +3,21 @@
 import pytest
 
 TRAINING = "check_training.py check_wrappers.py check_prepare.py check_watching.py"
+REPLAY, PIPELINE = "check_replay.py", "check_pipeline.py"
 STATES = "check_operations.py check_processes.py"
 LOADERS = "check_loaders.py check_active_loader.py check_streams.py check_metrics_property.py"
 OF_TRANSFORMERS = "check_tensor_parallel.py check_long_sequences.py check_pippy.py"
 SHARDS = "check_sharded_checkpoints.py"
 
 QUICK = [
-    (2, f"check_collective_errors.py {TRAINING}"),
+    (2, f"check_collective_errors.py {TRAINING} {REPLAY}"),
     (2, LOADERS),
-    (2, OF_TRANSFORMERS),
+    (2, f"{OF_TRANSFORMERS} {PIPELINE}"),
     (
         2,
         "check_sharded.py check_adapters.py check_precision.py check_norms.py check_estimator.py check_conditional.py "
         "check_weights.py check_ema.py",
     ),
-    (2, "check_pipeline.py check_schedules check_checkpoints"),
-    (2, "check_replay.py check_a_clean check_the_rank"),
     (3, STATES),
 ]
 SLOW = [
@@ -34,10 +33,9 @@ SLOW = [
     (4, "check_norms.py check_ four_"),
     (4, "check_sharded.py check_fsdp2_units.py check_adapters.py check_conditional.py four_"),
     (4, "check_ema.py"),
-    (2, "check_replay.py check_what check_a_step check_layers"),
-    (2, "check_pipeline.py check_short check_items check_auto check_an_axis slow_"),
+    (2, f"{REPLAY} {PIPELINE} slow_"),
     (2, "check_fsdp2_units.py"),
-    (4, "check_pipeline.py four_"),
+    (4, f"{PIPELINE} four_"),
     (1, "check_ema.py"),
     (3, SHARDS),
     (4, f"{SHARDS} meshes_"),

@@ -14,7 +14,7 @@ from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, is_fsd
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.modules.optimizer_remap import named, remap_optimizers
-from accelerate.modules.unwrap import canonical_names, is_compiled_module, is_parallel_wrapper
+from accelerate.modules.unwrap import canonical_names, is_compiled_module, loaded_wrappers
 from accelerate.parallel import consistency, fsdp
 from accelerate.parallel.mesh import check_backend, shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
@@ -145,7 +145,7 @@ class FSDP1(Sharded):
         for model in accelerator.prepared.models:
             root = model._orig_mod if is_compiled_module(model) else model
             own = {id(parameter) for parameter in root.parameters()}
-            if not is_parallel_wrapper(root) or not own & given.keys():
+            if not isinstance(root, loaded_wrappers()) or not own & given.keys():
                 continue
             trained = {id(p) for p in root.parameters() if p.requires_grad}
             if not trained <= given.keys():

@@ -26,6 +26,7 @@ from accelerate.utils import fsdp_utils
 from accelerate.utils.versions import is_torch_version
 
 _WITHOUT_COLLECTIVES = ("mps",)
+_GLOO_MIXES = is_torch_version("<", "2.10")
 
 
 @dataclass(eq=False)
@@ -226,7 +227,7 @@ class FSDP2(Sharded):
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse weights that one rank alone has where layers are split first, from those of every rank."""
-        if is_torch_version("<", "2.10") and accelerator.num_processes > 1 and dist.get_backend() == "gloo":
+        if _GLOO_MIXES and accelerator.num_processes > 1 and dist.get_backend() == "gloo":
             raise ValueError(
                 "fsdp_version=2 on CPUs with several processes needs torch 2.10 or newer: gloo of older ones mixes up the exchanges of "
                 "`fully_shard`, and weights come out wrong. Run pip install 'torch>=2.10', or set fsdp_version=1."

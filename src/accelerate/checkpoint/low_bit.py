@@ -20,7 +20,7 @@ from accelerate.parallel.shard import box
 def plain(value: Any) -> Any:
     """Return what a checkpoint holds of a value of an optimizer's state: itself, or of few bits a dict of its parts, no copy, or values.
 
-    DTensors stay ones. Any rank, alone: what it is follows from the shape, for all ranks of a mesh alike.
+    DTensors stay ones. Any rank, alone: what it is follows from the shape, so all ranks of a mesh find the same.
     """
     local = _local(value)
     if not is_low_bit(local):

@@ -276,7 +276,7 @@ class MegatronLMPlugin:
                 raise NotImplementedError(f"MegatronLMPlugin({name}={value!r}) is not possible here. {instead}")
 
     def core_arguments(self) -> dict[str, Any]:
-        """Return the settings, and what `prepare` has found out, by the names of Megatron core; it is not told those that are None."""
+        """Return the settings, and what `prepare` has found out, by the names of Megatron core, without those that are None."""
         rows = self.__dataclass_fields__.items()
         named = {core: getattr(self, name) for name, row in rows if (core := row.metadata.get("core"))}
         arguments = named | self.megatron_lm_default_args

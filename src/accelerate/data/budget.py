@@ -36,7 +36,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
     Raises:
         ValueError: for a sample that is longer than `max_tokens`, for no samples, and for numbers below 1.
 
-    Every rank makes it alike, and passes it to a `DataLoader` as `batch_sampler`.
+    Every rank builds it with the same arguments, and passes it to a `DataLoader` as `batch_sampler`.
 
     Example:
         >>> sampler = TokenBudgetSampler([7, 2, 3, 8, 2, 3], max_tokens=16, shuffle=False)

@@ -308,8 +308,8 @@ def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
             gathered = 2 * units.total() - units.get("", 0) if layout.reshard else units.total()
             add(dimension, "all_gather", ranks, stride, windows * compute * gathered)
             add(dimension, "reduce_scatter", ranks, stride, compute * reduced.total())
-            apart = layout.tp * layout.shards
-            add("dp_replicate", "all_reduce", layout.dp_replicate, apart, compute * own.total())
+            stride = layout.tp * layout.shards
+            add("dp_replicate", "all_reduce", layout.dp_replicate, stride, compute * own.total())
     elif layout.zero is not None:
         reduction, times = ("all_reduce", 1) if layout.zero < 2 else ("reduce_scatter", windows)
         gathered = 2 * windows * numbers if layout.zero == 3 else trained

@@ -17,10 +17,10 @@ from accelerate.diagnostics.inventory import inventory_of_model
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
 from accelerate.precision.footprint import pieces, tensors_here, zero_stage
-from accelerate.precision.master import local_part, size
+from accelerate.precision.master import size
 from accelerate.runtime import failure
 from accelerate.runtime.run import Run
-from accelerate.runtime.torch_private import pytree
+from accelerate.runtime.torch_private import local_part, pytree
 
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")

@@ -13,9 +13,9 @@ from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision.amp import autocast_of, precision
 from accelerate.precision.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
 from accelerate.precision.fp8 import ENGINES
-from accelerate.precision.master import local_part, size
+from accelerate.precision.master import size
 from accelerate.runtime import torch_private
-from accelerate.runtime.torch_private import pytree
+from accelerate.runtime.torch_private import local_part, pytree
 
 _COLUMNS = ("copy", "before prepare", "now", "elements", "whole", "on this rank")
 _LOW = (torch.float16, torch.bfloat16)

@@ -44,7 +44,8 @@ PARALLEL_WRAPPERS = (
 )
 
 
-def _loaded_wrappers() -> tuple[type, ...]:
+def loaded_wrappers() -> tuple[type, ...]:
+    """Return the classes of `PARALLEL_WRAPPERS` that are imported: what training wraps a model in. Any rank, alone."""
     loaded = sys.modules.get
     return tuple(
         [kind for path, name in PARALLEL_WRAPPERS if isinstance(kind := getattr(loaded(path), name, None), type)]
@@ -68,11 +69,6 @@ def is_compiled_module(module: nn.Module) -> bool:
     return frame is not None and isinstance(module, frame.OptimizedModule)
 
 
-def is_parallel_wrapper(module: nn.Module) -> bool:
-    """Say whether a module is a wrapper for parallel training around another one (DDP, FSDP1, a DeepSpeed engine)."""
-    return isinstance(module, _loaded_wrappers())
-
-
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
@@ -93,7 +89,7 @@ def extract_model_from_parallel(
         >>> extract_model_from_parallel(torch.nn.DataParallel(net)) is net
         True
     """
-    wrappers = _loaded_wrappers()
+    wrappers = loaded_wrappers()
     inner, compiled = _peeled(model, wrappers)
     if recursive:
         _unwrap_children(inner, wrappers)

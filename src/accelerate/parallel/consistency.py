@@ -6,6 +6,7 @@ Averaging twice changes nothing, so it does not matter how passes, micro-batches
 """
 
 import logging
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from accelerate.comm.base import Communicator
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import mesh
 from accelerate.precision import four_bit
-from accelerate.precision.master import local_part
 from accelerate.runtime.run import Run
+from accelerate.runtime.torch_private import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ def require_same_model(
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all parameters, scales of 4-bit ones and buffers, also those that a state dict leaves out, each once."""
-    named = *model.named_parameters(), *four_bit.scales(model).items(), *model.named_buffers()
+    scales = four_bit.scales(model) if "bitsandbytes" in sys.modules else {}
+    named = *model.named_parameters(), *scales.items(), *model.named_buffers()
     return {canonical_name(name): tensor for name, tensor in named}
 
 

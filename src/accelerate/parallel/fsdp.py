@@ -1,4 +1,4 @@
-"""What FSDP is told of a model: which modules become shards, recompute or stay whole, and how tied and loaded weights reach them."""
+"""How a model is described to FSDP: which modules become shards, recompute or stay unsharded, and how tied and loaded weights reach them."""
 
 import inspect
 import os

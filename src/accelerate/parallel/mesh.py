@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision.master import local_part
 from accelerate.runtime import torch_private, traits
 from accelerate.runtime.run import Run
+from accelerate.runtime.torch_private import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

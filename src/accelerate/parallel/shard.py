@@ -2,6 +2,7 @@
 
 import logging
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from accelerate.modules.unwrap import get_module_children_bottom_up
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import check_backend, shard_mesh
 from accelerate.precision import four_bit, master, rules
-from accelerate.precision.master import local_part
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.runtime.torch_private import local_part
 from accelerate.utils.versions import is_torch_version
 
 if TYPE_CHECKING:
@@ -117,12 +118,14 @@ def shard(
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     if accelerator.mixed_precision != "no" and master.upcast(model) and is_torch_version("<", "2.8"):
         master.upcast_frozen(model)  # its `fully_shard` takes one dtype in a unit, that of frozen weights included
-    four_bit.require_shardable(model, ignored or (), getattr(plugin.mixed_precision_policy, "param_dtype", None))
+    quantised = "bitsandbytes" in sys.modules
+    if quantised:
+        four_bit.require_shardable(model, ignored or (), getattr(plugin.mixed_precision_policy, "param_dtype", None))
     experts = _experts(accelerator, model)
     if not experts:  # whole models were compared before their experts were split
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    ruled = rules.resolve(model, plugin.module_precision, around)
+    ruled = rules.resolve(model, plugin.module_precision, around) if plugin.module_precision else {}
     policies = {part: rule.policy for part, rule in ruled.items()}
     parts = units(model, is_unit, {part for part, rule in ruled.items() if part in rule.modules} - {*experts})
     before = named(model)
@@ -162,8 +165,10 @@ def shard(
     else:
         _leave_meta(model, plugin.param_init_fn)
     _gather_ahead(model, plugin)
-    rules.install(model, dict.fromkeys(ruled.values()), accelerator.device.type)
-    four_bit.attach(model)
+    if ruled:
+        rules.install(model, dict.fromkeys(ruled.values()), accelerator.device.type)
+    if quantised:
+        four_bit.attach(model)
     remap_optimizers(accelerator, model, before)
     if ignored:
         consistency.register_whole_parameters(accelerator, model, consistency.whole(model))
@@ -172,6 +177,8 @@ def shard(
 
 def _gather_ahead(model: nn.Module, plugin: Any) -> None:
     """Let each unit gather as many of those after it as the plugin says, as its forward or backward begins."""
+    if not plugin.forward_prefetch and not plugin.backward_prefetch:
+        return
     found = torch_private.sharded_units(model)
     # Backward comes to a unit before those in it, of which the last is first.
     last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in found]
@@ -258,12 +265,18 @@ def distribute(
 ) -> None:
     """Give a sharded model the tensors that rank 0 has, each rank its shard alone; else RuntimeError. All ranks."""
     main = torch.distributed.get_rank() == 0
-    absent = _from_main([name for name in optional if name not in weights] if main else [])
-    targets = {name: tensor for name, tensor in consistency.tensors_of(model).items() if name not in absent}
-    if problems := _from_main(_misfits(targets, weights) if main else []):
+    targets = consistency.tensors_of(model)
+    absent = {name for name in optional if name not in weights}
+    problems = (
+        _misfits({name: target for name, target in targets.items() if name not in absent}, weights) if main else []
+    )
+    absent, problems = _from_main((absent, problems))
+    if problems:
         found = "; ".join(problems[:5])
         raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {found}.")
     for name, target in targets.items():
+        if name in absent:
+            continue
         sent = torch.empty(target.shape, dtype=target.dtype, device=accelerator.device)
         if main:
             sent.copy_(weights[name])
@@ -271,8 +284,8 @@ def distribute(
         local_part(target).detach().copy_(sent[box(target)])
 
 
-def _from_main(problems: list[str]) -> list[str]:
-    shared = [problems]
+def _from_main(found: Any) -> Any:
+    shared = [found]
     torch.distributed.broadcast_object_list(shared)
     return shared[0]
 

@@ -15,7 +15,7 @@ from accelerate._warn import warn_user
 from accelerate.config.enums import PrecisionType
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.modules.unwrap import AUTOCAST, restore_forward
-from accelerate.precision.master import local_part
+from accelerate.runtime.torch_private import local_part
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import convert_to_fp32
 
@@ -215,6 +215,13 @@ def make_scaler(device_type: str, row: Precision, handler: GradScalerKwargs | No
     if not row.scales_loss:
         return None
     return GradScaler(device_type, **(handler.to_kwargs() if handler is not None else {}))
+
+
+def remember(model: nn.Module) -> None:
+    """Note once, as ``model._accelerate_loaded``, which dtypes tensors came to ``prepare`` with. Any rank, alone."""
+    if "_accelerate_loaded" not in model.__dict__:
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        model._accelerate_loaded = {name: tensor.dtype for name, tensor in tensors}  # type: ignore[assignment]
 
 
 def check_weights(model: nn.Module, scaler: Any | None) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from accelerate.modules.unwrap import canonical_name
-from accelerate.precision.master import local_part, short, size
+from accelerate.precision.master import short, size
 from accelerate.runtime import torch_private
+from accelerate.runtime.torch_private import local_part
 
 
 @dataclass(frozen=True)

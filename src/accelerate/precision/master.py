@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from accelerate._warn import warn_user
+from accelerate.precision import amp
 from accelerate.runtime import storage
 from accelerate.runtime.torch_private import local_part, set_data
 
@@ -29,7 +30,7 @@ def upcast(model: nn.Module) -> int:
     and optimizers. For a model before it is sharded; DTensors and meta tensors are taken too. Any rank, alone; the
     main process warns.
     """
-    remember(model)
+    amp.remember(model)
     before: dict[str, torch.dtype] = {}
     added = 0
     for name, parameter in model.named_parameters():
@@ -49,13 +50,6 @@ def upcast(model: nn.Module) -> int:
             "To train the low-precision weights themselves, use mixed_precision='no'."
         )
     return added
-
-
-def remember(model: nn.Module) -> None:
-    """Note once, as ``model._accelerate_loaded``, which dtypes tensors came to ``prepare`` with. Any rank, alone."""
-    if "_accelerate_loaded" not in model.__dict__:
-        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        model._accelerate_loaded = {name: tensor.dtype for name, tensor in tensors}  # type: ignore[assignment]
 
 
 def upcast_frozen(model: nn.Module) -> None:

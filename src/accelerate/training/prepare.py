@@ -1,6 +1,7 @@
 """How objects are prepared: one pass of detection by identity, then what is new is wrapped and registered."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,13 +21,13 @@ from accelerate.modules.unwrap import (
     compile_regions,
     compile_regions_fsdp2,
     is_compiled_module,
-    is_parallel_wrapper,
+    loaded_wrappers,
     model_has_dtensor,
     warn_of_recompilations,
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
-from accelerate.precision import amp, four_bit, master
+from accelerate.precision import amp, four_bit
 from accelerate.precision.amp import precision
 from accelerate.runtime import known_faults, storage, torch_private, traits
 from accelerate.scheduler import AcceleratedScheduler
@@ -83,7 +84,8 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
     _adopt_sharded(accelerator, objects)
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
-    known_faults.warn(_concerned(accelerator, objects))
+    if concerned := _concerned(accelerator, objects):
+        known_faults.warn(concerned)
     if traits.of(accelerator.distributed_type).deepspeed:
         if device_placement is not None:
             raise ValueError(
@@ -299,8 +301,8 @@ def settings_of(accelerator: Facade) -> dict[str, str]:
 
 def chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
-    found: list[nn.Module] = []
-    while (compiled := is_compiled_module(model)) or is_parallel_wrapper(model):
+    wrappers, found = loaded_wrappers(), []
+    while (compiled := is_compiled_module(model)) or isinstance(model, wrappers):
         model = model._orig_mod if compiled else model.module
         found.append(model)
     return found
@@ -327,10 +329,11 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend in convert:
         (model,) = convert[accelerator.fp8_backend](model)
     given = [model, *chain(model)]
-    master.remember(given[-1])
+    amp.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
-        four_bit.keep_unpacked(model)
+        if "bitsandbytes" in sys.modules:
+            four_bit.keep_unpacked(model)
     mapped = _check_device_map(accelerator, model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.
@@ -357,7 +360,8 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
 
 def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
     """Let the strategy wrap a model that it has checked."""
-    accelerator._prepare_device_mesh()
+    if accelerator.parallelism_config is not None:
+        accelerator._prepare_device_mesh()
     if accelerator.prepared.conditional:
         conditional.install(accelerator, model)
     return accelerator._backend.wrap_model(accelerator, model)

@@ -30,7 +30,7 @@ from accelerate.modules.unwrap import canonical_name, canonical_names, clean_sta
 from accelerate.optimizer import flush_scaler_update
 from accelerate.parallel import shard
 from accelerate.precision import four_bit
-from accelerate.precision.master import local_part
+from accelerate.runtime.torch_private import local_part
 from accelerate.training import averages
 from accelerate.training.prepared import Facade
 from accelerate.utils import other

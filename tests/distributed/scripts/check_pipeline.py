@@ -188,10 +188,9 @@ def compare(what, model, schedule="1F1B", microbatches=4, every=1, steps=STEPS, 
 
 
 def check_schedules():
-    compare("GPipe", Net(), "GPipe", every=2)
-    compare("1F1B, tied", Net(True), "1F1B", every=2)
-    compare("Interleaved1F1B, tied", Net(True), "Interleaved1F1B", every=2, steps=6)
-    compare("ZBVZeroBubble, tied", Net(True), "ZBVZeroBubble", every=2, steps=6)
+    compare("GPipe", Net(), "GPipe", every=2, steps=6)
+    for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
+        compare(f"{schedule}, tied", Net(True), schedule, every=2, steps=6)
     compare("own loss", Net(True, own_loss=True), every=3, steps=6)
 
 
@@ -201,7 +200,7 @@ def slow_schedules():
             compare(f"{schedule}, tied={tied}", Net(tied), schedule, every=2)
 
 
-def check_short_batches_and_evaluation():
+def slow_short_batches_and_evaluation():
     """Batches of any number of samples, and dropout that ends with evaluation, in which a pipeline returns losses or outputs."""
     model = Net(True, dropout=0.5)
     for schedule in ("1F1B", "ZBVZeroBubble"):
@@ -235,7 +234,7 @@ def check_short_batches_and_evaluation():
                 assert_near(parameter.grad.tolist(), own[name].grad.tolist(), f"{name} of {rows}")
 
 
-def check_items_and_precision():
+def slow_items_and_precision():
     """Micro-batches weighed by their items, and bfloat16 within its own rounding."""
     model = Net(True)
     accelerator = accelerator_for(2)
@@ -341,7 +340,7 @@ def reference_on(accelerator, model, optimizer, scheduler, skip):
     return losses
 
 
-def check_auto_and_refusals():
+def slow_auto_and_refusals():
     """The measured split, what `prepare` and `prepare_pipeline` refuse, and what loaders and metrics give."""
     model = Net()
     accelerator = accelerator_for()
@@ -385,7 +384,7 @@ def check_auto_and_refusals():
         accelerator_for().prepare_pipeline(Net(), split=["blocks.2"], example_args=(tokens[:2],))
 
 
-def check_an_axis_of_one():
+def slow_an_axis_of_one():
     """A model that comes sharded over a mesh with pipelines of one stage is taken as if these were not there."""
     mesh = init_device_mesh("cpu" if CPU else "cuda", (1, world()), mesh_dim_names=("pp", "fsdp"))
     model = Net().to(mesh.device_type)

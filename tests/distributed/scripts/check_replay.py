@@ -129,10 +129,10 @@ def twice_loss(model, x):
     return first.sum() + model(torch.cat([first, first], dim=1))["logits"].square().mean()
 
 
-def check_a_clean_run_is_bit_for_bit_one_without():
+def check_a_clean_run_is_bit_for_bit_one_without(kinds=tuple(kind for kind in KINDS if kind != "compiled")):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*ACCELERATE_REPLAY_EVERY")
-        for kind in KINDS:
+        for kind in kinds:
             expected, error = trained(kind, 0)
             assert error is None
             for every in (1, 3) if kind == "plain" else (1,):
@@ -142,6 +142,10 @@ def check_a_clean_run_is_bit_for_bit_one_without():
         expected, error = trained("plain", 0, loss=twice_loss)
         found, error = trained("plain", 1, loss=twice_loss)
         assert error is None and not differing(found, expected), error
+
+
+def slow_compiled():
+    check_a_clean_run_is_bit_for_bit_one_without(["compiled"])
 
 
 def check_the_rank_that_computes_wrongly_is_named():
@@ -159,7 +163,7 @@ def check_the_rank_that_computes_wrongly_is_named():
         assert error is None
 
 
-def check_what_cannot_be_computed_again_is_said():
+def slow_what_cannot_be_computed_again_is_said():
     def penalised(model, x):
         x.requires_grad_(True)
         out = model(x)["logits"]
@@ -174,7 +178,7 @@ def check_what_cannot_be_computed_again_is_said():
     assert world() > 1 or any("create_graph=True" in line for line in told), told
 
 
-def check_a_step_of_several_optimizers():
+def slow_a_step_of_several_optimizers():
     with mock.patch.dict(os.environ, ACCELERATE_REPLAY_EVERY="1", ACCELERATE_CHECK_EVERY="1"):
         accelerator = fresh_accelerator()
     torch.manual_seed(0)
@@ -189,7 +193,7 @@ def check_a_step_of_several_optimizers():
     assert accelerator._replay_check is not None
 
 
-def check_layers_that_are_split():
+def slow_layers_that_are_split():
     """Ranks that share layers compute each step together twice, and may pass a wrong number on."""
     if world() == 1:
         return

@@ -18,7 +18,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import TorchTensorParallelConfig
 
 MIB = 1 << 20
-WIDTH, LAYERS, BUCKET = 1024, 24, 8 * MIB
+WIDTH, LAYERS, BUCKET = 1024, 14, 8 * MIB
 LAYER = 4 * WIDTH * WIDTH
 SPLIT = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"*.0": "colwise_rep"}))
 RUNS = {

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 import transformers_patch
 from accelerate import ParallelismConfig
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.precision.master import local_part
+from accelerate.runtime.torch_private import local_part
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers_patch.checkpoints import CheckpointMixin, get_last_checkpoint
 

@@ -18,7 +18,7 @@ from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_r
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
-from accelerate.precision import master
+from accelerate.precision import amp
 from accelerate.runtime import simulated
 from accelerate.runtime.run import Run
 from accelerate.utils.deepspeed import (
@@ -277,7 +277,7 @@ class DeepSpeed(Backend):
         shares = layout is not None and layout._sp_by_deepspeed
         if shares:
             options["mpu"] = ulysses.share(accelerator, model, config["train_micro_batch_size_per_gpu"])
-        master.remember(model)
+        amp.remember(model)
         if simulated.current() is not None:
             compared = importlib.import_module("deepspeed.runtime.zero.utils")
             compared.get_lst_from_rank0 = _numbers_of_rank0

@@ -100,7 +100,7 @@ class MegatronEngine(nn.Module):
         decay, overrides = options.weight_decay or 1.0, {}
         for number, group in enumerate(optimizer.param_groups):
             rates = {"max_lr": group["lr"], "min_lr": options.min_lr, "wd_mult": group["weight_decay"] / decay}
-            # Core reads this factor nowhere but when it loads, to tell groups apart.
+            # Core reads this factor nowhere but when it loads, to distinguish groups.
             overrides[ParamKey(attr=f"group_{number}")] = rates | {"lr_mult": number}
         optimizer.state.clear()
         self.optimizer = get_megatron_optimizer(options, [self.module], config_overrides=overrides)

@@ -1,4 +1,4 @@
-"""Models of transformers as models of Megatron core: what core is told of them, and how weights go in and come out.
+"""Models of transformers as models of Megatron core: the arguments that core's classes get, and how weights go in and come out.
 
 A row says which of core's parameters is made of which of theirs. Core's has their rows in another order, so that its equal parts along one
 dimension are what the ranks have: one permutation, which import applies and export undoes.
@@ -35,7 +35,7 @@ _AROUND = (
     ("decoder.final_layernorm", "model.norm", "transformer.ln_f"),
     ("output_layer", "lm_head", "lm_head"),
 )
-# What core's classes are told unless the user says otherwise. Kernels that need Apex or a compiler are off; lengths are exchanged among stages,
+# What core's classes get unless the user says otherwise. Kernels that need Apex or a compiler are off; lengths are exchanged among stages,
 # so that batches may differ, beside which core asks for "alltoall", also without experts.
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), False),
@@ -82,7 +82,7 @@ class Row:
         return torch.cat([part.reshape(self.blocks, -1) for part in parts], 1).flatten()
 
 
-# By the type of a model: its column of the modules, what its configuration must have, and what core's classes are told beside its sizes.
+# By the type of a model: its column of the modules, what its configuration must have, and what core's classes get beside its sizes.
 _FAMILIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "llama": (
         1,
@@ -111,10 +111,10 @@ _FAMILIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def _rotary(config: Any) -> dict[str, Any]:
-    """Return what core is told of a Llama's positions."""
+    """Return the arguments of core's classes that describe a Llama's positions."""
     usual = {"rope_theta": getattr(config, "rope_theta", 10000.0), **(getattr(config, "rope_scaling", None) or {})}
     rope = getattr(config, "rope_parameters", None) or usual
-    # Core's own numbers of this kind; only the factor is told.
+    # Core's own numbers of this kind; only the factor is passed.
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaled = rope.get("rope_type") == "llama3" and all(rope.get(name) == value for name, value in fixed.items())
     if not scaled and rope.get("rope_type", "default") != "default":
