@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampl
 
 from accelerate import comm
 from accelerate._warn import warn_user
+from accelerate.config.enums import RNGType
 from accelerate.data import adapter, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.budget import TokenBudgetSampler
@@ -282,11 +283,12 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
 
 def _synchronised(kinds: list[Any], dataloader: DataLoader, generator: torch.Generator | None) -> list[Any]:
     """The kinds of generators that are synchronised at each epoch, with the one that shuffles if there is one of ours."""
+    others = [kind for kind in kinds if kind not in ("generator", RNGType.GENERATOR)]
     if generator is None:  # nothing shuffles
-        return [kind for kind in kinds if kind != "generator"]
+        return others
     # One that was made here is known to nobody else: without its synchronisation the parts would overlap.
     ours = getattr(adapter.get_sampler(dataloader), "generator_is_ours", False)
-    return [*kinds, "generator"] if ours and "generator" not in kinds else kinds
+    return [*others, "generator"] if ours or len(others) < len(kinds) else others
 
 
 def _changes(dataloader: DataLoader, division: Division) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from accelerate.config.enums import RNGType
 from accelerate.data import plan
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.dispatcher import DataLoaderDispatcher
@@ -133,3 +134,11 @@ def test_a_slice_function_without_dispatching_and_a_loader_prepared_already_are_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare_data_loader(DataLoader(Numbers(8), 2), put_on_device=True, rng_types=["torch"], **TWO)
+
+
+@pytest.mark.parametrize("kind", ["generator", RNGType.GENERATOR])
+def test_a_generator_is_synchronised_once_and_where_something_shuffles(kind):
+    for ranks in ({}, TWO):
+        assert list(prepare_data_loader(DataLoader(range(4), 1), rng_types=[kind], **ranks))  # it has no generator
+    shuffled = prepare_data_loader(DataLoader(range(4), 1, shuffle=True), rng_types=[kind], **TWO)
+    assert len(shuffled.rng_types) == 1 and len(list(shuffled)) == 2
