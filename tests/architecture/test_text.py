@@ -33,7 +33,8 @@ def relative(path: pathlib.Path) -> str:
 def project_texts() -> Iterator[pathlib.Path]:
     """Return every text file that belongs to the project."""
     for folder, inside, names in os.walk(source.ROOT):
-        inside[:] = [name for name in inside if not OUTSIDE.fullmatch(name)]  # not walked: environments have 100,000 files
+        # Environments, of 100,000 files, are not walked.
+        inside[:] = [name for name in inside if not OUTSIDE.fullmatch(name)]
         paths = [pathlib.Path(folder, name) for name in names if not OUTSIDE.fullmatch(name)]
         yield from (path for path in paths if path.suffix in TEXTS and path.is_file())
 
