@@ -25,11 +25,11 @@ class MovedParameters:
     """What became of the parameters that were replaced, whoever still holds the old ones."""
 
     def __init__(self) -> None:
-        self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether it has the same elements
+        self.clear()
 
     def clear(self) -> None:
         """Forget all of them."""
-        self.__init__()
+        self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether it has the same elements
 
     def record(self, name: str, old: nn.Parameter, new: nn.Parameter, same_elements: bool = False) -> None:
         """Remember a replacement; `same_elements`, so that what an optimizer knows holds for it."""

@@ -31,7 +31,7 @@ from accelerate.precision import amp, four_bit
 from accelerate.precision.amp import precision
 from accelerate.runtime import known_faults, storage, torch_private, traits
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.training import conditional, prepared
+from accelerate.training import conditional, gradients, prepared
 from accelerate.training.prepared import Entry, Facade
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from accelerate.utils.megatron_lm import MegatronLMDummyScheduler
@@ -538,7 +538,7 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     for average in accelerator.prepared.averages:
         average.close()
     accelerator.prepared.clear()
-    accelerator._window.__init__()
+    accelerator._window = gradients.Window()
     accelerator.step = 0
     accelerator.gradient_state._set_sync_gradients(True)  # the accumulation step that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
