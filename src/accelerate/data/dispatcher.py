@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise, takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,8 +34,8 @@ from accelerate.utils.nested import leaves, over_leaves
 
 logger = logging.getLogger(__name__)
 
-# Batches: nested structures whose leaves have the samples along their first dimension. A leaf is a tensor, or a list without
-# tensors inside (`default_collate` leaves strings as such a list), whose items are one sample each.
+# Batches: nested structures whose leaves have the samples along their first dimension. A leaf is a tensor, an array of NumPy, or a
+# list without tensors inside (`default_collate` leaves strings as such a list), whose items are one sample each.
 
 
 def is_column(value: Any) -> bool:
@@ -46,8 +47,8 @@ def is_column(value: Any) -> bool:
 
 def samples_of(leaf: Any) -> int | None:
     """Number of samples in a leaf; None if it belongs to the batch as a whole."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape[0] if leaf.dim() else None
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        return leaf.shape[0] if leaf.ndim else None
     return len(leaf) if is_column(leaf) else None
 
 
@@ -61,12 +62,15 @@ def take(batch: Any, start: int, stop: int) -> Any:
     return over_leaves(lambda leaf: leaf if samples_of(leaf) is None else leaf[start:stop], batch, is_leaf=is_column)
 
 
-def join(batches: Sequence[Any]) -> Any:
-    """Put batches one after the other; leaves without samples are the first's. ValueError if their structures differ."""
+def join(batches: Sequence[Any], filling: bool = False) -> Any:
+    """Put batches one after the other, or fill up the first one, whose leaves without samples stay then.
+
+    ValueError: their structures differ, or leaves without samples do where nothing is filled up.
+    """
     if len(batches) == 1:
         return batches[0]
     try:
-        return over_leaves(_join_leaves, *batches, is_leaf=is_column)
+        return over_leaves(functools.partial(_join_leaves, filling), *batches, is_leaf=is_column)
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
             "Batches cannot be joined for dispatching, because they differ in structure or in the shape of a sample "
@@ -74,19 +78,23 @@ def join(batches: Sequence[Any]) -> Any:
         ) from error
 
 
-def _join_leaves(*leaves: Any) -> Any:
+def _join_leaves(filling: bool, *leaves: Any) -> Any:
     first = leaves[0]
     if samples_of(first) is None:
+        if not (filling or all(leaf == first for leaf in leaves[1:])):
+            raise ValueError(f"{first!r} is the same for all samples of a batch, and the next batch has {leaves[1]!r}")
         return first
     if isinstance(first, torch.Tensor):
         return torch.cat(leaves)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(leaves)
     return type(first)(item for leaf in leaves for item in leaf)
 
 
 def padded(batch: Any, length: int, head: Any, size: int) -> Any:
     """Lengthen a batch of `length` samples to `size` with the samples of `head`, over and over."""
     copies, rest = divmod(size - length, batch_length(head))
-    return join([batch, *[head] * copies, *([take(head, 0, rest)] if rest else [])])
+    return join([batch, *[head] * copies, *([take(head, 0, rest)] if rest else [])], filling=True)
 
 
 # Messages --------------------------------------------------------------------------------------------------------------
@@ -484,4 +492,11 @@ def _length(batch: Any) -> int:
             f"A batch of type {type(batch).__name__} has no tensor or list with a first dimension of samples, so it "
             "cannot be divided among processes. Let the collate_fn return one, or use dispatch_batches=False."
         )
+    for leaf in leaves(batch, is_column):
+        # Tensors of another length are cut as upstream cuts them.
+        if not isinstance(leaf, torch.Tensor) and samples_of(leaf) not in (None, length):
+            raise ValueError(
+                f"A batch of {length} samples has {len(leaf)} values in {leaf!r}, so it cannot be divided among processes. Let the collate_fn "
+                "return tensors, or arrays or lists of one value a sample, or use dispatch_batches=False."
+            )
     return length

@@ -277,6 +277,14 @@ class PreparedLoader(ResumableLoader):
             counts = self.batch_counts
             if counts is not None:
                 self.remainder = sum(counts)
+            elif self.remainder > 0 and self._shard_fills_up():
+                self.remainder = (
+                    0  # it has filled up nothing: the length of the data or of its sampler was an estimate
+                )
+
+    def _shard_fills_up(self) -> bool:
+        shard = adapter.sharding(self.base_dataloader)
+        return isinstance(shard, Part) and getattr(shard, "even_batches", True)
 
     def _finish_epoch(self) -> None:
         progress = self._progress
@@ -351,10 +359,9 @@ class DataLoaderShard(PreparedLoader):
     def _remainder_ahead(self) -> int:
         if self._drop_last:
             return -1
-        stream = is_stream(self.base_dataloader)
-        if self._parts() > 1 or (stream and self.plan is not None and self.plan.parts > 1):
+        if self._parts() > 1:
             return 0  # nothing is filled up here; what the user's sampler has filled up is counted in the last batch
-        if stream and self.base_dataloader.num_workers > 1:
+        if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
             return -1  # each worker ends with a batch of its own, so the total tells nothing about the last one
         size = self._samples_per_step()
         samples = adapter.samples_per_epoch(self.base_dataloader)

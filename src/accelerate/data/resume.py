@@ -20,7 +20,7 @@ from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_
 from accelerate.data.iterable import has_buffer
 from accelerate.data.plan import DataPlan
 from accelerate.data.progress import Pending, Progress
-from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SeedableRandomSampler
+from accelerate.data.samplers import Part, ReplayableRandomSampler, SeedableRandomSampler
 from accelerate.runtime import storage
 from accelerate.state import GradientState
 
@@ -53,10 +53,10 @@ class ResumableLoader(DataLoaderAdapter, DataLoaderStateMixin):
         ReplayableRandomSampler.adopt(self.get_sampler())
 
     def _parts(self) -> int:
-        """How many parts data with indices came in, of which the wrapped loader knows its own alone; 1 where that is not so."""
-        base = self.base_dataloader
-        known = self.plan is None or is_stream(base) or isinstance(adapter.sharding(base), BatchSamplerShard)
-        return 1 if known else self.plan.parts
+        """In how many parts ranks read, where the wrapped loader knows of its own alone; 1 where its shard knows of all."""
+        if self.plan is None or isinstance(adapter.sharding(self.base_dataloader), Part):
+            return 1
+        return len(self.plan.shards) if self.plan.uneven else self.plan.parts
 
     def _batches_per_step(self) -> int:
         return super()._batches_per_step() * self._parts()

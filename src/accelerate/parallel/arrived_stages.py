@@ -57,7 +57,7 @@ def adopt(accelerator: Run, model: nn.Module) -> None:
     accelerator.state.parallelism_config = layout
     if not isinstance(stage, TrainableStage):
         model.holdings = _holdings(model, stage)
-        stage = TrainableStage(stage, model.holdings.make_groups(layout.get_device_mesh(accelerator.device.type)))
+        stage = TrainableStage(stage, model.holdings.make_groups())
         setattr(model, _STAGE, stage)
         model.forward = _with_loss(model, model.forward)
         for parameter, count, _ in model.holdings.shared(model, stage.groups):

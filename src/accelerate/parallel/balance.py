@@ -80,7 +80,7 @@ def _filled(units: Sequence[Unit], stages: int, limit: int) -> list[list[Unit]]:
 def costly_stages(model: nn.Module, stages: int, run: Callable[[], Any]) -> list[str]:
     """Return the blocks that stages begin with, so that the most costly stage costs as little as can be.
 
-    Blocks are those of the longest list of one class. The cost is what `FlopCounterMode` counts in `run`, a forward pass; what comes before
+    Blocks are those of the largest list of one class that has enough of them. The cost is what `FlopCounterMode` counts in `run`, a forward pass; what comes before
     the first block is the first stage's, and the rest the last one's. A model without such a list is cut by its sizes (`even_stages`).
     """
     lists = [
@@ -88,8 +88,14 @@ def costly_stages(model: nn.Module, stages: int, run: Callable[[], Any]) -> list
         for name, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(part) for part in module}) == 1
     ]
-    path, blocks = max(lists, key=lambda found: len(found[1]), default=("", []))
-    if len(blocks) < stages:
+
+    # By weights first: each layer of a mixture of experts has a list that may be longer than that of the layers.
+    def weight(blocks: list[tuple[str, nn.Module]]) -> int:
+        return sum(tensor.numel() for _, block in blocks for tensor in block.parameters())
+
+    enough = [found for found in lists if len(found[1]) >= stages]
+    path, blocks = max(enough, key=lambda found: (weight(found[1]), len(found[1])), default=("", []))
+    if not blocks:
         return [units[0].module for units in even_stages(model, stages, None)[1:]]
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -3,14 +3,12 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from accelerate import comm
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,13 @@ class Holdings:
         """The names of what this rank has and an earlier one, too."""
         return [name for name, places in self.holders.items() if self.place in places[1:]]
 
-    def make_groups(self, mesh: "DeviceMesh") -> dict[str, Any]:
-        """Return the process group of each tensor that several ranks of this pipeline have. All ranks, also those of other pipelines."""
-        columns = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, len(self.ranks)).tolist()
-        made: dict[tuple[int, ...], Any] = {tuple(range(len(self.ranks))): self.group}
-        for places in sorted({places for places in self.holders.values() if len(places) > 1} - made.keys()):
-            for column in columns:
-                group = dist.new_group([column[place] for place in places])
-                if column == list(self.ranks):
-                    made[places] = group
+    def make_groups(self) -> dict[str, Any]:
+        """Return the process group of each tensor that this rank and others of its pipeline have. The ranks that have it."""
+        shared = sorted({places for places in self.holders.values() if len(places) > 1 and self.place in places})
+        # One group a set of places, whatever the number of pipelines: no rank waits for those of another one.
+        made = {places: comm.group_of([self.ranks[place] for place in places]) for places in shared}
+        if (everywhere := tuple(range(len(self.ranks)))) in made:
+            made[everywhere] = self.group
         return {name: made[places] for name, places in self.holders.items() if places in made}
 
     def shared(self, part: nn.Module, groups: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, int, Any]]:

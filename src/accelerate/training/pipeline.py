@@ -282,7 +282,7 @@ def prepare_pipeline(
     own = {at: stages.build(traced.chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
     if accelerator.is_fsdp2:
         _shard(accelerator, own)
-    groups = holdings.make_groups(accelerator.torch_device_mesh)
+    groups = holdings.make_groups()
     made = accelerator, traced, loss, schedule, microbatches, own, holdings, groups
     pipeline = run_on_all_ranks(lambda: Pipeline(*made))
     _fill(pipeline, model, own)

@@ -54,14 +54,14 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
     """
     if not is_deepspeed_available():
         raise ImportError("Offloaded optimizer states are updated by DeepSpeed's own optimizers; install `deepspeed`.")
-    kind = type(optimizer).__name__.lower()
-    part = next((part for part in _ON_THE_HOST if part in kind), None)
-    if part is None:
+    kind = type(optimizer).__name__.lower().removeprefix("fused")
+    part = "adam" if kind == "adamw" else kind
+    if part not in _ON_THE_HOST:  # NAdam, RAdam and others compute something else
         return optimizer
     name, usable = _ON_THE_HOST[part]
     options = {name: value for name, value in optimizer.defaults.items() if name in usable}
     if part == "adam":
-        options["adamw_mode"] = "adamw" in kind or optimizer.defaults.get("decoupled_weight_decay", False)
+        options["adamw_mode"] = kind == "adamw" or optimizer.defaults.get("decoupled_weight_decay", False)
     replacement = getattr(importlib.import_module(f"deepspeed.ops.{part}"), name)
     return replacement(optimizer.param_groups, **options)
 

@@ -7,7 +7,7 @@ import warnings
 import torch
 from expect import logged, raised
 from harness import Stream, everywhere, fresh_accelerator, learn, rank, world
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate import DataLoaderConfiguration, comm
@@ -137,6 +137,52 @@ def check_the_end_is_known_when_the_last_batch_is_given():
     data = DataLoader(range(rank() + 6), 2)
     accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(already_sharded=True))
     assert [accelerator.gradient_state.end_of_dataloader for _ in accelerator.prepare(data)] == [False, False, True]
+
+
+class Pieces(IterableDataset):
+    """Rows in pieces, of which a rank reads its own, and whose length each part knows."""
+
+    num_shards = 24
+
+    def __init__(self, length, parts=1, index=0):
+        self.numbers = range(index, length, parts)
+        self.length = length
+
+    def shard(self, num_shards, index):
+        return Pieces(self.length, num_shards, index)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __iter__(self):
+        yield from self.numbers
+
+
+def check_metrics_of_pieces_have_each_sample_once():
+    for length in (6 * world(), 6 * world() + 1):  # a row that rank 0 alone has is left out, as it says
+        accelerator, loader, made = prepare(Pieces(length), SHARDED)
+        assert loader.total_batch_size == made.total_batch_size == 2 * world()
+        found = sum((accelerator.gather_for_metrics(batch).tolist() for batch in ended(loader)), [])
+        assert all(sorted(each) == list(range(6 * world())) for each in everywhere(found)), found
+
+
+def check_a_position_in_pieces_counts_those_of_all_ranks():
+    _, loader, _ = prepare(Pieces(8 * world()), SHARDED)
+    next(iter(loader))
+    position = loader.state_dict()["accelerate_position"]
+    assert (position["batches"], position["samples"]) == (1, 2 * world()), position
+
+
+def check_metrics_where_a_length_is_an_estimate():
+    """A filter leaves fewer rows than the length says: no rank has filled up anything."""
+
+    class Filtered(Stream):
+        def __len__(self):
+            return 4 * world() + 2
+
+    accelerator, loader, _ = prepare(Filtered(range(4 * world())), SHARDED)
+    found = [accelerator.gather_for_metrics(batch).tolist() for batch in ended(loader)]
+    assert sum(found, []) == list(range(4 * world())), found
 
 
 def check_two_loaders_may_alternate():

@@ -34,7 +34,7 @@ def test_parts_arrive_as_they_were_sent():
         "x": torch.arange(6.0).view(2, 3),
         "list": [torch.tensor(7), (torch.zeros(2, 0, dtype=torch.bool), torch.ones(2, dtype=torch.bfloat16))],
         "text": ["a", "b"],
-        "array": numpy.arange(3),
+        "array": numpy.arange(4).reshape(2, 2),
         "none": None,
         "view": torch.arange(8).view(2, 4).t()[::2],
         "weight": torch.ones(2, requires_grad=True),
@@ -48,7 +48,7 @@ def test_parts_arrive_as_they_were_sent():
         assert torch.equal(got["x"], batch["x"][1:]) and torch.equal(got["view"], batch["view"][1:])
         assert got["list"][0].shape == () and got["list"][0] == 7
         assert type(got["list"][1]) is tuple and got["list"][1][0].shape == (1, 0)
-        assert got["list"][1][1].dtype == torch.bfloat16 and got["array"].tolist() == [0, 1, 2]
+        assert got["list"][1][1].dtype == torch.bfloat16 and got["array"].tolist() == [[2, 3]]
         assert torch.equal(got["weight"], torch.ones(1))
         assert kept.batch()[0]["text"] == ["a"] and torch.equal(kept.batch()[0]["x"], batch["x"][:1])
         assert len(connection.sent) == (3 if number == 0 else 2), "what a part looks like is told once"

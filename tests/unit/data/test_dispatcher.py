@@ -1,8 +1,10 @@
 """The loader that reads on one process: several of them in this process, with a line in between."""
 
 import pickle
+import threading
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -10,6 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate.data.build import skip_first_batches
 from accelerate.state import GradientState
 from loader_samples import Stream, dispatched, values
+
+UNSENDABLE = threading.Lock()
 
 
 class Rows(IterableDataset):
@@ -46,9 +50,7 @@ def test_an_error_while_reading_stops_all_processes():
     assert not GradientState().in_dataloader
 
 
-@pytest.mark.parametrize(
-    "collate", [lambda rows: torch.eye(2).to_sparse(), lambda rows: (lambda: None, torch.zeros(2))]
-)
+@pytest.mark.parametrize("collate", [lambda rows: torch.eye(2).to_sparse(), lambda rows: (UNSENDABLE, torch.zeros(2))])
 def test_what_cannot_be_sent_stops_all_processes(collate):
     sent = []
     with pytest.raises(Exception, match=r"(?i)sparse|layout|contiguous|pickle"):
@@ -57,10 +59,38 @@ def test_what_cannot_be_sent_stops_all_processes(collate):
         list(dispatched(DataLoader(Rows(4), 2), sent, 2, 1))
 
 
-def test_batches_that_cannot_be_divided_are_refused():
-    loader = dispatched(DataLoader(Rows(4), 2, collate_fn=lambda rows: {"n": len(rows)}), [], 2, 0)
-    with pytest.raises(ValueError, match="cannot be divided among processes"):
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda rows: {"n": len(rows)}, "cannot be divided among processes"),
+        # Each rank would get the first batch's, or the wrong part of them.
+        (
+            lambda rows: {"x": torch.zeros(2), "name": rows[0]["name"]},
+            "'row 0' is the same for all samples .* has 'row 2'",
+        ),
+        (
+            lambda rows: {"x": torch.zeros(2), "words": [[row["name"]] for row in rows]},
+            "of 2 samples has 1 values in .'row 0'.",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_divided_are_refused(collate, message):
+    loader = dispatched(DataLoader(Rows(4), 2, collate_fn=collate), [], 2, 0)
+    with pytest.raises(ValueError, match=message):
         list(loader)
+
+
+def test_arrays_are_divided_as_tensors_are_and_what_all_batches_share_goes_to_all_ranks():
+    def collate(rows):
+        return {"x": np.concatenate([row["x"] for row in rows]), "kind": "rows", "n": np.array(2)}
+
+    sent = []
+    for rank, wanted in enumerate(([[0, 1], [4]], [[2, 3], [0]])):
+        found = list(dispatched(DataLoader(Rows(5), 2, collate_fn=collate), sent, 2, rank))
+        assert [batch["x"].tolist() for batch in found] == wanted
+        assert all(
+            isinstance(batch["x"], np.ndarray) and (batch["kind"], batch["n"]) == ("rows", 2) for batch in found
+        )
 
 
 @pytest.mark.parametrize("source", [lambda length: list(range(length)), Stream])

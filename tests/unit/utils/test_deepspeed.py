@@ -90,5 +90,6 @@ def test_optimizers_for_offloaded_states(monkeypatch):
     assert made.pop()[2]["adamw_mode"] is False
     home.map_pytorch_optim_to_deepspeed(torch.optim.Adagrad(parameters))
     assert made.pop()[0] == "DeepSpeedCPUAdagrad"
-    other = torch.optim.SGD(parameters, lr=0.1)
-    assert home.map_pytorch_optim_to_deepspeed(other) is other
+    for kind in (torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax):
+        other = kind(parameters, lr=0.1)
+        assert home.map_pytorch_optim_to_deepspeed(other) is other
