@@ -194,9 +194,9 @@ class PreparedLoader(ResumableLoader):
         try:
             self._begin_epoch(pending)
             resume.note_start(self, pending)
-            dataset, progress = self.base_dataloader.dataset, self._progress
-            if type(dataset) is SeededDataset:
-                progress.worker_seed = dataset.choose(progress.worker_seed, progress.epoch)
+            base, progress = self.base_dataloader, self._progress
+            if type(base.dataset) is SeededDataset:
+                progress.worker_seed = base.dataset.choose(progress.worker_seed, progress.epoch, base.generator)
             batches = self._iterate(pending)
             yield from batches if watch is None else watch.watched(batches, self)
         finally:

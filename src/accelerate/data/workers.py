@@ -22,7 +22,7 @@ from accelerate.data.generators import mixed, seed_all
 class SeededDataset:
     """Stands before a map-style dataset in worker processes and seeds their generators for each batch.
 
-    The seed comes from the run, the epoch and the batch's indices, so a batch looks the same with any workers, persistent
+    The seed comes from the loader's own, the epoch and the batch's indices, so a batch looks the same with any workers, persistent
     or not, and wherever the run was resumed. Otherwise the wrapper looks and assigns like the dataset.
     """
 
@@ -32,11 +32,16 @@ class SeededDataset:
             epoch_seed = torch.zeros(1, dtype=torch.int64).share_memory_()
         vars(self).update(_inner=dataset, _epoch_seed=epoch_seed)
 
-    def choose(self, run_seed: int | None, epoch: int) -> int:
-        """Set the epoch, in the process that trains, before the workers are given their first batch; return the run's seed."""
-        run_seed = torch.initial_seed() if run_seed is None else run_seed
-        self._epoch_seed[0] = mixed(run_seed, epoch)
-        return run_seed
+    def choose(self, seed: int | None, epoch: int, generator: torch.Generator | None) -> int:
+        """Set the epoch, in the process that trains, before the workers are given their first batch; return the loader's seed."""
+        if seed is None:
+            # What torch draws next for the workers, without drawing it: loaders of a run differ, and runs of one seed do not.
+            source = torch.default_generator if generator is None else generator
+            ahead = torch.Generator(source.device)
+            ahead.set_state(source.get_state())
+            seed = int(torch.empty((), dtype=torch.int64, device=source.device).random_(generator=ahead))
+        self._epoch_seed[0] = mixed(seed, epoch)
+        return seed
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_inner", "_epoch_seed"):  # while a copy is being built

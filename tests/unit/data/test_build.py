@@ -142,3 +142,18 @@ def test_a_generator_is_synchronised_once_and_where_something_shuffles(kind):
         assert list(prepare_data_loader(DataLoader(range(4), 1), rng_types=[kind], **ranks))  # it has no generator
     shuffled = prepare_data_loader(DataLoader(range(4), 1, shuffle=True), rng_types=[kind], **TWO)
     assert len(shuffled.rng_types) == 1 and len(list(shuffled)) == 2
+
+
+class Drawn(Numbers):
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+def test_workers_of_two_loaders_draw_other_numbers_and_those_of_the_same_run_the_same():
+    def views():
+        torch.manual_seed(0)
+        loaders = [prepare_data_loader(DataLoader(Drawn(4), 2, num_workers=1)) for _ in range(2)]
+        return [torch.cat(list(loader)) for loader in loaders]
+
+    first, second = views()
+    assert not torch.equal(first, second) and all(map(torch.equal, (first, second), views()))
